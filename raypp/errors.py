@@ -1,0 +1,94 @@
+"""Errors a user can act on: where it is, what is wrong, how to fix it.
+
+Everything the user can cause is raised as a `RayppError`; the command line prints its problems and
+leaves with its exit code, without a traceback. All of them survive pickling, because they cross
+process borders (`exceptions` with a custom constructor do not, unless they say how).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+EXIT_OK = 0
+EXIT_RUN_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_RESOURCES = 4
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        key: Dotted key of the job file (`mesh.pp`), or another short name of the place (an object's
+            key, an option); empty when there is none.
+        what: What is wrong, with the offending value.
+        fix: What the user can do about it; empty when nothing more useful can be said.
+        where: `file:line` when the problem was found in a file; filled in by whoever knows the file.
+    """
+
+    key: str
+    what: str
+    fix: str = ""
+    where: str = ""
+
+    def located(self, where: str) -> Problem:
+        """The same problem with its `file:line` (kept when it already has one)."""
+        return self if self.where else replace(self, where=where)
+
+    def __str__(self) -> str:
+        place = " ".join(part for part in (self.where, self.key) if part)
+        head = f"{place}: {self.what}" if place else self.what
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+
+class RayppError(Exception):
+    """Base of the errors a user can act on. `exit_code` is what the command line leaves with."""
+
+    exit_code = EXIT_RUN_FAILED
+
+    def __init__(self, problems: Problem | str | Iterable[Problem], fix: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem("", problems, fix)
+        if isinstance(problems, Problem):
+            problems = (problems,)
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[RayppError], tuple[Sequence[Problem]]]:
+        return (type(self), (self.problems,))
+
+
+class JobError(RayppError):
+    """The job file, or the arguments of a command, are wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class UnreachableError(RayppError):
+    """No cluster, or no store, answers at the place named (or it refuses the caller)."""
+
+    exit_code = EXIT_UNREACHABLE
+
+
+class ResourcesError(RayppError):
+    """The cluster has fewer free devices than the mesh needs."""
+
+    exit_code = EXIT_RESOURCES
+
+
+class RunFailedError(RayppError):
+    """The run ended without finishing its steps."""
+
+
+class CheckpointError(RayppError):
+    """A checkpoint is missing, torn or corrupt; the problem names the object."""
+
+
+class DataError(RayppError):
+    """The training data cannot be used; found when a rank opens or reads it. Not worth a retry."""
+
+    exit_code = EXIT_USAGE

@@ -1,0 +1,183 @@
+"""What crosses a process border: frozen, plain data. No torch, no ray, no behaviour to speak of."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class RunState(StrEnum):
+    """Where a run is in its life; the last three are final."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+    @property
+    def final(self) -> bool:
+        return self in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place in the mesh, one index per axis."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    fsdp: int = 0
+    cp: int = 0
+
+    def label(self, sizes: Coordinates) -> str:
+        """A short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
+
+        Args:
+            sizes: The length of each axis (a `Coordinates` used as the mesh's shape).
+        """
+        parts = [f"pp{self.pp}"]
+        for axis in ("dp_replicate", "fsdp", "cp"):
+            if getattr(sizes, axis) > 1:
+                parts.append(f"{'dp' if axis == 'dp_replicate' else axis}{getattr(self, axis)}")
+        return "-".join(parts)
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a worker says of where it is, before seats are given out."""
+
+    node_id: str
+    ip: str
+    hostname: str
+    pid: int
+    interface: str
+    device_index: int = 0
+    devices_on_node: int = 0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Everything a rank needs to know to join an attempt: its place, and how to meet the others."""
+
+    run: str
+    attempt: int
+    rank: int
+    world_size: int
+    coordinates: Coordinates
+    mesh_sizes: Coordinates
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    node: str = "localhost"
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+    interface: str = ""
+    device: str = "cpu"
+    device_index: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.coordinates.label(self.mesh_sizes)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished optimizer step, as rank 0 sees it (all values are global)."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    seq_len: int
+    step_s: float
+    tokens_per_s: float
+    attempt: int
+    lr: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The evidence of one rank that died."""
+
+    rank: int
+    label: str
+    node: str
+    pid: int
+    kind: str
+    """killed | raised | user_error | node_lost | lost_peer | unknown"""
+    cause: str
+    step: int = 0
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run, told in words.
+
+    Attributes:
+        kind: submitted, attempt_started, seated, resumed, first_step, committed, save_failed,
+            rank_failed, restarting, stop_requested, succeeded, failed, stopped …
+        details: Facts a program may want (rank, node, cause, object keys, seconds).
+    """
+
+    kind: str
+    message: str
+    time: float = field(default_factory=time.time)
+    attempt: int = 0
+    step: int | None = None
+    rank: int | None = None
+    node: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank's life ended, when it ended in order."""
+
+    rank: int
+    step: int
+    stopped: bool
+    checkpoint_step: int | None
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What the operator wants of the ranks. Every rank polls its own copy; the ranks agree on the
+    step at which they act, by the collective that starts each step."""
+
+    save: bool = False
+    stop: bool = False
+    save_before_stop: bool = True
+
+
+class Reporter(Protocol):
+    """The rank's only way to talk to the outside; control, torchrun and tests each bring their own.
+
+    All methods are cheap and never raise; they may be called from any thread of the rank.
+    """
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """The rank is now doing this (rendezvous, build, load, step 12 forward 3 …)."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """A step is done. Called on rank 0 only."""
+        ...
+
+    def event(self, event: Event) -> None:
+        """Something worth telling happened."""
+        ...
+
+    def requests(self) -> Requests:
+        """What the operator wants now. Asked for once per step."""
+        ...

@@ -1,0 +1,109 @@
+"""The `model:` section: one options class per decoder family.
+
+The builders live in `raypp.models` and are named, not imported: reading a job needs no torch.
+A new family is one file in `raypp/models/` and one entry here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Union
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from raypp.registry import Registry
+
+MODELS = Registry("model")
+
+
+class Section(BaseModel):
+    """Base of every section of the job file: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DecoderOptions(Section):
+    """What every decoder family has."""
+
+    kind: str = "llama"
+    """llama | qwen2 | qwen3 | qwen3_moe | mixtral | your own as module.path:factory"""
+    num_layers: int = Field(8, ge=1)
+    """Decoder layers."""
+    hidden_size: int = Field(256, ge=1)
+    """Width of the residual stream."""
+    num_heads: int = Field(4, ge=1)
+    """Query heads."""
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key/value heads; null: as many as query heads."""
+    head_dim: int | None = Field(None, ge=1)
+    """Width of one head; null: hidden_size / num_heads."""
+    ffn_size: int = Field(688, ge=1)
+    """Inner width of the gated feed-forward block."""
+    vocab_size: int = Field(4096, ge=1)
+    """Rows of the embedding; at least as many as the tokenizer has ids."""
+    tie_embeddings: bool = False
+    """The output projection is the embedding, also when they live on different stages."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position encoding."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of RMSNorm."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of freshly initialised matrices."""
+    from_hf: str | None = None
+    """A directory or S3 URL with config.json and safetensors: weights and sizes are read from it."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def dim_per_head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_heads
+
+
+class MoeOptions(DecoderOptions):
+    """What mixture-of-experts families add."""
+
+    num_experts: int = Field(8, ge=1)
+    """Experts per layer."""
+    experts_per_token: int = Field(2, ge=1)
+    """Experts each token is sent to."""
+    expert_ffn_size: int = Field(256, ge=1)
+    """Inner width of one expert."""
+    aux_loss_weight: float = Field(0.001, ge=0)
+    """Weight of the load-balancing loss."""
+    z_loss_weight: float = Field(0.0, ge=0)
+    """Weight of the router's z-loss."""
+
+
+class CustomOptions(DecoderOptions):
+    """A user's own factory: any further key is passed on to it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+
+MODELS.register("llama", "raypp.models.llama:build_stage", options=DecoderOptions, summary="Llama 2/3: RMSNorm, RoPE, grouped queries, SwiGLU")
+MODELS.register("qwen2", "raypp.models.qwen2:build_stage", options=DecoderOptions, summary="Qwen2: Llama with biases on q, k, v")
+MODELS.register("qwen3", "raypp.models.qwen3:build_stage", options=DecoderOptions, summary="Qwen3: RMSNorm on every query and key head")
+MODELS.register("qwen3_moe", "raypp.models.qwen3_moe:build_stage", options=MoeOptions, summary="Qwen3 with experts")
+MODELS.register("mixtral", "raypp.models.mixtral:build_stage", options=MoeOptions, summary="Mixtral: Llama with experts")
+
+
+def _family(value: Any) -> str:
+    """Which options class a `model:` section belongs to; an unknown kind gets the plain decoder's,
+    so that its other keys are still checked (the kind itself is refused by `spec.checks`)."""
+    kind = value.get("kind", "llama") if isinstance(value, dict) else getattr(value, "kind", "llama")
+    if isinstance(kind, str) and ":" in kind:
+        return "custom"
+    if isinstance(kind, str) and kind in MODELS and MODELS.get(kind).options is MoeOptions:
+        return "moe"
+    return "decoder"
+
+
+ModelSection = Annotated[
+    Union[
+        Annotated[DecoderOptions, Tag("decoder")],
+        Annotated[MoeOptions, Tag("moe")],
+        Annotated[CustomOptions, Tag("custom")],
+    ],
+    Discriminator(_family),
+]
