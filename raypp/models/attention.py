@@ -1,0 +1,66 @@
+"""Causal attention within documents: no token ever attends across a document's border.
+
+Legend: B rows, T tokens, S = B · T tokens of the microbatch, H query heads, K key/value heads, D head width.
+
+On CPU, documents are attended one by one (2.4× faster there than one call with a block mask); when all
+have one length they go in one batched call. On CUDA in half precision torch's variable-length kernel
+takes them all at once; fp32 on CUDA, which that kernel does not do, goes document by document.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypp.models.documents import PackedDocuments
+
+
+def packed_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments) -> Tensor:
+    """Causal attention of every document of a microbatch with itself.
+
+    Args:
+        q_SHD: Queries, `[B·T, H, D]`, rotary positions applied.
+        k_SKD: Keys `[B·T, K, D]`; K divides H.
+        v_SKD: Values `[B·T, K, D]`.
+        documents: Their borders.
+
+    Returns:
+        `[B·T, H, D]`.
+    """
+    if q_SHD.is_cuda and q_SHD.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q_SHD, k_SKD, v_SKD, documents)
+    length = documents.uniform
+    if length is not None:
+        return _attend(*(t.unflatten(0, (-1, length)) for t in (q_SHD, k_SKD, v_SKD))).flatten(0, 1)
+    sizes = list(documents.lengths)
+    # One split and one cat: their backwards are a cat and a split, where slices would each zero a full tensor.
+    pieces = zip(q_SHD.split(sizes), k_SKD.split(sizes), v_SKD.split(sizes), strict=True)
+    return torch.cat([_attend(q[None], k[None], v[None])[0] for q, k, v in pieces])
+
+
+def _attend(q_NTHD: Tensor, k_NTKD: Tensor, v_NTKD: Tensor) -> Tensor:
+    """Plain causal attention of N equally long documents, `[N, T, heads, D]` in and out."""
+    out_NHTD = F.scaled_dot_product_attention(
+        q_NTHD.transpose(1, 2),
+        k_NTKD.transpose(1, 2),
+        v_NTKD.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=q_NTHD.shape[2] != k_NTKD.shape[2],
+    )
+    return out_NHTD.transpose(1, 2)
+
+
+def _varlen(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    groups = q_SHD.shape[1] // k_SKD.shape[1]
+    if groups > 1:  # torch 2.11 has no grouped queries here; repeating is exact on both
+        k_SKD, v_SKD = k_SKD.repeat_interleave(groups, 1), v_SKD.repeat_interleave(groups, 1)
+    cu, longest = documents.cu_seqlens, documents.max_len
+    if "is_causal" in parameters:
+        return varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, is_causal=True)
+    return varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=(-1, 0))

@@ -1,0 +1,94 @@
+"""The parts of a decoder layer, named as Hugging Face names them.
+
+Legend: B rows, T tokens, S = B · T, H query heads, K key/value heads, D head width, C residual width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypp.models.attention import packed_attention
+from raypp.models.documents import PackedDocuments
+from raypp.spec.models import DecoderOptions
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned gain, computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary encoding, `[S, 1, D]` each (RoFormer, arXiv:2104.09864, half-split layout).
+
+    Computed in fp32 from the positions, then cast: a table in half precision is off by whole positions at length.
+    """
+    exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=torch.float32) / width
+    angles = positions_S.to(torch.float32)[:, None] * theta**-exponents
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_SHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary encoding to queries or keys."""
+    low, high = x_SHD.chunk(2, dim=-1)
+    return x_SHD * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; subclasses may norm the heads (`q_norm`, `k_norm`) or add biases."""
+
+    def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False) -> None:
+        super().__init__()
+        width, head = options.hidden_size, options.dim_per_head
+        self.head_dim = head
+        self.q_proj = nn.Linear(width, options.num_heads * head, bias=qkv_bias)
+        self.k_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
+        self.v_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
+        self.o_proj = nn.Linear(options.num_heads * head, width, bias=False)
+
+    def forward(self, x_SC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+        q, k, v = (p(x_SC).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.norm_heads(q, k)
+        out = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
+        return self.o_proj(out.flatten(-2))
+
+    def norm_heads(self, q_SHD: Tensor, k_SKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Where families with q/k norm apply it."""
+        return q_SHD, k_SKD
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_SC: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_SC)) * self.up_proj(x_SC))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
+        self.post_attention_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
+
+    def forward(self, x_SC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+        x_SC = x_SC + self.self_attn(self.input_layernorm(x_SC), rotary, documents)
+        return x_SC + self.mlp(self.post_attention_layernorm(x_SC))

@@ -1,0 +1,89 @@
+"""The stage contract: what a family must build, and what the pipeline may count on.
+
+A stage is one `nn.Module` that holds some consecutive layers, the embedding if it is the first, and the
+final norm and output projection if it is the last. Parameters carry their global names (Hugging Face's),
+whatever the cut, so that a checkpoint of any mesh loads on any other.
+
+Legend: B rows, T tokens of a row, C residual width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from raypp.models.documents import PackedDocuments
+from raypp.models.layers import RMSNorm, rotary_table
+from raypp.spec.models import MODELS, DecoderOptions
+
+LayerFactory = Callable[[DecoderOptions, int], nn.Module]
+
+
+class Backbone(nn.Module):
+    """Embedding, layers and norm; the parts a stage does not have are None."""
+
+    def __init__(self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if first else None
+        self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
+        self.norm = RMSNorm(options.hidden_size, options.norm_eps) if last else None
+
+
+class DecoderStage(nn.Module):
+    """One stage of a decoder.
+
+    Args:
+        options: The `model:` section.
+        layers: Global indices of the layers this stage holds.
+        first: It holds the embedding, and takes token ids.
+        last: It holds the final norm and the output projection, and gives logits.
+        make_layer: Builds the layer of a global index; each family brings its own.
+    """
+
+    def __init__(self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory) -> None:
+        super().__init__()
+        self.options = options
+        self.model = Backbone(options, layers, first, last, make_layer)
+        self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if last else None
+
+    def forward(self, x: Tensor, positions_BT: Tensor, documents: PackedDocuments) -> Tensor:
+        """Runs the stage on one microbatch.
+
+        Args:
+            x: Token ids int64 `[B, T]` on the first stage, else activations `[B, T, C]`.
+            positions_BT: Position of every token in its document, int64 `[B, T]`.
+            documents: The borders of the documents.
+
+        Returns:
+            Activations `[B, T, C]`, or logits `[B, T, V]` on the last stage.
+        """
+        if self.model.embed_tokens is not None:
+            x = self.model.embed_tokens(x)
+        rows, tokens, _ = x.shape
+        x_SC = x.flatten(0, 1)
+        rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
+        for layer in self.model.layers.values():
+            x_SC = layer(x_SC, rotary, documents)
+        if self.model.norm is not None and self.lm_head is not None:
+            x_SC = self.lm_head(self.model.norm(x_SC))
+        return x_SC.unflatten(0, (rows, tokens))
+
+    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """The units that activation checkpointing, compilation and FSDP work on: name and module, in order."""
+        yield from self.model.layers.items()
+
+
+def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:
+    """Builds one stage of any family on the meta device: no memory is taken, values come from `init` or a checkpoint."""
+    builder = MODELS.get(options.kind, key="model.kind").build()
+    with torch.device("meta"):
+        stage: nn.Module = builder(options, layers, first, last)
+    return stage
+
+
+def parameter_names(options: DecoderOptions) -> list[str]:
+    """Global names of all parameters of the whole model, sorted: one order that no cut changes."""
+    whole = build_stage(options, range(options.num_layers), first=True, last=True)
+    return sorted(name for name, _ in whole.named_parameters())

@@ -1,0 +1,60 @@
+"""What is done to a stage between building it and training it, in the one order that works.
+
+1. activation checkpointing wraps each block's forward (inside, so that recomputation sees plain modules)
+2. FSDP2 shards each block, then the stage itself, which must be the root that the pipeline calls
+3. memory is taken on the device, and only then
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from raypp.spec.job import Job
+
+
+def compute_dtype(job: Job) -> torch.dtype:
+    """The dtype of activations, also of those sent between stages."""
+    return torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+
+
+def prepare_stage(stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    """Applies the job's parallelism to a stage built on meta and gives it (uninitialised) memory.
+
+    Args:
+        stage: From `models.stage.build_stage`.
+        job: The job.
+        data_mesh: Where weights are sharded; None leaves a plain module (fp32 only).
+        device: Where the weights live.
+    """
+    if job.train.activation_checkpointing == "full":
+        _checkpoint_blocks(stage)
+    if data_mesh is not None:
+        _shard(stage, job, data_mesh)
+    return stage.to_empty(device=device)
+
+
+def _checkpoint_blocks(stage: nn.Module) -> None:
+    """Recomputes each block in the backward. Blocks keep their names: the wrapper hides itself from them."""
+    layers = stage.get_submodule("model.layers")
+    for name, block in list(layers.named_children()):
+        layers.register_module(name, checkpoint_wrapper(block))
+
+
+def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy()
+    if job.train.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings = {"mesh": data_mesh, "mp_policy": policy, "reshard_after_forward": job.mesh.reshard_after_forward}
+    for block in stage.get_submodule("model.layers").children():
+        fully_shard(block, **settings)
+    fully_shard(stage, **settings)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums here; the division by the global token count comes once, after the schedule.
+            # gloo has no pre-multiplied sum, so the plain one is asked for by name.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,42 @@
+"""Values and sums of parameters that may be sharded. The only file that looks inside a DTensor's layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's own part of a tensor: the local shard, or the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def write_whole(parameter: Tensor, value: Tensor) -> None:
+    """Copies the slice of `value` (the whole tensor, on the CPU) that this rank holds into `parameter`."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        value = value.narrow(dim, start, length) if length else value.narrow(dim, 0, 0)
+    local = parameter.to_local()
+    if local.numel():
+        local.copy_(value)
+
+
+def counts_here(parameter: Tensor) -> bool:
+    """Whether this rank is the one that counts its part of a parameter in a sum over the world.
+
+    Parts that several ranks hold alike (along replicated axes) are counted by the first of them.
+    """
+    if not isinstance(parameter, DTensor):
+        return True
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None
+    return all(
+        index == 0 for index, layout in zip(place, parameter.placements, strict=True) if isinstance(layout, Replicate)
+    )

@@ -1,0 +1,1 @@
+"""Pipelining across stages: length negotiation, the planned stage, programs on torch's runtime."""

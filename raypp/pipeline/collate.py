@@ -1,0 +1,81 @@
+"""From a replica's rows to what the stages compute on: padded tensors and the borders of documents.
+
+Legend: M microbatches, B rows of a microbatch, T its agreed length in tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypp.data.packing import Row
+from raypp.models.documents import PackedDocuments
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class StageBatch:
+    """One microbatch as a stage sees it.
+
+    Attributes:
+        tokens_BT: Token ids, int64 `[B, T]`; padding is 0.
+        labels_BT: Next-token ids, int64 `[B, T]`; -100 where there is none.
+        positions_BT: Position of each token in its document, int64 `[B, T]`.
+        documents: The borders of the documents.
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    positions_BT: Tensor
+    documents: PackedDocuments
+
+
+def longest_row(rows: Sequence[Row]) -> int:
+    """Tokens of the longest row of a microbatch."""
+    return max(len(row.tokens) for row in rows)
+
+
+def labelled_tokens(rows: Sequence[Row]) -> int:
+    """Tokens of a microbatch that have a label."""
+    return sum(int((row.labels != IGNORED).sum()) for row in rows)
+
+
+def rows_digest(rows: Sequence[Row]) -> int:
+    """A number that two ranks have in common only when they read the same tokens (CRC-32 of all of them)."""
+    digest = 0
+    for row in rows:
+        digest = zlib.crc32(np.ascontiguousarray(row.tokens, dtype=np.int64), digest)
+    return digest
+
+
+def collate(rows: Sequence[Row], length: int, device: torch.device) -> StageBatch:
+    """Pads the rows of one microbatch to the agreed length.
+
+    Args:
+        rows: B rows.
+        length: T, in tokens; no row is longer.
+        device: Where the tensors are wanted.
+    """
+    tokens = np.zeros((len(rows), length), dtype=np.int64)
+    labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    positions = np.zeros((len(rows), length), dtype=np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens)] = row.tokens
+        labels[index, : len(row.labels)] = row.labels
+        start = 0
+        for count in row.documents[:-1]:
+            positions[index, start : start + count] = np.arange(count)
+            start += count
+        positions[index, start:] = np.arange(length - start)  # the last document grows over the padding
+    return StageBatch(
+        tokens_BT=torch.from_numpy(tokens).to(device),
+        labels_BT=torch.from_numpy(labels).to(device),
+        positions_BT=torch.from_numpy(positions).to(device),
+        documents=PackedDocuments.of_rows([row.documents for row in rows], length, device),
+    )
