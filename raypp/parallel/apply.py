@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from raypp.spec.job import Job
 
@@ -38,10 +40,13 @@ def prepare_stage(stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, devi
 
 
 def _checkpoint_blocks(stage: nn.Module) -> None:
-    """Recomputes each block in the backward. Blocks keep their names: the wrapper hides itself from them."""
-    layers = stage.get_submodule("model.layers")
-    for name, block in list(layers.named_children()):
-        layers.register_module(name, checkpoint_wrapper(block))
+    """Recomputes each block in the backward.
+
+    Only `forward` is replaced: a wrapper module would change parameter names, and FSDP's hooks, which hang on the
+    call, stay outside the recomputed part.
+    """
+    for block in stage.get_submodule("model.layers").children():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> None:

@@ -1,0 +1,256 @@
+"""Programs on torch's pipelining runtime. The only file that uses its private names.
+
+A schedule says what each rank computes, in which order (`raypp.schedules`). torch's lowering passes add when weights
+are unsharded and resharded, when gradients are reduced, and every send and receive. `ProgramRuntime` runs the result
+on `PlannedStage`s. It differs from torch's own loop in three ways: shapes come from the step's plan, a send is let go
+as soon as it is known to have arrived (torch holds all of a step's messages to its end), and every action leaves a
+mark that says what the rank is doing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from raypp.pipeline.stage import PlannedStage
+from raypp.schedules.action import Action
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Mark = Callable[[str], None]
+
+_KINDS = {
+    "F": _ComputationType.FORWARD,
+    "B": _ComputationType.FULL_BACKWARD,
+    "I": _ComputationType.BACKWARD_INPUT,
+    "W": _ComputationType.BACKWARD_WEIGHT,
+}
+
+
+def lower(program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int) -> dict[int, list[_Action]]:
+    """A compute-only program with its communication, for all ranks: deterministic, the same on each."""
+    torch_actions = {
+        rank: [_Action(action.stage, _KINDS[action.kind], action.microbatch) for action in actions]
+        for rank, actions in program.items()
+    }
+    with_fsdp = {
+        rank: _add_reduce_grad(_add_unshard_reshard(list(actions)), microbatches)
+        for rank, actions in torch_actions.items()
+    }
+    return _add_send_recv(with_fsdp, lambda stage: rank_of_stage[stage], len(rank_of_stage))
+
+
+_CONSUMES = {
+    _ComputationType.FORWARD: _ComputationType.RECV_F,
+    _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
+    _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
+}
+_SENDS = {_ComputationType.SEND_F: 1, _ComputationType.SEND_B: -1}
+SendKey = tuple[_ComputationType, int, int]
+
+
+def arrivals(actions: Mapping[int, Sequence[_Action]], rank: int, rank_of_stage: Sequence[int]) -> dict[int, list[SendKey]]:
+    """Which of a rank's sends are known to have arrived, by the position of the action that proves it.
+
+    A message from a peer proves that everything the peer had used up before it sent that message has arrived there. So
+    the tensors of finished sends can be let go without asking the backend, which on gloo cannot tell.
+    """
+    used_at: dict[tuple[int, SendKey], int] = {}
+    sent_at: dict[SendKey, tuple[int, int]] = {}
+    for peer, peer_actions in actions.items():
+        for position, action in enumerate(peer_actions):
+            kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
+            if kind in _CONSUMES:
+                step = 1 if kind is _ComputationType.FORWARD else -1
+                sender = _ComputationType.SEND_F if step == 1 else _ComputationType.SEND_B
+                used_at[peer, (sender, stage - step, microbatch)] = position
+            elif kind in _SENDS:
+                sent_at[kind, stage, microbatch] = (peer, position)
+
+    proofs: dict[int, list[SendKey]] = defaultdict(list)
+    pending: list[tuple[int, SendKey]] = []
+    for position, action in enumerate(actions[rank]):
+        kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
+        if kind in _SENDS:
+            pending.append((rank_of_stage[stage + _SENDS[kind]], (kind, stage, microbatch)))
+        elif kind in _CONSUMES:
+            step = 1 if kind is _ComputationType.FORWARD else -1
+            sender = _ComputationType.SEND_F if step == 1 else _ComputationType.SEND_B
+            peer, sent = sent_at.get((sender, stage - step, microbatch), (-1, -1))
+            done = [entry for entry in pending if entry[0] == peer and used_at[peer, entry[1]] < sent]
+            if peer != rank and done:
+                proofs[position] = [key for _, key in done]
+                pending = [entry for entry in pending if entry not in done]
+    return proofs
+
+
+class ProgramRuntime(_PipelineScheduleRuntime):
+    """Runs one program on this rank's stages, step after step.
+
+    Args:
+        stages: This rank's stages.
+        program: Compute-only program of every pipeline rank.
+        rank_of_stage: Pipeline rank of every stage.
+        microbatches: Per step.
+        loss_fn: `(logits_BTV, labels_BT) -> scalar`; None for a forward-only program.
+        mark: Told, before each action, what it is.
+    """
+
+    def __init__(
+        self,
+        stages: list[PlannedStage],
+        program: Mapping[int, Sequence[Action]],
+        rank_of_stage: Sequence[int],
+        microbatches: int,
+        loss_fn: LossFn | None,
+        mark: Mark | None = None,
+    ) -> None:
+        super().__init__(stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+        self.planned = {stage.stage_index: stage for stage in stages}
+        self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self.mark = mark
+        lowered = lower(program, rank_of_stage, microbatches)
+        self.actions = lowered[self.rank]
+        self._names = [str(action) for action in self.actions]
+        self._arrivals = arrivals(lowered, self.rank, rank_of_stage)
+        self._sends: dict[SendKey, dist.Work] = {}
+        self._do: dict[_ComputationType, Callable[[PlannedStage, int], None]] = {
+            _ComputationType.FORWARD: self._forward,
+            _ComputationType.FULL_BACKWARD: self._full_backward,
+            _ComputationType.BACKWARD_INPUT: self._input_backward,
+            _ComputationType.BACKWARD_WEIGHT: self._weight_backward,
+            _ComputationType.SEND_F: self._send_forward,
+            _ComputationType.SEND_B: self._send_backward,
+            _ComputationType.RECV_F: self._receive_forward,
+            _ComputationType.RECV_B: self._receive_backward,
+            _ComputationType.UNSHARD: self._unshard,
+            _ComputationType.RESHARD: self._reshard,
+            _ComputationType.REDUCE_GRAD: self._reduce,
+        }
+
+    def run(
+        self,
+        rows: int,
+        seq_lens: Sequence[int],
+        inputs: Sequence[Tensor],
+        kwargs: Sequence[dict[str, Any]],
+        targets: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Runs one step. Collective over the pipeline: all its ranks must call it with the same plan.
+
+        Args:
+            rows: B, rows of a microbatch.
+            seq_lens: Agreed length of each microbatch, in tokens.
+            inputs: Token ids `[B, T_i]` of each microbatch; used on the first stage.
+            kwargs: What every stage's forward takes besides, one dict per microbatch.
+            targets: Labels `[B, T_i]` of each microbatch; used on the last stage.
+
+        Returns:
+            The loss of each microbatch, in order, on the rank with the last stage; else an empty list.
+        """
+        if len(seq_lens) != self._n_microbatches:
+            raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._n_microbatches}")
+        for stage in self.planned.values():
+            stage.plan(rows, seq_lens, backward=self._has_backward)
+        self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
+        self._losses: dict[int, Tensor] = {}
+        for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
+            if self.mark is not None:
+                self.mark(name)
+            microbatch = -1 if action.microbatch_index is None else action.microbatch_index
+            self._do[action.computation_type](self.planned[action.stage_index], microbatch)
+            for key in self._arrivals.get(position, ()):
+                self._sends.pop(key).wait()
+        for work in self._sends.values():
+            work.wait()
+        self._sends.clear()
+        return [self._losses[index] for index in sorted(self._losses)]
+
+    # Compute.
+
+    def _forward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._wait_unshard(stage)
+        if not stage.is_first and stage.stage_index - 1 not in self.planned:
+            self.fwd_recv_ops.pop((stage.stage_index, microbatch)).wait()
+        arguments = (self._inputs[microbatch],) if stage.is_first else ()
+        output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
+        if stage.is_last and self._loss_fn is not None:
+            self._losses[microbatch] = self._loss_fn(output, self._targets[microbatch])
+        if stage.stage_index + 1 in self.planned:
+            self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
+
+    def _full_backward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._backward(stage, microbatch, full=True)
+
+    def _input_backward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._backward(stage, microbatch, full=False)
+
+    def _backward(self, stage: PlannedStage, microbatch: int, *, full: bool) -> None:
+        self._wait_unshard(stage)
+        if not stage.is_last and stage.stage_index + 1 not in self.planned:
+            self.bwd_recv_ops.pop((stage.stage_index, microbatch)).wait()
+        loss = self._losses[microbatch] if stage.is_last else None
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=False)
+        if loss is not None and full:
+            self._losses[microbatch] = loss.detach()  # lets the graph go
+        if stage.is_first:
+            stage.bwd_cache.pop(microbatch, None)
+        elif stage.stage_index - 1 in self.planned:
+            self.planned[stage.stage_index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+
+    def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._wait_unshard(stage)
+        stage.backward_weight_one_chunk(microbatch, last_backward=False)
+        if stage.is_last:
+            self._losses[microbatch] = self._losses[microbatch].detach()
+
+    # Messages. A send never blocks compute; its work is kept only to hold the tensor until it has left.
+
+    def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._sends[_ComputationType.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
+
+    def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
+        self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
+
+    def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
+        self.fwd_recv_ops[(stage.stage_index, microbatch)] = stage.receive_forward(microbatch)
+
+    def _receive_backward(self, stage: PlannedStage, microbatch: int) -> None:
+        self.bwd_recv_ops[(stage.stage_index, microbatch)] = stage.receive_backward(microbatch)
+
+    # Weights.
+
+    def _unshard(self, stage: PlannedStage, microbatch: int) -> None:
+        if isinstance(stage.submod, FSDPModule):
+            for module in stage.submod.modules():
+                if isinstance(module, FSDPModule):
+                    handle = module.unshard(async_op=True)
+                    if handle is not None:
+                        self.unshard_ops[stage.stage_index].append(handle)
+
+    def _wait_unshard(self, stage: PlannedStage) -> None:
+        for handle in self.unshard_ops.pop(stage.stage_index, ()):
+            handle.wait()
+
+    def _reshard(self, stage: PlannedStage, microbatch: int) -> None:
+        if isinstance(stage.submod, FSDPModule):
+            for module in stage.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _reduce(self, stage: PlannedStage, microbatch: int) -> None:
+        stage.perform_reduce_grad(1)

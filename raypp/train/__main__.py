@@ -1,0 +1,5 @@
+import sys
+
+from raypp.train.torchrun import main
+
+sys.exit(main())

@@ -1,0 +1,76 @@
+"""From a job and a rank's groups to the stages it holds and the runtime that drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from raypp.models.init import initialise
+from raypp.models.stage import build_stage
+from raypp.parallel.apply import compute_dtype, prepare_stage
+from raypp.parallel.groups import RankGroups
+from raypp.parallel.shard import write_whole
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.stage import PlannedStage
+from raypp.planning.plan import layer_cut, stage_program
+from raypp.spec.job import Job
+from raypp.train.loss import token_loss_sum
+
+
+@dataclass(frozen=True)
+class BuiltStages:
+    """This rank's part of the model.
+
+    Attributes:
+        modules: Its stages, in the order of their index.
+        runtime: Runs the job's training program on them.
+    """
+
+    modules: list[nn.Module]
+    runtime: ProgramRuntime
+
+
+def stage_layers(cut: list[int]) -> list[range]:
+    """Global layer indices of every stage, from the number of layers of each."""
+    ends = [0, *accumulate(cut)]
+    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Callable[[str], None]) -> BuiltStages:
+    """Builds, shards and initialises this rank's stages, and compiles the job's program onto them.
+
+    Collective over the rank's data mesh. Only this rank's stages take memory.
+    """
+    placement, program = stage_program(job)
+    layers = stage_layers(layer_cut(job))
+    rank_of_stage = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    ranks = [rank_of_stage[stage] for stage in range(len(layers))]
+    data_mesh = groups.data_mesh
+    if data_mesh is None and job.train.precision == "bf16":
+        data_mesh = groups.mesh["fsdp"]  # one rank: keeps fp32 weights and gradients beside bf16 compute
+
+    modules, stages = [], []
+    for index in placement[groups.coordinates.pp]:
+        module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
+        module = prepare_stage(module, job, data_mesh, device)
+        initialise(module, job.model, job.train.seed, write_whole)
+        modules.append(module)
+        stages.append(
+            PlannedStage(
+                module,
+                index,
+                len(layers),
+                rank_of_stage=ranks,
+                hidden_size=job.model.hidden_size,
+                dtype=compute_dtype(job),
+                device=device,
+                forward_group=groups.forward,
+                backward_group=groups.backward,
+            )
+        )
+    runtime = ProgramRuntime(stages, program, ranks, job.pipeline.microbatches, token_loss_sum, mark)
+    return BuiltStages(modules, runtime)

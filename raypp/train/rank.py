@@ -1,0 +1,115 @@
+"""`run_rank`: the whole life of a rank in one attempt, told from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.data.loader import Loader, open_loader
+from raypp.models.stage import parameter_names
+from raypp.parallel.groups import make_groups
+from raypp.records import Event, RankResult, Reporter, Seat
+from raypp.spec.job import Job
+from raypp.spec.load import job_document
+from raypp.storage import open_store
+from raypp.train.build import build_stages
+from raypp.train.faults import LostPeerError, lost_peer
+from raypp.train.optimizer import build_optimizer
+from raypp.train.process_group import joined, pick_device
+from raypp.train.reduce import GradientReducer
+from raypp.train.restore import restore_newest
+from raypp.train.step import StepRunner, Stopwatch
+
+
+def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+    """Trains until the job's steps are done or the operator wants a stop.
+
+    Collective over the attempt: every rank of the mesh must call it with its own seat.
+
+    Args:
+        job: The job, resolved.
+        seat: This rank's place and how to meet the others.
+        reporter: Where steps and events go, and where requests come from.
+
+    Raises:
+        LostPeerError: Another rank died; this one is not to blame.
+        RayppError: Something the user can act on (data, checkpoint, store).
+    """
+    try:
+        with ExitStack() as stack:
+            return _live(job, seat, reporter, stack)
+    except (RuntimeError, dist.DistError) as error:
+        if lost_peer(error):
+            raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
+        raise
+
+
+def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack) -> RankResult:
+    device = pick_device(seat)
+    reporter.phase("rendezvous")
+    tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s))
+    groups = make_groups(seat.mesh_sizes, device.type)
+
+    reporter.phase("build")
+    built = build_stages(job, groups, device, lambda action: reporter.phase("step", action))
+    optimizer = build_optimizer(built.modules, job.train.optimizer)
+    reducer = GradientReducer(built.modules, parameter_names(job.model))
+    place = groups.coordinates
+    loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
+    stack.callback(loader.close)
+
+    reporter.phase("load")
+    store = open_store(job.checkpoint.url)
+    restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter)
+    saver = CheckpointSaver(
+        store, job.name, job_document(job), seat, StoreAnnouncements(tcp_store, seat.attempt), reporter, job.checkpoint.keep
+    )
+    stack.callback(saver.close)
+    runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
+    return _train(job, seat, reporter, runner, saver, restored)
+
+
+def _train(
+    job: Job, seat: Seat, reporter: Reporter, runner: StepRunner, saver: CheckpointSaver, restored: int
+) -> RankResult:
+    """The loop. A request is acted on between two steps, at the same one on every rank."""
+    done = saved = restored
+    position = runner.loader.position()
+    stopped = False
+    every = job.checkpoint.every_steps
+    while done < job.train.steps:
+        watch = Stopwatch()
+        reporter.phase("step", f"{done + 1} read")
+        read = runner.read(reporter.requests(), watch)
+        wanted = read.plan.requests
+        if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
+            _save(saver, runner, done, position)
+            saved = done
+        if wanted.stop:
+            stopped = True
+            break
+        report = runner.run(done + 1, read, watch)
+        done, position = done + 1, runner.loader.position()
+        due = done == job.train.steps or (every and done % every == 0)
+        if due:
+            with watch.part("save"):
+                _save(saver, runner, done, position)
+            saved = done
+        if seat.rank == 0:
+            report.parts_s.update(watch.parts)
+            reporter.step(report)
+            if done == restored + 1:
+                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done))
+    reporter.phase("finish")
+    committed = saver.wait()
+    return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
+
+
+def _save(saver: CheckpointSaver, runner: StepRunner, step: int, position: dict[str, object]) -> None:
+    saver.save(step, runner.built.modules, runner.optimizer, {"data_position": position})

@@ -1,0 +1,89 @@
+"""Loss and gradient norm over the whole mesh, by one collective whose result no mesh changes.
+
+The norm of every parameter is squared and put at that parameter's place in one vector over all names of the model,
+in a fixed order; ranks that do not hold a parameter contribute exact zeros. After the sum over the world every rank
+adds the vector up in the same order. So a pipeline of any cut gives the bits of the one-process run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypp.parallel.shard import counts_here, local_part
+
+
+@dataclass(frozen=True)
+class GlobalSums:
+    """Over all ranks: `loss` is the sum of token losses, `grad_norm` the 2-norm of the undivided gradient sum."""
+
+    loss: float
+    grad_norm: float
+
+
+class GradientReducer:
+    """Sums, scales and clips the gradients of this rank's stages.
+
+    Args:
+        stages: This rank's stages, sharded or not.
+        names: Global names of all parameters of the model, in the order that fixes the sum.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
+        place = {name: index for index, name in enumerate(names)}
+        self._size = len(names)
+        own = [(place[name], parameter) for stage in stages for name, parameter in stage.named_parameters()]
+        self._places = torch.tensor([index for index, _ in own], dtype=torch.int64)
+        self._parameters = [parameter for _, parameter in own]
+        self._counted = torch.tensor([counts_here(parameter) for _, parameter in own], dtype=torch.float64)
+
+    def gradients(self) -> list[Tensor]:
+        """The local part of every gradient; a parameter that got none has a gradient of zero."""
+        found = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append(local_part(parameter.grad))
+        return found
+
+    def sums(self, gradients: Sequence[Tensor], loss_sum: float) -> GlobalSums:
+        """The global loss sum and gradient norm. Collective over the world: all must call it, once per step.
+
+        Args:
+            gradients: From `gradients()`.
+            loss_sum: Sum of this rank's token losses; 0 where the last stage is elsewhere, and on all but one of
+                the ranks that computed the same loss.
+        """
+        vector = torch.zeros(self._size + 1, dtype=torch.float64)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()
+            vector[self._places] = norms.square() * self._counted
+        vector[-1] = loss_sum
+        dist.all_reduce(vector)
+        return GlobalSums(loss=float(vector[-1]), grad_norm=math.sqrt(float(vector[:-1].sum())))
+
+
+def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:
+    """What the accumulated gradients are multiplied with: 1 / tokens, and the clip to a global norm in the same go.
+
+    Args:
+        grad_norm: Norm of the undivided sum.
+        tokens: Global count of tokens with a label, > 0.
+        clip_norm: Largest norm of the mean gradient; None: no clipping.
+    """
+    mean_norm = grad_norm / tokens
+    if clip_norm is None or mean_norm <= clip_norm:
+        return 1.0 / tokens
+    return clip_norm / mean_norm / tokens
+
+
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiplies every local gradient in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)
+

@@ -1,0 +1,75 @@
+"""Starting where the newest usable checkpoint ends. All ranks load the same one, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.load import load_checkpoint
+from raypp.data.loader import Loader
+from raypp.errors import RayppError
+from raypp.records import Event, Reporter, Seat
+from raypp.spec.job import Job
+from raypp.storage import ObjectStore
+
+
+def restore_newest(
+    store: ObjectStore,
+    job: Job,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    seat: Seat,
+    reporter: Reporter,
+) -> int:
+    """Loads weights, optimizer state and data position. Collective over the world.
+
+    Rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next older.
+
+    Returns:
+        The step that was loaded; 0 when the run begins.
+    """
+    candidates = [c.step for c in list_checkpoints(store, job.name)] if seat.rank == 0 else []
+    candidates.sort(reverse=True)
+    while True:
+        step = _from_rank_zero(candidates.pop(0) if candidates else 0)
+        if step == 0:
+            return 0
+        problem = ""
+        loaded = None
+        try:
+            loaded = load_checkpoint(store, job.name, step, list(stages), optimizer)
+        except RayppError as error:
+            problem = str(error)
+            reporter.event(
+                Event(
+                    "checkpoint_rejected",
+                    f"step {step} cannot be used: {problem}",
+                    attempt=seat.attempt,
+                    step=step,
+                    rank=seat.rank,
+                    node=seat.node,
+                )
+            )
+        if _everyone(loaded is not None):
+            assert loaded is not None
+            loader.seek(loaded.extra["data_position"])
+            if seat.rank == 0:
+                reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
+            return step
+
+
+def _from_rank_zero(value: int) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return int(tensor)
+
+
+def _everyone(fine: bool) -> bool:
+    tensor = torch.tensor([int(fine)])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return bool(tensor)

@@ -1,0 +1,157 @@
+"""One optimizer step, from rows to updated weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from raypp.data.loader import Loader
+from raypp.data.packing import Row
+from raypp.parallel.groups import RankGroups
+from raypp.pipeline.agree import StepPlan, agree_on_step, padded_length
+from raypp.pipeline.collate import collate, labelled_tokens, longest_row, rows_digest
+from raypp.records import Requests, Seat, StepReport
+from raypp.spec.job import Job
+from raypp.train.build import BuiltStages
+from raypp.train.optimizer import learning_rate, set_learning_rate
+from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of a step, by part."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """A step that is read and agreed on, but not yet run."""
+
+    microbatches: list[tuple[Row, ...]]
+    plan: StepPlan
+
+
+class StepRunner:
+    """Runs steps of a job on this rank.
+
+    Args:
+        job: The job.
+        seat: This rank's seat.
+        groups: Its process groups.
+        built: Its stages and their runtime.
+        loader: Its replica's rows.
+        optimizer: Over the parameters of its stages.
+        reducer: Over the same parameters.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        seat: Seat,
+        groups: RankGroups,
+        built: BuiltStages,
+        loader: Loader,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        device: torch.device,
+    ) -> None:
+        self.job, self.seat, self.built, self.loader = job, seat, built, loader
+        self.optimizer, self.reducer, self.device = optimizer, reducer, device
+        self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
+
+    def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
+        """Reads the next rows and agrees on them. Collective over the world."""
+        with watch.part("data"):
+            microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
+        rows = [row for microbatch in microbatches for row in microbatch]
+        with watch.part("negotiate"):
+            plan = agree_on_step(
+                self._lengths(microbatches),
+                sum(labelled_tokens(microbatch) for microbatch in microbatches),
+                rows_digest(rows),
+                requests,
+                replica=self.replica,
+                replicas=self.job.mesh.replicas,
+            )
+        return ReadStep(microbatches, plan)
+
+    def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
+        """What this rank proposes as the length of each microbatch, by pipeline.variable_seq_len."""
+        mode, pipeline = self.job.pipeline.variable_seq_len, self.job.pipeline
+        longest = [longest_row(rows) for rows in microbatches]
+        if mode == "off":
+            longest = [self.job.data.seq_len] * len(longest)
+        elif mode == "step":
+            longest = [max(longest)] * len(longest)
+        return [
+            padded_length(n, cp=self.job.mesh.cp, multiple=pipeline.pad_to_multiple_of, bucket=pipeline.seq_len_bucket)
+            for n in longest
+        ]
+
+    def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
+        """Runs a step that was read, and updates the weights. Collective over the world.
+
+        Args:
+            step: Its number, 1-based.
+            read: From `read`.
+        """
+        # A function of seed, step and replica: stages that draw random numbers resume without saved state, and the
+        # ranks of one replica draw alike.
+        torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
+        with watch.part("data"):
+            batches = [
+                collate(rows, length, self.device)
+                for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
+            ]
+        with watch.part("pipeline"):
+            losses = self.built.runtime.run(
+                self.job.train.micro_batch_size,
+                read.plan.seq_lens,
+                [batch.tokens_BT for batch in batches],
+                [{"positions_BT": batch.positions_BT, "documents": batch.documents} for batch in batches],
+                [batch.labels_BT for batch in batches],
+            )
+        with watch.part("reduce"):
+            loss_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
+            gradients = self.reducer.gradients()
+            sums = self.reducer.sums(gradients, loss_sum)
+        rate = learning_rate(step, self.job.train)
+        with watch.part("optimizer"):
+            self._update(gradients, sums, read.plan.global_tokens, rate)
+        return self._report(step, read.plan, sums, rate, watch)
+
+    def _update(self, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
+        if tokens:
+            scale(gradients, coefficient(sums.grad_norm, tokens, self.job.train.clip_norm))
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _report(self, step: int, plan: StepPlan, sums: GlobalSums, rate: float, watch: Stopwatch) -> StepReport:
+        seconds = sum(watch.parts.values())
+        return StepReport(
+            step=step,
+            loss=sums.loss / plan.global_tokens if plan.global_tokens else 0.0,
+            grad_norm=sums.grad_norm / plan.global_tokens if plan.global_tokens else 0.0,
+            tokens=plan.global_tokens,
+            seq_len=max(plan.seq_lens),
+            step_s=seconds,
+            tokens_per_s=plan.global_tokens / seconds,
+            attempt=self.seat.attempt,
+            lr=rate,
+            parts_s=dict(watch.parts),
+        )
