@@ -1,0 +1,46 @@
+# make demo   from nothing to a trained model on this machine
+# make test   everything, with a Ray and an S3 server of its own
+.PHONY: venv demo test lint bench chaos clean
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Where torch comes from. Empty: your package index. For a CPU-only torch on Linux:
+#   make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TESTS ?= tests
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "raypp needs Python 3.11 or newer; use: make venv PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned versions into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
+	@touch $(STAMP)
+
+demo: venv
+	@$(BIN)/raypp local up
+	@$(BIN)/raypp submit jobs/quickstart.yaml --set name=quickstart-$$(date +%m%d-%H%M%S)
+
+test: venv
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: venv
+	$(BIN)/python -m benchmarks.run
+
+chaos: venv
+	$(BIN)/python -m pytest tests/chaos
+
+clean:
+	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down; fi
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
