@@ -1,0 +1,26 @@
+"""Object stores: a directory or an S3 bucket behind one small Protocol."""
+
+from raypp.storage.open import STORES, open_store
+from raypp.storage.store import (
+    AccessRefused,
+    AlreadyExists,
+    BucketMissing,
+    NotFound,
+    ObjectInfo,
+    ObjectStore,
+    ServerNotThere,
+    StoreError,
+)
+
+__all__ = [
+    "STORES",
+    "AccessRefused",
+    "AlreadyExists",
+    "BucketMissing",
+    "NotFound",
+    "ObjectInfo",
+    "ObjectStore",
+    "ServerNotThere",
+    "StoreError",
+    "open_store",
+]

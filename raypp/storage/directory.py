@@ -1,0 +1,218 @@
+"""A directory as a store: one file per object, written beside and moved into place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from raypp.errors import JobError, Problem
+from raypp.storage.store import (
+    AccessRefused,
+    AlreadyExists,
+    Data,
+    NotFound,
+    ObjectInfo,
+    StoreError,
+    check_key,
+    check_prefix,
+    probe_by_writing,
+)
+
+_TEMPORARY = ".raypp-incoming"
+_FORGOTTEN_AFTER_S = 24 * 3600.0
+_LINK_TRIES = 20
+
+
+def open_directory(url: str, *, missing_bucket: str = "error") -> DirectoryStore:
+    """The store of `file:///directory` or of a plain path. The directory is made by the first write."""
+    path = url
+    if url.lower().startswith("file:"):
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise JobError(
+                Problem(
+                    "checkpoint.url",
+                    f"{url!r} names the host {parts.netloc!r}",
+                    f"use file:///{parts.netloc}{parts.path}",
+                )
+            )
+        path = unquote(parts.path)
+    return DirectoryStore(Path(path).expanduser().absolute())
+
+
+class DirectoryStore:
+    """Objects are files below `root`, mode 0600. Several hosts may share it over a network file system
+    that has atomic `rename` and `link` (NFS does).
+
+    Args:
+        root: An absolute path; made when first written to.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
+        self._write(key, [data], len(data), if_absent)
+
+    def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
+        self._write(key, chunks, size, if_absent=False)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        path = self._path(key)
+        first = start or 0
+        try:
+            with path.open("rb") as file:
+                file.seek(first)
+                return file.read() if end is None else file.read(max(0, end - first))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
+        except OSError as error:
+            raise self._failure(error, key) from error
+
+    def head(self, key: str) -> ObjectInfo | None:
+        try:
+            status = self._path(key).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._failure(error, key) from error
+        return None if os.path.isdir(self._path(key)) else ObjectInfo(key, status.st_size, status.st_mtime)  # noqa: PTH112
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = check_prefix(prefix).rpartition("/")[0]
+        for info in self._walk(folder):
+            if info.key.startswith(prefix):
+                yield info
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._failure(error, key) from error
+            # As on S3, a folder is there only as long as something is in it.
+            for parent in path.parents:
+                if parent == self.root:
+                    break
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break
+
+    def probe(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "give a directory"))
+        self._drop_forgotten()
+        probe_by_writing(self)
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
+        """Temporary file, fsync, move: a reader sees the old object, none, or the whole new one."""
+        path = self._path(key)
+        incoming = self.root / _TEMPORARY / secrets.token_hex(8)
+        try:
+            incoming.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                written = file.tell()
+                if written != size:
+                    raise ValueError(f"{key}: the chunks hold {written} bytes, {size} were announced")
+                os.fsync(file.fileno())
+            self._move(incoming, path, if_absent)
+        except FileExistsError:
+            raise AlreadyExists(Problem(f"{self.url}/{key}", "is already there")) from None
+        except OSError as error:
+            raise self._failure(error, key) from error
+        finally:
+            with contextlib.suppress(OSError):
+                incoming.unlink(missing_ok=True)
+
+    def _move(self, incoming: Path, path: Path, if_absent: bool) -> None:
+        """`link` refuses to replace, `rename` replaces; both are atomic."""
+        place: Callable[[Path, Path], object] = os.link if if_absent else os.replace
+        for left in reversed(range(_LINK_TRIES)):
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path.parent)) from error
+            try:
+                place(incoming, path)
+                break
+            except FileNotFoundError:
+                # A concurrent delete of the folder's last object took the folder away in between.
+                if not left:
+                    raise
+        _sync_directory(path.parent)
+
+    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
+        try:
+            entries = sorted(os.scandir(self.root / folder), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._failure(error, folder) from error
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if key == _TEMPORARY:
+                continue
+            try:
+                if entry.is_dir():
+                    yield from self._walk(key)
+                else:
+                    status = entry.stat()
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+            except FileNotFoundError:
+                continue  # deleted while we were looking
+
+    def _drop_forgotten(self) -> None:
+        """Removes what writers that were killed left behind."""
+        oldest = time.time() - _FORGOTTEN_AFTER_S
+        with contextlib.suppress(OSError):
+            for path in (self.root / _TEMPORARY).iterdir():
+                if path.stat().st_mtime < oldest:
+                    path.unlink(missing_ok=True)
+
+    def _failure(self, error: OSError, key: str) -> StoreError:
+        place = f"{self.url}/{key}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return AccessRefused(
+                Problem(place, f"not allowed: {error.strerror}", f"give yourself the right to write below {self.root}")
+            )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StoreError(
+                Problem(place, "the disk is full", "free some space, lower checkpoint.keep, or use another place")
+            )
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
+            return StoreError(
+                Problem(
+                    place, f"a file is where a folder is needed, or the reverse: {error}", "use another checkpoint.url"
+                )
+            )
+        return StoreError(Problem(place, f"{error}", "is the directory reachable from this machine?"))
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable (where the file system can)."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

