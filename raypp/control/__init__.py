@@ -1,0 +1,1 @@
+"""Ray: the embedded cluster, submission, the controller and its state machine, the worker actors."""

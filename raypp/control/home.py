@@ -1,0 +1,46 @@
+"""Where raypp keeps what belongs to this user on this machine: `$RAYPP_HOME`, or `~/.raypp`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from raypp.errors import JobError, Problem
+
+
+def raypp_home() -> Path:
+    """The directory; it need not exist yet."""
+    return Path(os.environ.get("RAYPP_HOME") or "~/.raypp").expanduser().absolute()
+
+
+def private_directory(path: Path) -> Path:
+    """Makes a directory that only its owner can read; returns it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise JobError(
+            Problem("RAYPP_HOME", f"cannot make {path}: {error}", "set RAYPP_HOME to a directory you may write")
+        ) from None
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, whole or not at all."""
+    private_directory(path.parent)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock that other processes of this machine respect; it ends with the process."""
+    private_directory(path.parent)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
