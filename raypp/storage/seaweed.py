@@ -23,7 +23,8 @@ from raypp.storage.s3 import S3Store
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 _MORE_PORTS = ("filer.port", "filer.port.grpc")
 _START_S = 60.0
-_STOP_S = 20.0
+_STOP_S = 10.0
+_GRACE_S = 1.0
 _WARM_UP_BUCKET = "raypp-warm-up"
 
 
@@ -134,17 +135,22 @@ class SeaweedServer:
         """Whether the process is there, and is that server."""
         return self._process() is not None
 
-    def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Ends the server and waits until its process is gone; its data stay. Does nothing when it is gone already."""
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ends the server and waits until its process is gone; its data stay. Does nothing when it is gone already.
+
+        Args:
+            grace_s: How long it may take to end by itself before it is killed. Its own orderly end takes
+                15 s (it waits for idle connections); what it acknowledged survives a kill as well.
+        """
         process = self._process()
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
                 try:
-                    process.wait(timeout_s)
+                    process.wait(grace_s)
                 except psutil.TimeoutExpired:
                     process.kill()
-                    process.wait(timeout_s)
+                    process.wait(_STOP_S)
         # It leaves the names of its local sockets behind.
         for port in self.ports:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
