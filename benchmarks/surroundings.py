@@ -1,0 +1,34 @@
+"""What a figure needs beside it: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import socket
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def describe() -> str:
+    """One line: date, processor, cores, memory, versions, commit."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "boto3"))
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    return (
+        f"{today}, {model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {packages}, "
+        f"commit {commit.strip()}{' + changes' if dirty else ''}"
+    )

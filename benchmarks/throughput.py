@@ -1,0 +1,95 @@
+"""raypp against a bare Schedule1F1B script, pp 2, alternated in rounds: `python -m benchmarks.throughput`.
+
+Prints the median over rounds of the ratio of each round's median step, for speed and for CPU seconds, and what share
+of a step each of raypp's parts takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN
+from benchmarks.surroundings import describe, free_port
+
+WARM = 2
+
+
+def torchrun(module: str, arguments: list[str], **environment: str) -> list[dict[str, Any]]:
+    """Runs a module on two ranks under torchrun; what each rank measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out"
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+             "--master-port", str(free_port()), "-m", module, *arguments],
+            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out,
+                 "BENCH_STORE": f"{folder}/store", **environment},
+        )  # fmt: skip
+        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+
+
+def step_figures(ranks: list[dict[str, Any]]) -> tuple[float, float]:
+    """Median seconds of a step on rank 0, and median CPU seconds of a step over both ranks, without the first steps."""
+    wall = statistics.median(ranks[0]["wall"][WARM:])
+    cpu = statistics.median(sum(both) for both in zip(*(rank["cpu"][WARM:] for rank in ranks), strict=True))
+    return wall, cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=7)
+    options = parser.parse_args()
+    variants: dict[str, tuple[str, list[str]]] = {
+        "bare 4+4": ("benchmarks.bare_1f1b", ["--cut", "4,4"]),
+        "bare 5+3": ("benchmarks.bare_1f1b", ["--cut", "5,3"]),
+        "raypp 4+4": ("benchmarks.timed_rank", ["--cut", "4,4"]),
+        "raypp": ("benchmarks.timed_rank", []),
+    }
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    parts: list[dict[str, float]] = []
+    for number in range(options.rounds):
+        order = list(variants) if number % 2 == 0 else list(reversed(variants))
+        for name in order:
+            module, arguments = variants[name]
+            ranks = torchrun(module, [*arguments, "--steps", str(options.steps)])
+            figures[name].append(step_figures(ranks))
+            if name == "raypp":
+                parts += ranks[0]["parts"][WARM:]
+        print(f"round {number + 1}: " + "  ".join(f"{n} {figures[n][-1][0]:.3f} s" for n in variants), flush=True)
+    report(figures, parts)
+
+
+def report(figures: dict[str, list[tuple[float, float]]], parts: list[dict[str, float]]) -> None:
+    print(describe())
+    tokens = ROWS * MICROBATCHES * SEQ_LEN
+    print(f"\n| variant | tokens/s | CPU s per step |\n|---|---|---|")
+    for name, values in figures.items():
+        wall, cpu = (statistics.median(v[i] for v in values) for i in (0, 1))
+        print(f"| {name} | {tokens / wall:,.0f} | {cpu:.3f} |")
+    print("\n| ratio, median over rounds (min to max) | speed | CPU seconds |\n|---|---|---|")
+    for ours, theirs in (("raypp", "bare 4+4"), ("raypp 4+4", "bare 4+4"), ("raypp", "bare 5+3")):
+        pairs = list(zip(figures[ours], figures[theirs], strict=True))
+        speed = sorted(b[0] / a[0] for a, b in pairs)
+        cpu = sorted(a[1] / b[1] for a, b in pairs)
+        print(
+            f"| {ours} ÷ {theirs} | {statistics.median(speed):.3f} ({speed[0]:.3f} to {speed[-1]:.3f}) "
+            f"| {statistics.median(cpu):.3f} ({cpu[0]:.3f} to {cpu[-1]:.3f}) |"
+        )
+    whole = statistics.median(sum(p.values()) for p in parts)
+    print("\n| part of raypp's step (rank 0) | ms | share |\n|---|---|---|")
+    for name in parts[0]:
+        seconds = statistics.median(p.get(name, 0.0) for p in parts)
+        print(f"| {name} | {seconds * 1e3:.2f} | {seconds / whole:.2%} |")
+
+
+if __name__ == "__main__":
+    main()

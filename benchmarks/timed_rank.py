@@ -1,0 +1,73 @@
+"""raypp's rank runtime under torchrun, timed step by step like `bare_1f1b`: the same `run_rank` that Ray's workers call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+
+from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
+from raypp.records import Event, Requests, StepReport
+from raypp.spec.load import parse_job
+from raypp.train.rank import run_rank
+from raypp.train.torchrun import seat_from_environment
+
+
+class StepTimer:
+    """Notes wall and CPU time whenever a rank begins to read a step; the parts of each step on rank 0."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.parts: list[dict[str, float]] = []
+
+    def phase(self, name: str, detail: str = "") -> None:
+        if name == "finish" or detail.endswith("read"):
+            self.wall.append(time.perf_counter())
+            self.cpu.append(time.process_time())
+
+    def step(self, report: StepReport) -> None:
+        self.parts.append(dict(report.parts_s))
+
+    def event(self, event: Event) -> None:
+        pass
+
+    def requests(self) -> Requests:
+        return Requests()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--cut", default="")
+    arguments = parser.parse_args()
+    url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
+    job = parse_job(
+        {
+            "name": "bench",
+            "model": model_options().model_dump(),
+            "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
+            "mesh": {"pp": int(os.environ["WORLD_SIZE"])},
+            "pipeline": {
+                "schedule": "1f1b",
+                "microbatches": MICROBATCHES,
+                "layers_per_stage": [int(part) for part in arguments.cut.split(",")] if arguments.cut else None,
+            },
+            "train": {"steps": arguments.steps, "micro_batch_size": ROWS},
+            "checkpoint": {"url": url, "every_steps": int(os.environ.get("BENCH_SAVE_EVERY", "0"))},
+        }
+    )
+    timer = StepTimer()
+    seat = seat_from_environment(job)
+    run_rank(job, seat, timer)
+    wall = [b - a for a, b in zip(timer.wall, timer.wall[1:], strict=False)]
+    cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)]
+    if os.environ.get("BENCH_OUT"):
+        with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
+            json.dump({"wall": wall, "cpu": cpu, "parts": timer.parts}, out)
+
+
+if __name__ == "__main__":
+    main()
