@@ -1,0 +1,1 @@
+"""What a run tells: its records in the store, written by one process and read by anyone."""

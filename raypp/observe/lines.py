@@ -1,0 +1,125 @@
+"""The records of a run as JSON lines, and back.
+
+Floats are written as Python's `repr` writes them, so reading gives the same bits; NaN and the infinities
+appear as `NaN`, `Infinity` and `-Infinity`, which Python's `json` take.
+Unknown fields are passed over, so that an older raypp reads what a newer one wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from raypp.records import Event, StepReport
+
+ROW_KEYS = ("step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt")
+"""The keys of a line of `raypp history`, in their order."""
+LONGEST_TEXT = 16 * 1024
+"""Characters of one log line that are kept."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a rank's output.
+
+    Attributes:
+        text: Without its line end.
+        rank: None for the controller's own lines.
+        label: The rank's coordinates in short (`Seat.label`), or another name of who speaks.
+        stream: out or err.
+        time: When it was seen, seconds since 1970.
+    """
+
+    text: str
+    rank: int | None = None
+    label: str = ""
+    attempt: int = 0
+    stream: str = "out"
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step's report and when it was recorded (seconds since 1970)."""
+
+    report: StepReport
+    time: float
+
+    def row(self) -> dict[str, Any]:
+        """The line of `raypp history`."""
+        return {key: getattr(self.report, key) for key in ROW_KEYS}
+
+
+def step_line(report: StepReport, now: float) -> bytes:
+    return _encode({**_fields(report), "time": now})
+
+
+def event_line(event: Event) -> bytes:
+    return _encode(_fields(event))
+
+
+def log_line(line: LogLine) -> bytes:
+    if len(line.text) > LONGEST_TEXT:
+        cut = f"{line.text[:LONGEST_TEXT]} … ({len(line.text) - LONGEST_TEXT} more characters)"
+        line = dataclasses.replace(line, text=cut)
+    return _encode(_fields(line))
+
+
+def read_step(line: bytes) -> TimedStep:
+    """Raises ValueError when the line is not a step's."""
+    fields = _decode(line)
+    return TimedStep(_build(StepReport, fields), float(fields.get("time", 0.0)))
+
+
+def read_event(line: bytes) -> Event:
+    """Raises ValueError when the line is not an event's."""
+    return _build(Event, _decode(line))
+
+
+def read_log(line: bytes) -> LogLine:
+    """Raises ValueError when the line is not a log line's."""
+    fields = _decode(line)
+    if isinstance(fields.get("text"), str):
+        # A rank may print bytes that are no text; what stands for them must not break a terminal.
+        fields["text"] = fields["text"].encode("utf-8", "replace").decode()
+    return _build(LogLine, fields)
+
+
+def document(value: dict[str, Any]) -> bytes:
+    """One JSON object as the whole of a stored object."""
+    return _encode(value)
+
+
+def read_document(data: bytes) -> dict[str, Any]:
+    """Raises ValueError when it is not a JSON object."""
+    return _decode(data)
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    # ASCII only: nothing a rank prints (lone surrogates, exotic line ends) can tear a line in two.
+    return json.dumps(value, separators=(",", ":"), default=str, skipkeys=True).encode("ascii") + b"\n"
+
+
+def _fields(record: StepReport | Event | LogLine) -> dict[str, Any]:
+    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"a record is a JSON object, not {type(value).__name__}")
+    return value
+
+
+_Record = TypeVar("_Record", StepReport, Event, LogLine)
+
+
+def _build(record: type[_Record], fields: dict[str, Any]) -> _Record:
+    known = {item.name for item in dataclasses.fields(record)}
+    try:
+        return record(**{name: value for name, value in fields.items() if name in known})
+    except TypeError as error:
+        raise ValueError(str(error)) from error

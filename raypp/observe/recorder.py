@@ -1,0 +1,202 @@
+"""The writing end of a run's records: one process of the run at a time, never in the way of training."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from raypp.observe.lines import LogLine, document, event_line, log_line, step_line
+from raypp.observe.parts import PartWriter
+from raypp.observe.status import HEARTBEAT_S, RunStatus
+from raypp.records import Event, StepReport
+from raypp.storage import ObjectStore
+
+PART_BYTES = 256 * 1024
+LOG_MEMORY_BYTES = 16 * 1024 * 1024
+_SOON_S = 0.1
+_LONGEST_BACKOFF_S = 10.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class RunRecorder:
+    """Keeps a run's steps, events, log lines and status in its store.
+
+    Everything returns at once and never raises: a thread of its own writes every `interval_s` (sooner after an
+    event or a change of state). While the store does not answer it goes on trying; steps and events wait in
+    memory, of the log lines the newest `log_memory_bytes`, and a line says how many were dropped. A process
+    that is killed loses what came after the last write, and nothing that was written.
+
+    Args:
+        store: Opened at the job's `checkpoint.url`.
+        run: The run's name; the records live below it.
+        writer: A name no other living writer of the run has: `a2` for attempt 2, `c1` for a controller's first life.
+        interval_s: Seconds between writes; None: 1 for a directory or a server on this machine, else 2.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: str,
+        writer: str,
+        *,
+        interval_s: float | None = None,
+        part_bytes: int = PART_BYTES,
+        log_memory_bytes: int = LOG_MEMORY_BYTES,
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._interval_s = interval_s if interval_s is not None else _interval_for(store.url)
+        self._log_memory_bytes = log_memory_bytes
+        self._steps = PartWriter(store, f"{run}/history", writer, part_bytes)
+        self._events = PartWriter(store, f"{run}/events", writer, part_bytes)
+        self._logs = PartWriter(store, f"{run}/logs", writer, part_bytes)
+        self._status: RunStatus | None = None
+        self._status_written: RunStatus | None = None
+        self._status_written_at = 0.0
+        self._dropped_unsaid = 0
+        self.dropped_log_lines = 0
+        self.last_error: str | None = None
+        """What the store said at the last write; None when it went well."""
+
+        self._changed = threading.Condition()
+        self._urgent = False
+        self._wanted = 0
+        self._tried = 0
+        self._failures = 0
+        self._closing = False
+        self._last_round = time.monotonic()
+        self._thread = threading.Thread(target=self._run_rounds, name=f"records-{run}", daemon=True)
+        self._thread.start()
+
+    def step(self, report: StepReport) -> None:
+        """Takes a finished step."""
+        self._steps.add(step_line(report, time.time()))
+
+    def event(self, event: Event) -> None:
+        """Takes an event; it is written soon."""
+        self._events.add(event_line(event))
+        self._hurry()
+
+    def log(self, line: LogLine) -> None:
+        """Takes a log line, dropping the oldest unwritten ones when they fill their share of memory."""
+        self._logs.add(log_line(line))
+        if self._logs.waiting_bytes > self._log_memory_bytes:
+            dropped = self._logs.drop_oldest(self._log_memory_bytes)
+            with self._changed:
+                self.dropped_log_lines += dropped
+                self._dropped_unsaid += dropped
+
+    def status(self, status: RunStatus) -> None:
+        """Takes the run's present status; only the last one counts. A change of state is written soon."""
+        with self._changed:
+            new_state = self._status is None or self._status.state != status.state
+            self._status = status
+        if new_state:
+            self._hurry()
+
+    def flush(self, timeout_s: float | None = 30.0) -> bool:
+        """Writes everything taken so far.
+
+        Returns:
+            Whether it is durable. False: the store refused (`last_error`), or did not answer in time.
+        """
+        with self._changed:
+            if not self._thread.is_alive():
+                return False
+            self._wanted += 1
+            wanted = self._wanted
+            self._changed.notify_all()
+            in_time = self._changed.wait_for(lambda: self._tried >= wanted, timeout_s)
+            return in_time and self._failures == 0
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Writes everything, trying for `timeout_s`, and ends the thread. Returns whether all is durable."""
+        deadline = time.monotonic() + timeout_s
+        flushed = self.flush(timeout_s)
+        while not flushed and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+            flushed = self.flush(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        return flushed
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hurry(self) -> None:
+        with self._changed:
+            self._urgent = True
+            self._changed.notify_all()
+
+    def _next_round_at(self) -> float:
+        if self._failures:
+            wait = min(_LONGEST_BACKOFF_S, self._interval_s * 2.0 ** min(self._failures, 10))
+        else:
+            wait = min(_SOON_S, self._interval_s) if self._urgent else self._interval_s
+        return self._last_round + wait
+
+    def _run_rounds(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and self._wanted == self._tried:
+                    left = self._next_round_at() - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                if self._closing:
+                    return
+                wanted = self._wanted
+                self._urgent = False
+            error = self._round()
+            with self._changed:
+                self.last_error = error
+                self._failures = self._failures + 1 if error else 0
+                self._last_round = time.monotonic()
+                self._tried = wanted
+                self._changed.notify_all()
+
+    def _round(self) -> str | None:
+        """One write of everything; the status last, so that it never tells of steps that cannot be read."""
+        try:
+            self._steps.write()
+            self._events.write()
+            self._say_what_was_dropped()
+            self._logs.write()
+            self._write_status()
+        except Exception as error:  # noqa: BLE001  training must go on whatever the store does; it is tried again
+            return str(error) or repr(error)
+        return None
+
+    def _say_what_was_dropped(self) -> None:
+        with self._changed:
+            dropped, self._dropped_unsaid = self._dropped_unsaid, 0
+        if dropped:
+            text = f"{dropped} log lines were dropped here: the store could not be written, or not fast enough"
+            self._logs.add_first(log_line(LogLine(text, label="raypp", stream="err")))
+
+    def _write_status(self) -> None:
+        with self._changed:
+            status = self._status
+        now = time.time()
+        if status is None or (status == self._status_written and now - self._status_written_at < HEARTBEAT_S):
+            return
+        self._store.put(f"{self._run}/status.json", document(status.stamped(now).as_dict()))
+        self._status_written = status
+        self._status_written_at = now
+
+
+def _interval_for(url: str) -> float:
+    if not url.startswith("s3://"):
+        return 1.0
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    return 1.0 if urlsplit(endpoint).hostname in _LOOPBACK else 2.0
