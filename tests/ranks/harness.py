@@ -5,6 +5,7 @@ Processes come from a fork server that has torch imported, so that a rank starts
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
@@ -12,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+import torch
 
 TIMEOUT_S = 120.0
 
@@ -27,11 +30,12 @@ def free_port() -> int:
 
 def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    import torch
-
     torch.set_num_threads(1)
     try:
-        connection.send((True, function(rank, world, port, *arguments)))
+        # Whole bytes: torch would share tensors by file descriptors that die with this process.
+        result = io.BytesIO()
+        torch.save(function(rank, world, port, *arguments), result)
+        connection.send((True, result.getvalue()))
     except BaseException:  # noqa: BLE001 - whatever happened in the rank belongs into the test's report
         connection.send((False, traceback.format_exc()))
     finally:
@@ -75,5 +79,5 @@ def _collect(pipes: list[Any]) -> list[Any]:
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
             assert fine, f"rank {rank} raised:\n{value}"
-            results[rank] = value
+            results[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
