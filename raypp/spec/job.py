@@ -14,7 +14,7 @@ RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
 class EvalOptions(Section):
     """The held-out part: a fraction of the data, or a path of its own."""
 
-    fraction: float | None = Field(None, gt=0, lt=1)
+    fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of the documents kept out of training."""
     path: str | None = None
     """Held-out data of the same kind."""
@@ -29,7 +29,7 @@ class DataSection(Section):
     """File, directory, glob or s3:// URL. Relative paths start where `raypp` is run, then beside the job file."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
-    seq_len: int = Field(256, ge=2)
+    seq_len: int = Field(default=256, ge=2)
     """Longest sequence in tokens; also the length of every microbatch when lengths are not negotiated."""
     packing: bool = True
     """Put several documents into one row; they never attend across each other."""
@@ -37,7 +37,7 @@ class DataSection(Section):
     """Visit the documents in an order drawn from train.seed, a new one each epoch."""
     text_key: str = "text"
     """jsonl and hf: the field that holds the text."""
-    num_documents: int = Field(1000, ge=1)
+    num_documents: int = Field(default=1000, ge=1)
     """synthetic: how many documents."""
     document_len: tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]] = (16, 256)
     """synthetic: shortest and longest document, in tokens."""
@@ -48,15 +48,15 @@ class DataSection(Section):
 class MeshSection(Section):
     """How many ranks along each axis; world = pp · dp_replicate · fsdp · cp."""
 
-    pp: int = Field(1, ge=1)
+    pp: int = Field(default=1, ge=1)
     """Pipeline parallel: ranks a model is cut over."""
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1)
     """Data-parallel replicas that each hold all weights of their stage."""
-    fsdp: int = Field(1, ge=1)
+    fsdp: int = Field(default=1, ge=1)
     """Data-parallel ranks that share the weights of their stage (FSDP2)."""
-    cp: int = Field(1, ge=1)
+    cp: int = Field(default=1, ge=1)
     """Context parallel: ranks a sequence is cut over."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(default=1, ge=1)
     """Expert parallel: folded into fsdp · cp, must divide it."""
     cp_style: Literal["ring", "ulysses"] = "ring"
     """How attention crosses the cut of a sequence."""
@@ -87,17 +87,17 @@ class PipelineSection(Section):
 
     schedule: str = "1f1b"
     """gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev | auto"""
-    microbatches: int = Field(8, ge=1)
+    microbatches: int = Field(default=8, ge=1)
     """Microbatches per replica and step."""
-    stages_per_rank: int = Field(1, ge=1)
+    stages_per_rank: int = Field(default=1, ge=1)
     """Virtual stages on each rank (interleaved and V schedules)."""
-    lookahead: Literal["auto"] | int = "auto"
+    lookahead: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """Extra warm-up forwards that hide link time; 0 = classic."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """microbatch: each its own negotiated length | step: one for the whole step | off: data.seq_len."""
-    pad_to_multiple_of: int = Field(8, ge=1)
+    pad_to_multiple_of: int = Field(default=8, ge=1)
     """Lengths are rounded up to a multiple of this (per cp rank)."""
-    seq_len_bucket: int = Field(0, ge=0)
+    seq_len_bucket: int = Field(default=0, ge=0)
     """Round the negotiated length up to a multiple of this; 0 = off."""
     layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = None
     """An explicit cut, one number per stage, e.g. [3, 5]."""
@@ -114,15 +114,15 @@ class OptimizerOptions(Section):
 
     kind: str = "adamw"
     """adamw | sgd | muon"""
-    lr: float = Field(3.0e-4, ge=0)
+    lr: float = Field(default=3.0e-4, ge=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """adamw: decay of the two moments."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """adamw: added to the denominator."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay, on matrices only."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd and muon: momentum."""
 
 
@@ -131,26 +131,26 @@ class LrSchedule(Section):
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
-    warmup_steps: int = Field(10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up from 0."""
-    min_ratio: float = Field(0.0, ge=0, le=1)
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
     """The last learning rate as a share of the peak."""
 
 
 class TrainSection(Section):
     """How long, how much, how."""
 
-    steps: int = Field(50, ge=1)
+    steps: int = Field(default=50, ge=1)
     """Optimizer steps of the whole run."""
-    micro_batch_size: int = Field(2, ge=1)
+    micro_batch_size: int = Field(default=2, ge=1)
     """Rows per microbatch."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of initialisation and data order; the mesh does not enter."""
     optimizer: OptimizerOptions = OptimizerOptions()
     """The optimizer."""
     lr_schedule: LrSchedule = LrSchedule()
     """The learning rate over the steps."""
-    clip_norm: float | None = Field(1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; null: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32."""
@@ -158,7 +158,7 @@ class TrainSection(Section):
     """Recompute activations in the backward to save memory."""
     compile: bool = False
     """torch.compile each block."""
-    eval_every_steps: int = Field(0, ge=0)
+    eval_every_steps: int = Field(default=0, ge=0)
     """Evaluate on the held-out part every so many steps; 0 = never."""
 
 
@@ -167,9 +167,9 @@ class CheckpointSection(Section):
 
     url: str = "~/.raypp/checkpoints"
     """s3://bucket/prefix, or a directory; the run lives below url/name."""
-    every_steps: int = Field(10, ge=0)
+    every_steps: int = Field(default=10, ge=0)
     """Save every so many steps, and at the end; 0 = only at the end."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(default=3, ge=1)
     """Committed checkpoints kept; older ones are deleted after a commit."""
     memory_tier: bool = True
     """Peers hold each other's last snapshot in host memory."""
@@ -178,9 +178,9 @@ class CheckpointSection(Section):
 class RecoverySection(Section):
     """What to do when something breaks."""
 
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: int = Field(default=3, ge=0)
     """Restarts in a row without a new committed step before the run fails."""
-    hang_timeout_s: float = Field(60, gt=0)
+    hang_timeout_s: float = Field(default=60, gt=0)
     """Longest a step may stand still."""
     elastic: bool = False
     """Go on with fewer nodes, the global batch unchanged."""
@@ -191,11 +191,11 @@ class ResourcesSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where every rank can have one, else cpu; it is said which."""
-    cpus_per_rank: float = Field(1, gt=0)
+    cpus_per_rank: float = Field(default=1, gt=0)
     """CPUs reserved for each rank."""
-    spares: int = Field(0, ge=0)
+    spares: int = Field(default=0, ge=0)
     """Ranks' worth of devices held ready."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     """Extra environment for workers, e.g. GLOO_SOCKET_IFNAME."""
 
 

@@ -6,7 +6,7 @@ A new family is one file in `raypp/models/` and one entry here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -18,7 +18,10 @@ MODELS = Registry("model")
 class Section(BaseModel):
     """Base of every section of the job file: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # defer_build: the validators are made at the first use, so that `raypp --help` does not wait for them.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
+    )
 
 
 class DecoderOptions(Section):
@@ -26,27 +29,27 @@ class DecoderOptions(Section):
 
     kind: str = "llama"
     """llama | qwen2 | qwen3 | qwen3_moe | mixtral | your own as module.path:factory"""
-    num_layers: int = Field(8, ge=1)
+    num_layers: int = Field(default=8, ge=1)
     """Decoder layers."""
-    hidden_size: int = Field(256, ge=1)
+    hidden_size: int = Field(default=256, ge=1)
     """Width of the residual stream."""
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
     """Query heads."""
-    num_kv_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
     """Key/value heads; null: as many as query heads."""
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
     """Width of one head; null: hidden_size / num_heads."""
-    ffn_size: int = Field(688, ge=1)
+    ffn_size: int = Field(default=688, ge=1)
     """Inner width of the gated feed-forward block."""
-    vocab_size: int = Field(4096, ge=1)
+    vocab_size: int = Field(default=4096, ge=1)
     """Rows of the embedding; at least as many as the tokenizer has ids."""
     tie_embeddings: bool = False
     """The output projection is the embedding, also when they live on different stages."""
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of freshly initialised matrices."""
     from_hf: str | None = None
     """A directory or S3 URL with config.json and safetensors: weights and sizes are read from it."""
@@ -63,29 +66,40 @@ class DecoderOptions(Section):
 class MoeOptions(DecoderOptions):
     """What mixture-of-experts families add."""
 
-    num_experts: int = Field(8, ge=1)
+    num_experts: int = Field(default=8, ge=1)
     """Experts per layer."""
-    experts_per_token: int = Field(2, ge=1)
+    experts_per_token: int = Field(default=2, ge=1)
     """Experts each token is sent to."""
-    expert_ffn_size: int = Field(256, ge=1)
+    expert_ffn_size: int = Field(default=256, ge=1)
     """Inner width of one expert."""
-    aux_loss_weight: float = Field(0.001, ge=0)
+    aux_loss_weight: float = Field(default=0.001, ge=0)
     """Weight of the load-balancing loss."""
-    z_loss_weight: float = Field(0.0, ge=0)
+    z_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the router's z-loss."""
 
 
 class CustomOptions(DecoderOptions):
     """A user's own factory: any further key is passed on to it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
 
 
-MODELS.register("llama", "raypp.models.llama:build_stage", options=DecoderOptions, summary="Llama 2/3: RMSNorm, RoPE, grouped queries, SwiGLU")
-MODELS.register("qwen2", "raypp.models.qwen2:build_stage", options=DecoderOptions, summary="Qwen2: Llama with biases on q, k, v")
-MODELS.register("qwen3", "raypp.models.qwen3:build_stage", options=DecoderOptions, summary="Qwen3: RMSNorm on every query and key head")
-MODELS.register("qwen3_moe", "raypp.models.qwen3_moe:build_stage", options=MoeOptions, summary="Qwen3 with experts")
-MODELS.register("mixtral", "raypp.models.mixtral:build_stage", options=MoeOptions, summary="Mixtral: Llama with experts")
+for _name, _options, _summary in (
+    ("llama", DecoderOptions, "Llama 2/3: RMSNorm, RoPE, grouped queries, SwiGLU"),
+    ("qwen2", DecoderOptions, "Qwen2: Llama with biases on q, k, v"),
+    ("qwen3", DecoderOptions, "Qwen3: RMSNorm on every query and key head"),
+    ("qwen3_moe", MoeOptions, "Qwen3 with experts"),
+    ("mixtral", MoeOptions, "Mixtral: Llama with experts"),
+):
+    MODELS.register(_name, f"raypp.models.{_name}:build_stage", options=_options, summary=_summary)
+
+
+_CLASSES: dict[str, type[DecoderOptions]] = {"decoder": DecoderOptions, "moe": MoeOptions, "custom": CustomOptions}
+
+
+def model_options(value: Any) -> type[DecoderOptions]:
+    """The options class of a `model:` section (a mapping, or options)."""
+    return _CLASSES[_family(value)]
 
 
 def _family(value: Any) -> str:
@@ -100,10 +114,8 @@ def _family(value: Any) -> str:
 
 
 ModelSection = Annotated[
-    Union[
-        Annotated[DecoderOptions, Tag("decoder")],
-        Annotated[MoeOptions, Tag("moe")],
-        Annotated[CustomOptions, Tag("custom")],
-    ],
+    Annotated[DecoderOptions, Tag("decoder")]
+    | Annotated[MoeOptions, Tag("moe")]
+    | Annotated[CustomOptions, Tag("custom")],
     Discriminator(_family),
 ]

@@ -1,0 +1,172 @@
+"""What can be wrong with a job that its types do not show, and that needs nothing but the job.
+
+What depends on the mesh, the model and the schedule together (layers per stage, microbatches) is `raypp.planning`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raypp.errors import Problem
+from raypp.spec.availability import AVAILABLE, KINDS, OWN_KINDS
+from raypp.spec.job import Job
+from raypp.spec.messages import shown
+from raypp.spec.paths import exists, is_glob, is_remote
+
+BYTE_IDS = 257
+"""Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
+
+FILE_KINDS = ("text", "jsonl", "tokens", "hf")
+
+
+def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
+    """All problems of a job by itself.
+
+    Args:
+        job: A job with resolved paths (`load_job` resolves them).
+        directory: Where the job file is, to say where a missing file was looked for.
+    """
+    problems = [*_kinds(job), *_not_available(job)]
+    refused = {problem.key for problem in problems}
+    problems += [problem for problem in _model(job) if problem.key not in refused]
+    problems += [problem for problem in _data(job, directory) if problem.key not in refused]
+    return problems
+
+
+def _kinds(job: Job) -> Iterator[Problem]:
+    for key, known in KINDS.items():
+        value = value_at(job, key)
+        if value in known or (key in OWN_KINDS and ":" in value):
+            continue
+        close = difflib.get_close_matches(value.lower(), known, n=1)
+        usable = [str(word) for word in AVAILABLE.get(key, known)]
+        fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
+        yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
+
+
+def _not_available(job: Job) -> Iterator[Problem]:
+    for key, available in AVAILABLE.items():
+        value = value_at(job, key)
+        # By type too: False == 0 in Python, not in a job file.
+        if any(value == known and type(value) is type(known) for known in available):
+            continue
+        if key in KINDS and value not in KINDS[key] and not (key in OWN_KINDS and ":" in value):
+            continue
+        words = [known if isinstance(known, str) else shown(known) for known in available]
+        what = value if isinstance(value, str) and key != "model.from_hf" else _written(value)
+        name = key.rpartition(".")[2]
+        subject = what if key in KINDS else f"{name}: {what}"
+        fix = f"use {_one_of(words)}" if len(words) > 1 else f"use `{name}: {words[0]}`, or leave the key out"
+        yield Problem(key, f"{subject} is not available yet; available: {', '.join(words)}", fix)
+
+
+def _model(job: Job) -> Iterator[Problem]:
+    model = job.model
+    if model.from_hf is not None:
+        return
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        better = max(1, round(model.hidden_size / model.num_heads)) * model.num_heads
+        yield Problem(
+            "model.hidden_size",
+            f"{model.hidden_size} cannot be shared by {model.num_heads} heads",
+            f"use a multiple of model.num_heads ({better}), or give model.head_dim",
+        )
+    elif model.dim_per_head % 2:
+        key = "model.head_dim" if model.head_dim is not None else "model.hidden_size"
+        fix = f"use an even width, for example {model.dim_per_head + 1} per head"
+        yield Problem(key, f"heads {model.dim_per_head} wide: the rotary encoding turns pairs of numbers", fix)
+    if model.num_heads % model.kv_heads:
+        divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
+        yield Problem(
+            "model.num_kv_heads",
+            f"{model.num_heads} query heads cannot be shared out over {model.kv_heads} key/value heads",
+            f"use a divisor of model.num_heads: {_one_of([str(n) for n in divisors])}",
+        )
+    bytes_used = job.data.tokenizer == "bytes" and job.data.kind in ("text", "jsonl", "hf")
+    if bytes_used and model.vocab_size < BYTE_IDS:
+        what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
+        yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS} (320 is a round number above it)")
+
+
+def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
+    data = job.data
+    if data.kind in FILE_KINDS:
+        if data.path is None:
+            fix = "give a file, a directory, a glob or an s3:// URL; or `kind: synthetic` to try without data"
+            yield Problem("data.path", f"is missing: kind {data.kind} reads files", fix)
+        else:
+            yield from _file("data.path", data.path, directory)
+    if data.kind in ("text", "jsonl", "hf") and data.tokenizer != "bytes":
+        yield from _tokenizer(job, directory)
+    if data.kind == "synthetic" and data.document_len[0] > data.document_len[1]:
+        shortest, longest = data.document_len
+        fix = f"write [{longest}, {shortest}]"
+        yield Problem("data.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
+    if data.eval is not None and (data.eval.fraction is None) == (data.eval.path is None):
+        yield Problem("data.eval", "needs either a fraction or a path", "for example `eval: {fraction: 0.02}`")
+
+
+def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
+    if is_remote(path):
+        return
+    if not exists(path):
+        noun = "nothing matches" if is_glob(path) else "there is no"
+        if Path(path).is_absolute():
+            yield Problem(key, f"{noun} {path}", "check the path")
+            return
+        places = [str(Path.cwd())] + ([str(directory)] if directory and directory != Path.cwd() else [])
+        fix = f"check the path; looked in {' and in '.join(places)}"
+        yield Problem(key, f"{noun} {path}", fix)
+    elif Path(path).is_file() and Path(path).stat().st_size == 0:
+        yield Problem(key, f"{path} is empty", "name a file with text in it")
+    elif Path(path).is_dir() and not any(entry.is_file() for entry in Path(path).rglob("*")):
+        yield Problem(key, f"the directory {path} holds no file", "name a directory with files in it")
+
+
+def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
+    path = job.data.tokenizer
+    missing = list(_file("data.tokenizer", path, directory))
+    if missing or is_remote(path):
+        yield from missing
+        return
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        ids = _tokenizer_ids(document)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        fix = "name a tokenizer.json of the tokenizers library, or use `tokenizer: bytes`"
+        yield Problem("data.tokenizer", f"{path} is not a tokenizer.json: {error or type(error).__name__}", fix)
+        return
+    if ids > job.model.vocab_size:
+        what = f"{job.model.vocab_size} is too small: {path} has ids up to {ids - 1}"
+        yield Problem("model.vocab_size", what, f"use at least {ids}")
+
+
+def _tokenizer_ids(document: Any) -> int:
+    """One more than the largest id of a tokenizer.json (its vocabulary is a mapping or a list of [token, score])."""
+    vocabulary = document["model"].get("vocab", {})
+    known = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    added = (int(token["id"]) for token in document.get("added_tokens") or ())
+    return 1 + max((*known, *added), default=-1)
+
+
+def value_at(job: Job, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = job
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _written(value: Any) -> str:
+    dump = getattr(value, "model_dump", None)
+    if dump is None:
+        return shown(value)
+    return "{" + ", ".join(f"{name}: {inner}" for name, inner in dump(exclude_none=True).items()) + "}"
+
+
+def _one_of(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

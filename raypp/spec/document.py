@@ -1,0 +1,212 @@
+"""YAML text as plain values that remember where each key stands.
+
+Scalars follow YAML 1.2 (only `true` and `false` are booleans, `3e-4` is a number, `off` and dates
+are text), because the job file has values such as `off` that YAML 1.1 would turn into something else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from raypp.errors import Problem
+
+KeyPath = tuple[str | int, ...]
+
+_NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
+    f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
+)
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """PyYAML's parser with the scalar rules of YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
+
+
+def _resolve_as(tag: str, pattern: str, first: str) -> None:
+    _Yaml12Loader.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])  # type: ignore[no-untyped-call]
+
+
+_resolve_as(_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
+_resolve_as(_INT, r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789")
+_resolve_as(
+    _FLOAT,
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+    "-+0123456789.",
+)
+_resolve_as(_NULL, r"^(?:~|null|Null|NULL)$", "~nN")
+_resolve_as(_NULL, r"^$", "")
+_resolve_as(_MERGE, r"^<<$", "<")
+
+
+_SYNTAX = (
+    # part of PyYAML's message, our words (empty: its own), the fix
+    ("\\t", "a tab where YAML wants spaces", "indent with spaces"),
+    ("but found another document", "a second document starts here (`---`)", "one file holds one job: split it"),
+    ("undefined alias", "", "define it first with &name, or put the text in quotes if it begins with *"),
+    (
+        "mapping values are not allowed",
+        "a key where no key can be",
+        "check the indentation and the line before (a missing space after its colon?); quote text that holds a colon",
+    ),
+    ("<stream end>", "the text ends inside a bracket or a quote", "close it"),
+    ("could not find expected ':'", "a line without `:`", "write `key: value`, with a space after the colon"),
+)
+
+
+@dataclass
+class Document:
+    """A parsed text.
+
+    Attributes:
+        value: Plain dicts, lists, text, numbers, booleans and None.
+        where: For each key path, the place to show (`job.yaml:14`); the empty path is the whole text.
+        problems: What is wrong with the text itself; `value` is then what could be read.
+    """
+
+    value: Any = None
+    where: dict[KeyPath, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
+    """Parses one YAML document; never raises for what the text holds.
+
+    Args:
+        text: The YAML.
+        source: The name shown in places: a file, or an override.
+        numbered: Add `:line` to places.
+    """
+    reading = _Reading(source, numbered)
+    document = reading.document
+    document.where[()] = reading.place(None)
+    try:
+        node = yaml.compose(text, Loader=_Yaml12Loader)
+    except yaml.YAMLError as error:
+        document.problems.append(reading.syntax_problem(error, text))
+        return document
+    if node is not None:
+        document.value = reading.value(node, ())
+    return document
+
+
+def dotted(path: KeyPath) -> str:
+    """A key path as people write it: `pipeline.layers_per_stage[1]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def undotted(key: str) -> KeyPath:
+    """The key path of a dotted key (`a.b[1]`)."""
+    parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+    return tuple(int(index) if index else name for index, name in parts)
+
+
+class _Reading:
+    """One pass over the nodes of a document."""
+
+    def __init__(self, source: str, numbered: bool) -> None:
+        self.source = source
+        self.numbered = numbered
+        self.document = Document()
+        self._open: set[int] = set()
+
+    def place(self, mark: Any) -> str:
+        if not self.numbered:
+            return self.source
+        return f"{self.source}:{mark.line + 1 if mark is not None else 1}"
+
+    def problem(self, node: yaml.Node, path: KeyPath, what: str, fix: str) -> None:
+        self.document.problems.append(Problem(dotted(path), what, fix, self.place(node.start_mark)))
+
+    def syntax_problem(self, error: yaml.YAMLError, text: str) -> Problem:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        where = self.place(mark)
+        if isinstance(error, yaml.reader.ReaderError):
+            line = text.count("\n", 0, error.position) + 1
+            where = f"{self.source}:{line}" if self.numbered else self.source
+            return Problem("", f"not valid YAML: a control character (code {error.character})", "remove it", where)
+        what = getattr(error, "problem", None) or str(error)
+        for sign, words, fix in _SYNTAX:
+            if sign in what:
+                return Problem("", f"not valid YAML: {words or what}", fix, where)
+        fix = "write `key: value`, a space after the colon, and the same indentation for all keys of a section"
+        return Problem("", f"not valid YAML: {what}", fix, where)
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        if id(node) in self._open:
+            self.problem(node, path, "an alias that contains itself", "write the value out")
+            return None
+        self._open.add(id(node))
+        try:
+            if not isinstance(node, yaml.ScalarNode) and node.tag not in (_MAP, _SEQ):
+                self.problem(node, path, f"the tag {node.tag!r} is not allowed here", "remove the tag")
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.item(item, (*path, index)) for index, item in enumerate(node.value)]
+            return self.scalar(node, path)
+        finally:
+            self._open.discard(id(node))
+
+    def item(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.document.where[path] = self.place(node.start_mark)
+        return self.value(node, path)
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        merged: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problem(key_node, path, "a key must be plain text", "remove the brackets around the key")
+                continue
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in result:
+                what = f"is there twice, first in line {lines[key]}" if self.numbered else "is there twice"
+                self.problem(key_node, here, what, "keep one of the two")
+                continue
+            lines[key] = key_node.start_mark.line + 1
+            self.document.where[here] = self.place(key_node.start_mark)
+            result[key] = self.value(value_node, here)
+        for source in merged:
+            self.merge(source, path, result)
+        return result
+
+    def merge(self, node: yaml.Node, path: KeyPath, into: dict[str, Any]) -> None:
+        """`<<: *other`: the keys of another mapping, where this one does not have its own."""
+        if not isinstance(node, yaml.MappingNode):
+            self.problem(node, path, "`<<` takes a section", "name one with <<: *anchor")
+            return
+        places = dict(self.document.where)
+        for key, value in self.mapping(node, path).items():
+            into.setdefault(key, value)
+        self.document.where.update(places)
+
+    def scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        text = str(node.value)
+        if node.tag == _NULL:
+            return None
+        if node.tag == _BOOL:
+            return text.lower() == "true"
+        try:
+            if node.tag == _INT:
+                return int(text, 0 if text[:2] in ("0x", "0o") else 10)
+            if node.tag == _FLOAT:
+                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+        except ValueError:
+            self.problem(node, path, f"{text!r} is not a number", "write digits")
+            return None
+        if node.tag not in (_STR, _MERGE):
+            self.problem(node, path, f"the tag {node.tag!r} is not allowed here", "remove the tag")
+        return text

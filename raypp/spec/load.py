@@ -1,0 +1,149 @@
+"""From a job file to a `Job`, with every problem at once and each at its `file:line`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from raypp.errors import JobError, Problem
+from raypp.spec.document import Document, KeyPath, read_document, undotted
+from raypp.spec.job import Job
+from raypp.spec.messages import problems_of, shown
+from raypp.spec.overrides import apply_overrides
+from raypp.spec.paths import resolve_paths
+from raypp.spec.words import section_of
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A job and the file it was read from.
+
+    Attributes:
+        job: The job, with paths resolved.
+        path: The file as it was named.
+        where: The place (`job.yaml:14`, `--set a.b=c`) of every key that was given.
+    """
+
+    job: Job
+    path: Path
+    where: Mapping[KeyPath, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def directory(self) -> Path:
+        """Where relative paths are looked for after the current directory."""
+        return self.path.absolute().parent
+
+    def locate(self, problem: Problem) -> Problem:
+        """The problem with the place of its key: its own, else that of the nearest section that was given."""
+        return _locate(problem, self.where)
+
+
+def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
+    """Reads a job file.
+
+    Args:
+        path: The YAML file.
+        overrides: `section.key=value` settings that replace what the file says.
+
+    Raises:
+        JobError: With all that is wrong in the file and the overrides.
+    """
+    path = Path(path)
+    document = read_document(_read(path), str(path))
+    if document.problems and document.value is None:
+        raise JobError(document.problems)
+    if document.value is not None and not isinstance(document.value, dict):
+        fix = "a job begins with `name: my-run`, then sections such as `model:`; see jobs/quickstart.yaml"
+        raise JobError(Problem("", f"a job is a section of keys, this is {shown(document.value)}", fix, f"{path}:1"))
+    empty = document.value is None
+    apply_overrides(document, overrides)
+    if empty and not document.value and not document.problems:
+        fix = "begin with `name: my-run`; `raypp explain` lists every key, jobs/quickstart.yaml is an example"
+        raise JobError(Problem("", "the file is empty", fix, f"{path}:1"))
+    job = _parse(document)
+    return JobFile(resolve_paths(job, path.absolute().parent), path, document.where)
+
+
+def parse_job(mapping: Mapping[str, Any]) -> Job:
+    """A job from plain values, for example what `job_document` made; paths are left as they are.
+
+    Raises:
+        JobError: With all that is wrong.
+    """
+    return _parse(Document(dict(mapping)))
+
+
+def job_document(job: Job) -> dict[str, Any]:
+    """The job as plain JSON values, every default written out; `parse_job` reads it back."""
+    return job.model_dump(mode="json")
+
+
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise JobError(Problem("", "there is no such file", "check the path", str(path))) from None
+    except IsADirectoryError:
+        raise JobError(Problem("", "is a directory", "name the job file in it", str(path))) from None
+    except OSError as error:
+        raise JobError(Problem("", f"cannot be read: {error.strerror}", "check its permissions", str(path))) from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
+        raise JobError(Problem("", what, "save the file as UTF-8", f"{path}:{line}")) from None
+
+
+def _parse(document: Document) -> Job:
+    """Raises the document's own problems and the models' together."""
+    problems, job = list(document.problems), None
+    value = _without_empty_sections(document.value if document.value is not None else {}, Job)
+    try:
+        # Through JSON, because pydantic's strict mode then still takes a list for a tuple and 1 for 1.0,
+        # while `true` is no number, and 2.0 and "2" are no whole numbers.
+        job = Job.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        found = {problem.key for problem in problems}
+        problems += [problem for problem in problems_of(error, value) if problem.key not in found]
+    if problems or job is None:
+        raise JobError(_in_order(_locate(problem, document.where) for problem in problems))
+    return job
+
+
+def _without_empty_sections(value: Any, section: Any) -> Any:
+    """`mesh:` with nothing below it, all its keys commented out, is a section left at its defaults."""
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for key, inner in value.items():
+        info = section.model_fields.get(key)
+        inner_section = section_of(info.annotation) if info else None
+        if inner_section is not None:
+            inner = _without_empty_sections(inner, inner_section)
+            if inner is None and info.default is not None:
+                inner = {}
+        result[key] = inner
+    return result
+
+
+def _locate(problem: Problem, where: Mapping[KeyPath, str]) -> Problem:
+    path = undotted(problem.key)
+    while path and path not in where:
+        path = path[:-1]
+    return problem.located(where[path]) if path in where else problem
+
+
+def _in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """By line; what came from the command line after the file."""
+
+    def line(problem: Problem) -> tuple[bool, int]:
+        number = problem.where.rpartition(":")[2]
+        return problem.where.startswith("--set"), int(number) if number.isdigit() else 0
+
+    return sorted(problems, key=line)

@@ -1,0 +1,63 @@
+"""Paths of the job file: where relative ones start, and whether what they name is there."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from raypp.spec.job import Job
+
+
+def is_remote(path: str) -> bool:
+    """True for a URL (`s3://bucket/key`): nothing on this machine."""
+    return "://" in path
+
+
+def is_glob(path: str) -> bool:
+    return glob.has_magic(path)
+
+
+def resolve_paths(job: Job, directory: Path) -> Job:
+    """The job with absolute paths.
+
+    Relative paths of inputs start in the current directory, else beside the job file (`directory`); one that is in
+    neither place is left as it is, for `spec.checks` to report. `checkpoint.url` starts in the current directory.
+    `~` is the user's home.
+    """
+    data, model = job.data, job.model
+    paths: dict[str, object] = {"path": data.path and resolve_path(data.path, directory)}
+    if data.tokenizer != "bytes":
+        paths["tokenizer"] = resolve_path(data.tokenizer, directory)
+    if data.eval is not None and data.eval.path:
+        paths["eval"] = data.eval.model_copy(update={"path": resolve_path(data.eval.path, directory)})
+    if model.from_hf:
+        model = model.model_copy(update={"from_hf": resolve_path(model.from_hf, directory)})
+    url = job.checkpoint.url
+    if not is_remote(url):
+        url = str(Path(url).expanduser().absolute())
+    return job.model_copy(
+        update={
+            "data": data.model_copy(update=paths),
+            "model": model,
+            "checkpoint": job.checkpoint.model_copy(update={"url": url}),
+        }
+    )
+
+
+def resolve_path(path: str, directory: Path) -> str:
+    """The absolute path of a file, directory or glob that exists, else the path itself (with `~` expanded)."""
+    if is_remote(path):
+        return path
+    expanded = Path(path).expanduser()
+    for start in (Path.cwd(), directory):
+        candidate = start / expanded
+        if exists(str(candidate)):
+            return str(candidate)
+    return str(expanded)
+
+
+def exists(path: str) -> bool:
+    """True when the local path is there, or the glob matches something."""
+    if Path(path).exists():
+        return True
+    return is_glob(path) and next(glob.iglob(path, recursive=True), None) is not None  # noqa: PTH207 - absolute globs

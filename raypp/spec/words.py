@@ -1,0 +1,141 @@
+"""The job language's types in words, read from the pydantic models: for error messages and `raypp explain`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from raypp.spec.document import KeyPath
+from raypp.spec.job import Job
+from raypp.spec.models import CustomOptions, MoeOptions, Section, model_options
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """What a value must be: `a whole number ≥ 1`, `ring or ulysses`, `a list of 2 numbers`."""
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        return words_of(inner, (*metadata, *extra))
+    if any(getattr(constraint, "pattern", None) for constraint in _flat(metadata)):
+        return "1 to 40 of a-z, 0-9 and -, not beginning with -"
+    if section_of(annotation) is not None and type(None) not in get_args(annotation):
+        return "a section of keys"
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return _or([str(value) for value in arguments])
+    if origin in (Union, types.UnionType):
+        members = sorted(arguments, key=lambda member: member is type(None))
+        return _or([words_of(member, metadata if member is not type(None) else ()) for member in members])
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {words_of(arguments[0])}"
+    if origin is list:
+        return f"a list, each {words_of(arguments[0])}"
+    if origin is dict:
+        return "a section of names and texts"
+    return _PLAIN.get(annotation, "a section of keys") + _bounds(metadata)
+
+
+def literals_of(annotation: Any) -> list[str]:
+    """The words a value may be, when only some may."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [word for member in get_args(annotation) for word in literals_of(member)]
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class of an annotation (the common one where there are several), None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation if issubclass(annotation, Section) else None
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return next((found for member in get_args(annotation) if (found := section_of(member))), None)
+    return None
+
+
+def section_at(path: KeyPath, document: Any) -> type[Section] | None:
+    """The section class at a key path of the job; the `model` section's depends on the document's `model.kind`."""
+    section: type[Section] | None = Job
+    for part in path:
+        info = section.model_fields.get(str(part)) if section else None
+        section = section_of(info.annotation) if info else None
+        if part == "model" and len(path) >= 1 and path[0] == "model":
+            section = model_options(document.get("model") if isinstance(document, dict) else None)
+    return section
+
+
+def field_at(path: KeyPath, document: Any) -> FieldInfo | None:
+    """The field at a key path, None for an item of a list or an unknown key."""
+    section = section_at(path[:-1], document) if path else None
+    return section.model_fields.get(str(path[-1])) if section else None
+
+
+def expected_at(path: KeyPath, document: Any) -> str:
+    """What the value at a key path must be, in words; an item of a list has the words of its list's items."""
+    info = field_at(path, document)
+    if info is not None:
+        return words_of(info.annotation, tuple(info.metadata))
+    parent = field_at(path[:-1], document) if path else None
+    if parent is None:
+        return "another value"
+    items = [member for member in _members(parent.annotation) if get_origin(member) in (tuple, list, dict)]
+    return words_of(get_args(items[0])[-1]) if items else "another value"
+
+
+def all_sections() -> Iterator[tuple[str, type[Section]]]:
+    """Every section with its dotted key, the job's own first ("")."""
+    yield "", Job
+    yield from _below("", Job)
+
+
+def known_keys(section: type[Section]) -> list[str]:
+    return list(section.model_fields)
+
+
+def takes_any_key(section: type[Section]) -> bool:
+    return issubclass(section, CustomOptions)
+
+
+def extra_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """What a family's options add to every decoder's."""
+    base = MoeOptions.__mro__[1].model_fields if issubclass(section, MoeOptions) else {}
+    return {name: info for name, info in section.model_fields.items() if name not in base}
+
+
+def _below(prefix: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+    for name, info in section.model_fields.items():
+        inner = section_of(info.annotation)
+        if inner is not None:
+            key = f"{prefix}.{name}" if prefix else name
+            yield key, inner
+            yield from _below(key, inner)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _or(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _flat(tuple(item.metadata))
+        else:
+            yield item
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [
+        f"{sign} {bound:g}"
+        for constraint in _flat(metadata)
+        for name, sign in signs.items()
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    return " " + " and ".join(found) if found else ""
