@@ -1,0 +1,228 @@
+"""COMMIT: the one object whose existence makes a checkpoint exist, and the fence against attempts that are over.
+
+The protocol (docs/design/0002): every rank's objects first, under the attempt's own folder; then, when all are
+durable, COMMIT by a conditional write. Whatever happens in between, a reader sees the old checkpoints or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import AlreadyExists, NotFound, ObjectStore
+
+FORMAT = 1
+_JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
+
+
+class StaleAttemptError(CheckpointError):
+    """A newer attempt of the run has begun: this one may not commit any more."""
+
+
+@dataclass(frozen=True)
+class ObjectRecord:
+    """One object of a checkpoint, as its writer announced it.
+
+    Attributes:
+        key: In the store.
+        size: Bytes.
+        sha256: Of all bytes, hex.
+        rank: Who wrote it.
+        header_size: Bytes before the tensor data (safetensors' length field and header).
+        header_sha256: Of those bytes; the header in turn holds checksums of every block of the data.
+    """
+
+    key: str
+    size: int
+    sha256: str
+    rank: int
+    header_size: int = 0
+    header_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The content of a COMMIT.
+
+    Attributes:
+        run: Whose checkpoint.
+        step: Optimizer steps done.
+        attempt: Who wrote it.
+        mesh: Length of each axis when it was written.
+        job: The sections model, data, mesh, pipeline and train of the job that wrote it.
+        extra: What the trainer wants back, the same on every rank: `data_position`, `rng` …
+        objects: Every object.
+        created: Seconds since 1970, by the writer's clock.
+        nonce: Tells two commits of the same content apart.
+        format: Version of this format.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    mesh: dict[str, int]
+    job: dict[str, Any]
+    extra: dict[str, Any]
+    objects: tuple[ObjectRecord, ...]
+    created: float = field(default_factory=time.time)
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all objects."""
+        return sum(record.size for record in self.objects)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> Commit:
+        """Reads a COMMIT back.
+
+        Raises:
+            CheckpointError: It is not one, or one of a newer format.
+        """
+        try:
+            document = json.loads(data)
+            if document["format"] > FORMAT:
+                raise CheckpointError(
+                    Problem(key, f"has format {document['format']}, this raypp reads {FORMAT}", "use a newer raypp")
+                )
+            records = tuple(ObjectRecord(**record) for record in document.pop("objects"))
+            return cls(objects=records, **document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                Problem(key, f"is not a commit: {error}", "an older checkpoint is used instead")
+            ) from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, found by listing; its COMMIT has not been read.
+
+    Attributes:
+        step: Optimizer steps done.
+        key: Its COMMIT.
+        modified: When that was written, by the store's clock.
+    """
+
+    step: int
+    key: str
+    modified: float
+
+
+def job_identity(job_doc: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a resolved job that a COMMIT keeps (never `resources.env`, which may hold secrets)."""
+    return {section: job_doc[section] for section in _JOB_SECTIONS if section in job_doc}
+
+
+def claim_attempt(store: ObjectStore, run: str, attempt: int) -> None:
+    """Makes the caller this attempt of the run. From then on older attempts cannot commit.
+
+    Raises:
+        AlreadyExists: Somebody else is that attempt; take a higher number.
+    """
+    claim = {"attempt": attempt, "time": time.time(), "nonce": secrets.token_hex(8)}
+    store.put(attempt_key(run, attempt), json.dumps(claim).encode(), if_absent=True)
+
+
+def claim_next_attempt(store: ObjectStore, run: str) -> int:
+    """Claims the lowest number above all attempts so far, and returns it."""
+    attempt = newest_attempt(store, run) + 1
+    while True:
+        try:
+            claim_attempt(store, run, attempt)
+            return attempt
+        except AlreadyExists:
+            attempt += 1
+
+
+def newest_attempt(store: ObjectStore, run: str) -> int:
+    """The highest attempt claimed; 0 when there is none."""
+    numbers = (attempt_number(info.key) for info in store.list(f"{run}/attempts/"))
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def write_commit(store: ObjectStore, commit: Commit) -> None:
+    """Creates a COMMIT, after which the checkpoint exists. Every object must be durable before.
+
+    A commit of the same step by an *older* attempt is replaced: this attempt started below that step, so
+    the older one had been found unusable, or was written after its attempt was over.
+
+    Raises:
+        StaleAttemptError: A newer attempt has begun.
+        AlreadyExists: The step is committed, by this or a newer attempt.
+    """
+    newest = newest_attempt(store, commit.run)
+    if newest > commit.attempt:
+        raise StaleAttemptError(
+            Problem(
+                commit_key(commit.run, commit.step), f"attempt {commit.attempt} is over: attempt {newest} has begun"
+            )
+        )
+    _check_records(commit)
+    key = commit_key(commit.run, commit.step)
+    try:
+        store.put(key, commit.to_bytes(), if_absent=True)
+    except AlreadyExists:
+        if not _older(store, key, commit.attempt):
+            raise
+        store.delete([key])
+        store.put(key, commit.to_bytes(), if_absent=True)
+
+
+def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
+    """Reads a step's COMMIT.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read, or it speaks of another run or step.
+    """
+    key = commit_key(run, step)
+    try:
+        data = store.get(key)
+    except NotFound:
+        raise CheckpointError(
+            Problem(
+                f"{store.url}/{key}",
+                f"step {step} of {run} is not committed",
+                "`raypp checkpoints list` shows those that are",
+            )
+        ) from None
+    commit = Commit.from_bytes(data, key)
+    if (commit.run, commit.step) != (run, step):
+        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {commit.run}"))
+    return commit
+
+
+def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
+    """The committed checkpoints of a run, oldest step first. Only their existence is looked at."""
+    found = []
+    for info in store.list(steps_prefix(run)):
+        step = step_of(run, info.key)
+        if step is not None and info.key == commit_key(run, step):
+            found.append(Checkpoint(step, info.key, info.modified))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _check_records(commit: Commit) -> None:
+    """A rank's objects lie where its attempt writes: nothing of another attempt can be committed."""
+    for record in commit.objects:
+        if record.key != rank_key(commit.run, commit.step, commit.attempt, record.rank):
+            raise CheckpointError(
+                Problem(record.key, f"is not an object of attempt {commit.attempt} at step {commit.step}")
+            )
+
+
+def _older(store: ObjectStore, key: str, attempt: int) -> bool:
+    """Whether the COMMIT there is of an older attempt (one that cannot be read is)."""
+    try:
+        return Commit.from_bytes(store.get(key), key).attempt < attempt
+    except (CheckpointError, NotFound):
+        return True

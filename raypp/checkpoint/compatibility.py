@@ -1,0 +1,100 @@
+"""Can a run go on with a changed job? The mesh, the schedule and the number of steps may change; what the
+weights and the data position mean may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raypp.errors import Problem
+from raypp.spec.job import Job
+
+_FREE_IN_DATA = ("eval",)
+_ABSENT = object()
+
+
+def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
+    """Every field whose change makes the run's checkpoints unusable.
+
+    Free to change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery, resources, data.eval.
+    Not: anything of model and data, train.seed (it orders the data), train.optimizer.kind, and the number
+    of rows a step takes from all replicas together.
+
+    Args:
+        old_job: The resolved job of the run (`runs.read_spec`), or the `job` of a commit.
+        new_job: The job to go on with, or its resolved document.
+
+    Returns:
+        One problem per field, with the old and the new value; empty: it can go on.
+    """
+    new = new_job.model_dump(mode="json") if isinstance(new_job, Job) else dict(new_job)
+    problems = []
+    for section in ("model", "data"):
+        for key, before, after in _differences(old_job.get(section, {}), new.get(section, {}), section):
+            if key.split(".")[1] not in _FREE_IN_DATA or section != "data":
+                problems.append(_changed(key, before, after))
+    for path in (("train", "seed"), ("train", "optimizer", "kind")):
+        before, after = _at(old_job, path), _at(new, path)
+        if before is not _ABSENT and before != after:
+            problems.append(_changed(".".join(path), before, after))
+    problems.extend(_rows_per_step(old_job, new))
+    return problems
+
+
+def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
+    """A step must take the same rows as before, or the data position and the numbers change their meaning."""
+    was, now = _rows(old), _rows(new)
+    if was is None or now is None or was[0] == now[0]:
+        return []
+    names = "mesh.dp_replicate × mesh.fsdp × pipeline.microbatches × train.micro_batch_size"
+    return [
+        Problem(
+            "pipeline.microbatches",
+            f"a step would take {now[0]} rows ({names} = {now[1]}), the run's steps took {was[0]} ({was[1]})",
+            "change these so that their product stays the same",
+        )
+    ]
+
+
+def _rows(job: Mapping[str, Any]) -> tuple[int, str] | None:
+    paths = (("mesh", "dp_replicate"), ("mesh", "fsdp"), ("pipeline", "microbatches"), ("train", "micro_batch_size"))
+    factors = [_at(job, path) for path in paths]
+    if _ABSENT in factors:
+        return None
+    product = 1
+    for factor in factors:
+        product *= factor
+    return product, " × ".join(str(factor) for factor in factors)
+
+
+def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = document
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return _ABSENT
+        value = value[name]
+    return value
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from _differences(old.get(name, _ABSENT), new.get(name, _ABSENT), f"{key}.{name}")
+    elif _plain(old) != _plain(new):
+        yield key, old, new
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no tuples."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _changed(key: str, before: Any, after: Any) -> Problem:
+    def shown(value: Any) -> str:
+        return "not set" if value is _ABSENT else repr(value)
+
+    return Problem(
+        key,
+        f"is {shown(after)}, but the run began with {shown(before)}: its checkpoints cannot be used with that",
+        f"set it back to {shown(before)}, or start a new run under another name",
+    )

@@ -1,0 +1,91 @@
+"""Where the objects of a run are, relative to the job's checkpoint.url."""
+
+from __future__ import annotations
+
+import re
+
+from raypp.errors import JobError, Problem
+from raypp.spec.job import RUN_NAME
+
+_STEP = re.compile(r"^step-(\d{1,12})$")
+_ATTEMPT = re.compile(r"^attempt-(\d{1,9})$")
+
+
+def check_run(run: str) -> str:
+    """The run's name, when it is one.
+
+    Raises:
+        JobError: It is not of the form a-z, 0-9 and -, at most 40.
+    """
+    if not re.match(RUN_NAME, run):
+        raise JobError(Problem("name", f"{run!r} is not the name of a run", "a-z, 0-9 and -, at most 40, not - first"))
+    return run
+
+
+def spec_key(run: str, number: int = 1) -> str:
+    """The resolved job: `NAME/spec.json`, and `NAME/spec-2.json` … for each resume."""
+    return f"{run}/spec.json" if number == 1 else f"{run}/spec-{number}.json"
+
+
+def spec_number(run: str, key: str) -> int | None:
+    """The number of a spec's key; None for another key."""
+    match = re.match(rf"^{re.escape(run)}/spec(?:-(\d+))?\.json$", key)
+    return None if match is None else int(match[1] or 1)
+
+
+def attempt_key(run: str, attempt: int) -> str:
+    """The claim of an attempt: whoever created it is that attempt."""
+    return f"{run}/attempts/attempt-{attempt}"
+
+
+def attempt_number(key: str) -> int | None:
+    match = _ATTEMPT.match(key.rpartition("/")[2])
+    return None if match is None else int(match[1])
+
+
+def steps_prefix(run: str) -> str:
+    """What every object of every checkpoint of a run starts with."""
+    return f"{run}/step-"
+
+
+def step_folder(run: str, step: int) -> str:
+    return f"{run}/step-{step:08d}"
+
+
+def commit_key(run: str, step: int) -> str:
+    """The object whose existence is the checkpoint's existence."""
+    return f"{step_folder(run, step)}/COMMIT"
+
+
+def rank_key(run: str, step: int, attempt: int, rank: int) -> str:
+    """The object that one rank writes in one attempt at one step."""
+    return f"{step_folder(run, step)}/attempt-{attempt}/rank-{rank:05d}.safetensors"
+
+
+def step_of(run: str, key: str) -> int | None:
+    """The step whose checkpoint an object belongs to; None when it belongs to none."""
+    if not key.startswith(f"{run}/"):
+        return None
+    match = _STEP.match(key[len(run) + 1 :].split("/")[0])
+    return None if match is None else int(match[1])
+
+
+def split_location(text: str) -> tuple[str | None, str, int | None]:
+    """Takes a command's argument apart: `NAME`, `URL/NAME`, or either with `/step-N` behind.
+
+    Returns:
+        URL (None when only a name was given), run, step (None: not said).
+
+    Raises:
+        JobError: The run's name is not one.
+    """
+    step = None
+    place = text.rstrip("/")
+    head, _, last = place.rpartition("/")
+    match = _STEP.match(last)
+    if match is not None and head:
+        step, place = int(match[1]), head
+    url, slash, run = place.rpartition("/")
+    if slash and not url:
+        url = "/"
+    return (url if slash else None), check_run(run), step

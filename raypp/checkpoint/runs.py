@@ -1,0 +1,81 @@
+"""A run's resolved job in the store: created once, so that two runs cannot share a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from raypp.checkpoint.layout import check_run, spec_key, spec_number
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import AlreadyExists, NotFound, ObjectStore
+
+
+def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
+    """Begins a run: creates `NAME/spec.json`.
+
+    Returns:
+        The key written.
+
+    Raises:
+        AlreadyExists: There is a run of this name; the fix names the ways out.
+    """
+    key = spec_key(check_run(run))
+    try:
+        store.put(key, _encoded(job_doc), if_absent=True)
+    except AlreadyExists:
+        raise AlreadyExists(
+            Problem(
+                "name",
+                f"a run named {run!r} is already at {store.url}",
+                "go on with it (`raypp submit --resume`), or choose another name",
+            )
+        ) from None
+    return key
+
+
+def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
+    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` … (`spec.json` when there is none yet).
+
+    Returns:
+        The key written.
+    """
+    number = max(_numbers(store, check_run(run)), default=0) + 1
+    while True:
+        key = spec_key(run, number)
+        try:
+            store.put(key, _encoded(job_doc), if_absent=True)
+            return key
+        except AlreadyExists:
+            number += 1
+
+
+def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[str, Any]:
+    """A run's resolved job: the one of the last resume, or the one of that number.
+
+    Raises:
+        CheckpointError: There is no run of this name, or its job cannot be read.
+    """
+    if number is None:
+        number = max(_numbers(store, check_run(run)), default=0)
+    key = spec_key(run, max(number, 1))
+    try:
+        document = json.loads(store.get(key))
+        if not isinstance(document, dict):
+            raise ValueError("it is not a mapping")
+        return document
+    except NotFound:
+        raise CheckpointError(
+            Problem(f"{store.url}/{key}", f"there is no run {run!r} here", "is the URL right?")
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(Problem(f"{store.url}/{key}", f"is not a job: {error}")) from error
+
+
+def _numbers(store: ObjectStore, run: str) -> list[int]:
+    found = (spec_number(run, info.key) for info in store.list(f"{run}/spec"))
+    return [number for number in found if number is not None]
+
+
+def _encoded(job_doc: Mapping[str, Any]) -> bytes:
+    return json.dumps(job_doc, indent=1, sort_keys=True).encode()

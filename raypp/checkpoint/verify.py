@@ -1,0 +1,113 @@
+"""Is every byte of a checkpoint there, and the one that was written?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raypp.checkpoint.commit import Commit, ObjectRecord, list_checkpoints, read_commit
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import NotFound, ObjectStore
+
+_READ_BYTES = 16 << 20
+_READERS = 4
+_ADVICE = "an older checkpoint is used instead; `raypp checkpoints list` shows them"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A committed checkpoint that cannot be used, and why (the problems name the objects)."""
+
+    step: int
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        return f"step {self.step}: " + "; ".join(f"{problem.key}: {problem.what}" for problem in self.problems)
+
+
+@dataclass(frozen=True)
+class Usable:
+    """The newest checkpoint that can be used, and the newer ones that cannot.
+
+    Attributes:
+        commit: None when there is none.
+        rejected: Newest first.
+    """
+
+    commit: Commit | None
+    rejected: tuple[Rejected, ...]
+
+
+def newest_usable(store: ObjectStore, run: str, *, verify: bool = True) -> Usable:
+    """The newest checkpoint that is whole, looking at older ones until one is.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        verify: Re-read every byte; else only existence and sizes are checked.
+    """
+    rejected = []
+    for checkpoint in reversed(list_checkpoints(store, run)):
+        problems = verify_checkpoint(store, run, checkpoint.step, every_byte=verify)
+        if not problems:
+            return Usable(read_commit(store, run, checkpoint.step), tuple(rejected))
+        rejected.append(Rejected(checkpoint.step, tuple(problems)))
+    return Usable(None, tuple(rejected))
+
+
+def verify_checkpoint(
+    store: ObjectStore,
+    run: str,
+    step: int,
+    *,
+    every_byte: bool = True,
+    progress: Callable[[int], None] = lambda _bytes: None,
+) -> list[Problem]:
+    """Checks one checkpoint.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        step: A committed step.
+        every_byte: Re-read all objects and compare their SHA-256; else compare sizes only.
+        progress: Called with the number of bytes read since its last call, from several threads.
+
+    Returns:
+        One problem per object that is missing, torn or corrupt, in the order of the ranks; empty: all is well.
+    """
+    try:
+        commit = read_commit(store, run, step)
+    except CheckpointError as error:
+        return list(error.problems)
+
+    def check(record: ObjectRecord) -> Problem | None:
+        return verify_object(store, record, every_byte, progress)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return [problem for problem in pool.map(check, commit.objects) if problem is not None]
+
+
+def verify_object(
+    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None] = lambda _bytes: None
+) -> Problem | None:
+    """The problem of one object, if it has one. Reads it in pieces of 16 MiB."""
+    info = store.head(record.key)
+    if info is None:
+        return Problem(record.key, "is missing", _ADVICE)
+    if info.size != record.size:
+        return Problem(record.key, f"has {info.size} bytes, {record.size} were written", _ADVICE)
+    if not every_byte:
+        return None
+    digest = hashlib.sha256()
+    try:
+        for start in range(0, record.size, _READ_BYTES):
+            piece = store.get(record.key, start, min(start + _READ_BYTES, record.size))
+            digest.update(piece)
+            progress(len(piece))
+    except NotFound:
+        return Problem(record.key, "went missing while it was read", _ADVICE)
+    if digest.hexdigest() != record.sha256:
+        return Problem(record.key, "is corrupt: its SHA-256 is not the one that was committed", _ADVICE)
+    return None
