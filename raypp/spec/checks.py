@@ -57,11 +57,12 @@ def _not_available(job: Job) -> Iterator[Problem]:
         if key in KINDS and value not in KINDS[key] and not (key in OWN_KINDS and ":" in value):
             continue
         words = [known if isinstance(known, str) else shown(known) for known in available]
-        what = value if isinstance(value, str) and key != "model.from_hf" else _written(value)
-        name = key.rpartition(".")[2]
-        subject = what if key in KINDS else f"{name}: {what}"
-        fix = f"use {_one_of(words)}" if len(words) > 1 else f"use `{name}: {words[0]}`, or leave the key out"
-        yield Problem(key, f"{subject} is not available yet; available: {', '.join(words)}", fix)
+        what = value if isinstance(value, str) else _written(value)
+        if len(words) > 1 or key in KINDS:
+            fix = f"use {_one_of(words)}"
+        else:
+            fix = f"leave the key out, or write `{key.rpartition('.')[2]}: {words[0]}`"
+        yield Problem(key, f"{what} is not available yet; available: {', '.join(words)}", fix)
 
 
 def _model(job: Job) -> Iterator[Problem]:
@@ -89,7 +90,7 @@ def _model(job: Job) -> Iterator[Problem]:
     bytes_used = job.data.tokenizer == "bytes" and job.data.kind in ("text", "jsonl", "hf")
     if bytes_used and model.vocab_size < BYTE_IDS:
         what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
-        yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS} (320 is a round number above it)")
+        yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS}, for example 320")
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:

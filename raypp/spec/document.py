@@ -28,7 +28,7 @@ class _Yaml12Loader(yaml.SafeLoader):
 
 
 def _resolve_as(tag: str, pattern: str, first: str) -> None:
-    _Yaml12Loader.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])  # type: ignore[no-untyped-call]
+    _Yaml12Loader.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])
 
 
 _resolve_as(_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")

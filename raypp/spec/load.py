@@ -112,7 +112,7 @@ def _parse(document: Document) -> Job:
         found = {problem.key for problem in problems}
         problems += [problem for problem in problems_of(error, value) if problem.key not in found]
     if problems or job is None:
-        raise JobError(_in_order(_locate(problem, document.where) for problem in problems))
+        raise JobError(in_order(_locate(problem, document.where) for problem in problems))
     return job
 
 
@@ -139,7 +139,7 @@ def _locate(problem: Problem, where: Mapping[KeyPath, str]) -> Problem:
     return problem.located(where[path]) if path in where else problem
 
 
-def _in_order(problems: Iterable[Problem]) -> list[Problem]:
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
     """By line; what came from the command line after the file."""
 
     def line(problem: Problem) -> tuple[bool, int]:

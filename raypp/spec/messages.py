@@ -40,9 +40,10 @@ def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyP
     path: list[str | int] = []
     for position, part in enumerate(location):
         last = position == len(location) - 1
-        if (isinstance(document, dict) and part in document) or (
-            isinstance(document, list) and isinstance(part, int) and part < len(document)
-        ):
+        inside = part in document if isinstance(document, dict) else False
+        if isinstance(document, list) and isinstance(part, int):
+            inside = part < len(document)
+        if inside:
             document = document[part]
         elif not (missing and last):
             continue
@@ -111,13 +112,12 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
     if info is not None and words.section_of(info.annotation) is not None:
         keys = words.known_keys(words.section_of(info.annotation))  # type: ignore[arg-type]
         return f"put its keys below `{name}:`, indented ({', '.join(keys[:4])} …)"
-    default = info.get_default(call_default_factory=True) if info else PydanticUndefined  # type: ignore[call-arg]
+    default = info.get_default(call_default_factory=True) if info else PydanticUndefined
     if default is not PydanticUndefined and default is not None:
         return f"for example `{name}: {json.dumps(default)}`"
-    section = next(
-        (dotted(path[:depth]) for depth in range(len(path), 0, -1) if words.section_at(path[:depth], document)), ""
-    )
-    return f"see `raypp explain{' ' if section else ''}{section}`"
+    sections = (path[:depth] for depth in range(len(path), 0, -1))
+    section = next((dotted(part) for part in sections if words.section_at(part, document)), "")
+    return f"see `raypp explain {section}`" if section else "see `raypp explain`"
 
 
 def _number(text: str) -> bool:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from raypp.spec.document import KeyPath
 from raypp.spec.job import Job
-from raypp.spec.models import CustomOptions, MoeOptions, Section, model_options
+from raypp.spec.models import DecoderOptions, Section, model_options
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -95,14 +95,9 @@ def known_keys(section: type[Section]) -> list[str]:
     return list(section.model_fields)
 
 
-def takes_any_key(section: type[Section]) -> bool:
-    return issubclass(section, CustomOptions)
-
-
 def extra_fields(section: type[Section]) -> dict[str, FieldInfo]:
     """What a family's options add to every decoder's."""
-    base = MoeOptions.__mro__[1].model_fields if issubclass(section, MoeOptions) else {}
-    return {name: info for name, info in section.model_fields.items() if name not in base}
+    return {name: info for name, info in section.model_fields.items() if name not in DecoderOptions.model_fields}
 
 
 def _below(prefix: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:

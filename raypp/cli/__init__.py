@@ -1,0 +1,1 @@
+"""The command line: one command family per file, each imported when it is used."""

@@ -1,0 +1,48 @@
+"""A job from the command line, checked by everything that needs no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.errors import JobError, Problem
+from raypp.planning.check import check_plan
+from raypp.spec.checks import check_spec
+from raypp.spec.load import JobFile, in_order, load_job
+
+
+def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument `JOB` and the option `--set` of a command, as `job` (a path) and `overrides`."""
+    setting = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Replace one value of the job file, e.g. --set mesh.pp=4. May be given several times.",
+    )
+    return click.argument("job", type=click.Path(path_type=Path))(setting(command))
+
+
+def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
+    """Reads a job file and checks the job, its mesh, its cut and its schedule.
+
+    Raises:
+        JobError: With every problem, each located (`job.yaml:14`, `--set mesh.pp=4`).
+    """
+    file = load_job(path, overrides)
+    problems = check_spec(file.job, file.directory)
+    reported = {problem.key for problem in problems}
+    problems += [problem for problem in _plan_problems(file) if problem.key not in reported]
+    if problems:
+        raise JobError(in_order(file.locate(problem) for problem in problems))
+    return file
+
+
+def _plan_problems(file: JobFile) -> list[Problem]:
+    try:
+        return check_plan(file.job)
+    except JobError as error:
+        return list(error.problems)

@@ -1,0 +1,128 @@
+"""`raypp`: the commands there are, and how every one of them ends."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import raypp
+from raypp.cli.errors import show_error
+from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError
+from raypp.registry import load_object
+
+COMMANDS = {
+    # command: (where it is, one line of help); imported when it is used, so that `raypp --help` is quick
+    "submit": ("raypp.cli.run_commands:submit", "Train: check a job, send it to the cluster, follow it."),
+    "plan": ("raypp.cli.job_commands:plan", "Show what a job will do and cost; needs no cluster."),
+    "status": ("raypp.cli.inspect_commands:status", "Where a run is: state, step, speed, ranks, errors."),
+    "list": ("raypp.cli.inspect_commands:list_runs", "All runs."),
+    "history": ("raypp.cli.inspect_commands:history", "Loss and speed of every step, as JSON lines."),
+    "events": ("raypp.cli.inspect_commands:events", "What happened to a run, and when."),
+    "logs": ("raypp.cli.inspect_commands:logs", "What the ranks printed."),
+    "save": ("raypp.cli.run_commands:save", "Write a checkpoint now."),
+    "stop": ("raypp.cli.run_commands:stop", "End a run after a last checkpoint."),
+    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints", "List, verify and prune checkpoints."),
+    "local": ("raypp.cli.local_commands:local", "A cluster on this machine: Ray and an S3 server."),
+    "explain": ("raypp.cli.job_commands:explain", "What every key of a job file means."),
+    "schema": ("raypp.cli.job_commands:schema", "The job file's JSON Schema, for editors."),
+    "list-kinds": ("raypp.cli.job_commands:list_kinds", "Models, data sources, schedules … there are."),
+}
+
+FAMILIES = {
+    "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
+    "Jobs": ("plan", "explain", "schema", "list-kinds"),
+    "Stores and clusters": ("checkpoints", "local"),
+}
+
+
+class LazyCommands(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = load_object(COMMANDS[cmd_name][0])
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "`raypp --help` lists them."
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for family, names in FAMILIES.items():
+            with formatter.section(family):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=14, col_spacing=3)
+
+
+@click.group(
+    cls=LazyCommands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="A run in three commands: raypp local up, raypp submit jobs/quickstart.yaml, raypp status quickstart.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error. Works after the command, too.")
+@click.version_option(raypp.__version__, prog_name="raypp", message="%(prog)s %(version)s")
+def cli(debug: bool) -> None:
+    """Train a language model over the GPUs of several machines: one YAML in, one trained model out."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and ends the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit code: 0 succeeded, 1 the run failed, 2 the job file or the arguments are wrong, 3 no cluster or store
+        reachable, 4 not enough resources, 130 interrupted. Errors have been printed.
+    """
+    arguments, debug = _take_debug(arguments)
+    try:
+        result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
+        return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
+    except RayppError as error:
+        if debug:
+            traceback.print_exc()
+        show_error(error)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return EXIT_USAGE
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else EXIT_RUN_FAILED
+    except Exception as error:  # noqa: BLE001 - the last line of defence; --debug shows it whole
+        if debug:
+            traceback.print_exc()
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        hint = "" if debug else " (run again with --debug for the traceback)"
+        click.echo(f"internal error: {words}{hint}", err=True)
+        return EXIT_RUN_FAILED
+
+
+def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """`--debug` may stand anywhere before `--`, since it is what people add to the line that failed."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    rest = [argument for position, argument in enumerate(arguments) if position >= end or argument != "--debug"]
+    return rest, len(rest) < len(arguments)
+
+
