@@ -1,0 +1,209 @@
+"""`raypp status | list | history | events | logs`: what a run tells, while it goes on and after it, from anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from raypp.cli.look_up import find_run, open_reader, present_status
+from raypp.cli.render import event_text, log_tag, log_text, loss_text, quantity, runs_table, status_view
+from raypp.control import runs
+from raypp.control.runs import RunPlace
+from raypp.errors import JobError, Problem, RayppError
+from raypp.observe.lines import LogLine
+from raypp.observe.parts import Cursor
+from raypp.observe.reader import RunReader
+from raypp.observe.status import STATUS_KEYS, RunStatus, is_final
+from raypp.records import Event, RunState
+
+_WATCH_S = 1.0
+_FOLLOW_S = 0.5
+
+
+@click.command("status")
+@click.argument("run")
+@click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one per change, a line each).")
+def status_command(run: str, watch: bool, as_json: bool) -> None:
+    """Tell how RUN stands: how far, how fast, where, and what failed.
+
+    RUN is a run's name, or URL/NAME.
+    """
+    place, reader = find_run(run)
+    if watch:
+        _watch_status(place, reader, as_json)
+    elif as_json:
+        click.echo(_status_json(present_status(place, reader)))
+    else:
+        console = _console()
+        console.print(status_view(present_status(place, reader), reader.history(), console))
+        _warn_of_damage(reader)
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
+def list_command(as_json: bool) -> None:
+    """List the runs submitted from here, or known to the cluster."""
+    places = runs.known_runs()
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(_status_or_why_not, places))
+    if as_json:
+        keys = [key for key in STATUS_KEYS if key != "ranks"]
+        click.echo(json.dumps([{key: status[key] for key in keys} for status in statuses]))
+    elif not places:
+        click.echo("no runs are known here; start one with `raypp submit JOB`, or name one as URL/NAME")
+    else:
+        _console().print(runs_table(statuses, [place.url for place in places]))
+
+
+@click.command("history")
+@click.argument("run")
+def history_command(run: str) -> None:
+    """Print RUN's steps as JSON lines, oldest first, floats at full precision.
+
+    A step repeated after a restart appears once, with the last attempt's values. A value that is no number
+    appears as NaN, Infinity or -Infinity, as Python's json reads them.
+    """
+    _, reader = find_run(run)
+    rows = reader.history()
+    if rows:
+        click.echo("\n".join(json.dumps(row) for row in rows))
+    _warn_of_damage(reader)
+
+
+@click.command("events")
+@click.argument("run")
+@click.option("--json", "as_json", is_flag=True, help="One JSON list of objects.")
+def events_command(run: str, as_json: bool) -> None:
+    """Print what happened to RUN, oldest first: time, what, cause, step, rank, node."""
+    _, reader = find_run(run)
+    events = reader.events()
+    if as_json:
+        click.echo(json.dumps([_event_json(event) for event in events]))
+    else:
+        console = _console()
+        for event in events:
+            console.print(event_text(event, date=True), soft_wrap=not console.is_terminal)
+    _warn_of_damage(reader)
+
+
+@click.command("logs")
+@click.argument("run")
+@click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank's lines.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+def logs_command(run: str, rank: int | None, follow: bool) -> None:
+    """Print the logs of all RUN's ranks as one stream, each line tagged with its rank's coordinates."""
+    place, reader = find_run(run)
+    cursor = Cursor()
+    # Before the lines: when this says that the run has ended, all of them are there.
+    status = present_status(place, reader)
+    printer = _LogPrinter()
+    printer.print(reader.logs(rank, cursor))
+    while follow and not is_final(status):
+        time.sleep(_FOLLOW_S)
+        status = present_status(place, reader)
+        printer.print(reader.logs(rank, cursor))
+    if rank is not None and not printer.printed and status["ranks"]:
+        ranks = sorted(entry["rank"] for entry in status["ranks"])
+        if rank not in ranks:
+            raise JobError(Problem("--rank", f"there is no rank {rank} in {place.name}", f"it has 0 to {ranks[-1]}"))
+    _warn_of_damage(reader)
+
+
+COMMANDS: tuple[click.Command, ...] = (status_command, list_command, history_command, events_command, logs_command)
+"""What `raypp` offers from this file."""
+
+
+class _LogPrinter:
+    """Prints log lines with tags of one width."""
+
+    def __init__(self) -> None:
+        self.printed = False
+        self._console = _console()
+        self._widest = 0
+
+    def print(self, lines: Iterable[LogLine]) -> None:
+        for line in lines:
+            self.printed = True
+            self._widest = max(self._widest, len(log_tag(line)))
+            for part in line.text.splitlines() or [""]:
+                self._print_one(dataclasses.replace(line, text=part))
+
+    def _print_one(self, line: LogLine) -> None:
+        if self._console.is_terminal:
+            self._console.print(log_text(line, self._widest), soft_wrap=True)
+        else:
+            click.echo(f"{log_tag(line):<{self._widest}} | {line.text}")
+
+
+def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
+    console = _console()
+    if console.is_terminal and not as_json:
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            while True:
+                status = present_status(place, reader)
+                live.update(status_view(status, reader.history(), console), refresh=True)
+                if is_final(status):
+                    return
+                time.sleep(_WATCH_S)
+    told = ""
+    while True:
+        status = present_status(place, reader)
+        line = _status_json(status) if as_json else _status_line(status)
+        if line != told:
+            click.echo(line)
+            told = line
+        if is_final(status):
+            return
+        time.sleep(_WATCH_S)
+
+
+def _status_or_why_not(place: RunPlace) -> dict[str, Any]:
+    """A run whose store does not answer has no state to tell; the others of the list still have."""
+    try:
+        return present_status(place, open_reader(place))
+    except RayppError as error:
+        unknown = RunStatus(place.name, RunState.PENDING, error=f"its records cannot be read: {error.problems[0].what}")
+        return {**unknown.as_dict(), "state": None}
+
+
+def _status_json(status: dict[str, Any]) -> str:
+    return json.dumps({key: status[key] for key in STATUS_KEYS})
+
+
+def _status_line(status: dict[str, Any]) -> str:
+    figures = f"loss {loss_text(status['loss'])}  {quantity(status['tokens_per_s'])} tokens/s"
+    error = f"  {status['error']}" if status["error"] else ""
+    return f"{status['state']}  step {status['step']}/{status['steps']}  {figures}  attempt {status['attempt']}{error}"
+
+
+def _event_json(event: Event) -> dict[str, Any]:
+    cause = event.details.get("cause")
+    return {
+        "time": event.time,
+        "kind": event.kind,
+        "message": event.message,
+        "attempt": event.attempt,
+        "step": event.step,
+        "rank": event.rank,
+        "node": event.node,
+        "cause": cause,
+        "details": event.details,
+    }
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _warn_of_damage(reader: RunReader) -> None:
+    if reader.damaged:
+        click.echo(f"{reader.damaged} damaged lines of the run's records were left out", err=True)

@@ -1,0 +1,276 @@
+"""A run seen live: one moving line while it trains, what happens printed above it, a summary at the end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from raypp.cli.look_up import present_status
+from raypp.cli.render import curve, date_and_clock, duration, event_text, facts, loss_text, quantity, state_text
+from raypp.control.runs import RunPlace
+from raypp.errors import RayppError
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.records import Event
+from raypp.storage import StoreError
+
+POLL_S = 0.5
+_STORE_PATIENCE_S = 60.0
+_ETA_STEPS = 20
+_PLAIN_LINES = 20
+"""About how many progress lines a whole run prints when the output is no terminal."""
+
+EventKey = tuple[float, str, str, "int | None"]
+
+
+class LiveView:
+    """Shows one run while it goes on.
+
+    On a terminal one line moves and events scroll by above it; elsewhere plain lines come, about twenty for
+    the whole run. For a run that is gone on with, call `leave_out_the_past` before it is submitted.
+
+    Args:
+        console: Where to write; standard output by default.
+        poll_s: Seconds between looks at the run's records.
+    """
+
+    def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
+        self.console = console or Console(highlight=False)
+        self._poll_s = poll_s
+        self._status: Mapping[str, Any] | None = None
+        self._rows: Sequence[Mapping[str, Any]] = ()
+        self._told_events: set[EventKey] = set()
+        self._told_state: str | None = None
+        self._told_step = 0
+        self._told_trouble = False
+        self._old_stamp: float | None = None
+        self._started = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    def leave_out_the_past(self, reader: RunReader) -> None:
+        """What the store holds now belongs to an earlier life of the run: do not tell it, nor take it for the end."""
+        status = reader.status()
+        self._old_stamp = status["updated_at"] if status else None
+        self._told_events = {_key(event) for event in reader.events()}
+        rows = reader.history()
+        self._told_step = rows[-1]["step"] if rows else 0
+
+    def follow(
+        self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
+        """Shows the run until it ends, or until `stop_condition` says so.
+
+        Args:
+            stop_condition: Asked once per look; after True the records are read once more.
+
+        Returns:
+            The last status; its state is final unless `stop_condition` ended it.
+
+        Raises:
+            StoreError: The store did not answer for a minute.
+            KeyboardInterrupt: Ctrl-C; the run itself goes on.
+        """
+        self._started = time.monotonic()
+        if not self.console.is_terminal:
+            return self._watch(place, reader, stop_condition)
+        with Live(
+            get_renderable=self._moving_line, console=self.console, transient=True, refresh_per_second=8
+        ) as self._live:
+            try:
+                return self._watch(place, reader, stop_condition)
+            finally:
+                self._live = None
+
+    def _watch(self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None) -> dict[str, Any]:
+        heard = time.monotonic()
+        while True:
+            last_look = stop_condition is not None and stop_condition()
+            try:
+                status = self._look(place, reader)
+                heard = time.monotonic()
+                self._told_trouble = False
+                if is_final(status) or last_look:
+                    return status
+            except StoreError as error:
+                if time.monotonic() - heard > _STORE_PATIENCE_S or last_look:
+                    raise
+                self._tell_trouble(error)
+            time.sleep(self._poll_s)
+
+    def _look(self, place: RunPlace, reader: RunReader) -> dict[str, Any]:
+        """One look at the records. The status first: whatever it tells of is then in the other two."""
+        status = present_status(place, reader)
+        if self._old_stamp is not None and status["updated_at"] == self._old_stamp:
+            status = {**status, "state": "PENDING", "ranks": [], "error": None}
+        self.update(status, reader.history(), reader.events())
+        return status
+
+    def update(self, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> None:
+        """Takes the run's present records and tells what is new in them."""
+        self._status, self._rows = status, rows
+        if not self.console.is_terminal:
+            self._plain_progress()
+        for event in events:
+            if _key(event) not in self._told_events:
+                self._told_events.add(_key(event))
+                self._print(event_text(event))
+        if status["state"] != self._told_state:
+            # The first and the last state need no line of their own: what follows says them.
+            if not is_final(status) and (self._told_state is not None or status["state"] != "PENDING"):
+                self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
+            self._told_state = status["state"]
+
+    def _print(self, text: Text) -> None:
+        # Not on a terminal, a line stays one line: it is for grep.
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+    def _plain_progress(self) -> None:
+        step, steps = self._step(), self._status["steps"] if self._status else 0
+        every = max(1, steps // _PLAIN_LINES)
+        if step < self._told_step:
+            self._told_step = step  # a restart went back
+        elif step and (step >= self._told_step + every or (step == steps and step != self._told_step)):
+            self._told_step = step
+            self._print(Text("  ".join(self._figures())))
+
+    def _step(self) -> int:
+        """The last finished step. The history is read after the status, so it is never behind it."""
+        if self._rows:
+            return int(self._rows[-1]["step"])
+        return int(self._status["step"]) if self._status else 0
+
+    def _figures(self) -> list[str]:
+        step, steps = self._step(), self._status["steps"] if self._status else 0
+        row = self._rows[-1] if self._rows else {"loss": None, "tokens_per_s": None}
+        figures = [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"loss {loss_text(row['loss'])}",
+            f"{quantity(row['tokens_per_s'])} tokens/s",
+        ]
+        if (left := self._seconds_left()) is not None:
+            figures.append(f"ETA {duration(left)}")
+        return figures
+
+    def _seconds_left(self) -> float | None:
+        if self._status is None or not self._rows or not self._status["steps"]:
+            return None
+        per_step = statistics.median(float(row["step_s"]) for row in self._rows[-_ETA_STEPS:])
+        return per_step * max(0, int(self._status["steps"]) - self._step())
+
+    def _moving_line(self) -> RenderableType:
+        status = self._status
+        grid = Table.grid(padding=(0, 2), expand=True)
+        if status is None or status["state"] != "RUNNING" or not self._rows:
+            grid.add_column(width=1)
+            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+            grid.add_row(self._spinner, self._waiting_text())
+            return grid
+        figures = self._figures()
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(1, status["steps"]), completed=self._step())
+        grid.add_row(figures[0], bar, "  ".join(figures[1:]))
+        return grid
+
+    def _waiting_text(self) -> Text:
+        """What the run does while no step comes: its state, its ranks' states, for how long."""
+        elapsed = duration(time.monotonic() - self._started)
+        if self._status is None:
+            return Text(f"waiting for the run's first sign of life  {elapsed}")
+        parts = [state_text(self._status["state"])]
+        if self._step():
+            parts.append(Text(f"step {self._step()}/{self._status['steps']}"))
+        counts: dict[str, int] = {}
+        for rank in self._status["ranks"]:
+            counts[rank["state"]] = counts.get(rank["state"], 0) + 1
+        if counts:
+            parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
+        return Text("  ").join([*parts, Text(elapsed, style="dim")])
+
+    def _tell_trouble(self, error: RayppError) -> None:
+        if not self._told_trouble:
+            self._told_trouble = True
+            self._print(Text(f"the run's records cannot be read for now: {error.problems[0].what}", style="yellow"))
+
+    def summary(
+        self, place: RunPlace, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]
+    ) -> None:
+        """Prints how the run ended: its figures, its loss curve, and the commands that are useful next."""
+        self.console.print(summary_view(place, status, rows, events, self.console))
+
+
+def summary_view(
+    place: RunPlace,
+    status: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    events: Sequence[Event],
+    console: Console,
+) -> RenderableType:
+    """The end of a run (or where it stands): figures, loss curve, next commands."""
+    first, last = (rows[0], rows[-1]) if rows else (None, None)
+    step = last["step"] if last else status["step"]
+    loss = f"{loss_text(last['loss'])}  (step {first['step']}: {loss_text(first['loss'])})" if first and last else "–"
+    pairs: list[tuple[str, RenderableType]] = [
+        ("steps", f"{step} of {status['steps']}"),
+        ("final loss", loss),
+        ("tokens/s", quantity(statistics.median(row["tokens_per_s"] for row in rows) if rows else None) + "  (median)"),
+        ("wall time", _wall_time(status, events)),
+        ("restarts", str(status["restarts"])),
+        ("checkpoint", status["checkpoint"] or "none"),
+    ]
+    if status["error"]:
+        pairs.append(("error", Text(status["error"], style="red")))
+    parts: list[RenderableType] = [
+        Text.assemble(("run ", ""), (status["run"], "bold"), "  ", state_text(status["state"])),
+        facts(pairs),
+    ]
+    if (picture := curve(rows, console)) is not None:
+        parts += [Text(""), Text("  loss", style="dim"), picture]
+    commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
+    grid = Table.grid(padding=(0, 2))
+    for command, words in commands:
+        grid.add_row(Text("  ") + command, Text(words, style="dim"))
+    return Group(*parts, Text(""), Text("next", style="dim"), grid)
+
+
+def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Commands worth typing now, each with what it is for."""
+    name = place.name
+    commands = []
+    if not is_final(status):
+        commands += [(f"raypp status {name} --watch", "how it goes on"), (f"raypp stop {name}", "save, then end it")]
+    if status["state"] == "FAILED":
+        commands += [(f"raypp events {name}", "what happened"), (f"raypp logs {name}", "what the ranks said")]
+    else:
+        commands += [(f"raypp history {name}", "every step, as JSON lines"), (f"raypp events {name}", "what happened")]
+    if status["checkpoint"]:
+        commands.append((f"raypp checkpoints verify {name}", "re-read and check every byte"))
+        if status["state"] in ("FAILED", "STOPPED"):
+            commands.append(("raypp submit JOB --resume", "go on from the checkpoint"))
+        elif status["state"] == "SUCCEEDED":
+            commands.append(("raypp submit JOB --resume --set train.steps=…", "train on"))
+    return commands
+
+
+def _wall_time(status: Mapping[str, Any], events: Sequence[Event]) -> str:
+    """From the last submission to the last event."""
+    starts = [event.time for event in events if event.kind == "submitted"] or [event.time for event in events[:1]]
+    if not starts:
+        return "–"
+    end = events[-1].time if is_final(status) else time.time()
+    return f"{duration(end - starts[-1])}  (from {date_and_clock(starts[-1])})"
+
+
+def _key(event: Event) -> EventKey:
+    return (event.time, event.kind, event.message, event.rank)

@@ -1,0 +1,85 @@
+"""From what the user typed to a run: where it lives, its records, and how it stands."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import time
+from typing import Any
+
+from raypp.control import runs
+from raypp.control.runs import RunPlace
+from raypp.errors import JobError, Problem
+from raypp.observe.reader import RunReader
+from raypp.observe.status import GONE_AFTER_S, RunStatus, is_final, without_a_sign_of_life
+from raypp.records import RunState
+from raypp.storage import ObjectStore, open_store
+
+_KEYS_LOOKED_AT = 2000
+_MAX_NAMES = 8
+
+
+def find_run(argument: str) -> tuple[RunPlace, RunReader]:
+    """The run of a name, or of URL/NAME.
+
+    Raises:
+        JobError: There is no such run; the message names those whose names are close.
+        StoreError: Its store does not answer.
+    """
+    argument = argument.rstrip("/")
+    if "/" not in argument:
+        place = runs.locate_run(argument)
+        return place, open_reader(place)
+    url, _, name = argument.rpartition("/")
+    store = open_store(url or "/")
+    known = [
+        place for place in runs.known_runs() if (place.url.rstrip("/"), place.name) == (store.url.rstrip("/"), name)
+    ]
+    place = known[0] if known else RunPlace(store.url, name, None)
+    reader = RunReader(store, name)
+    if not known and not reader.exists():
+        raise _no_such_run(store, name)
+    return place, reader
+
+
+def open_reader(place: RunPlace) -> RunReader:
+    """The records of a run that is known."""
+    return RunReader(open_store(place.url), place.name)
+
+
+def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
+    """How the run stands now: what its records say, unless whoever should write them is gone.
+
+    Raises:
+        StoreError: Its store does not answer.
+    """
+    status = reader.status() or _before_the_first(place)
+    if is_final(status) or time.time() - status["updated_at"] < GONE_AFTER_S:
+        return status
+    # Only for a silent run: asking takes a connection to the cluster.
+    alive = runs.controller_alive(place)
+    # It may have written its end between our look at the records and our question.
+    status = reader.status() or status
+    return without_a_sign_of_life(status, alive, time.time())
+
+
+def _before_the_first(place: RunPlace) -> dict[str, Any]:
+    """Submitted, but nobody has written a status yet."""
+    spec = open_store(place.url).head(f"{place.name}/spec.json")
+    since = spec.modified if spec else getattr(place, "submitted_at", None) or time.time()
+    return RunStatus(place.name, RunState.PENDING, updated_at=since).as_dict()
+
+
+def _no_such_run(store: ObjectStore, name: str) -> JobError:
+    """Names what is below the URL, as far as a first look at its keys shows."""
+    there = sorted(
+        {info.key.partition("/")[0] for info in itertools.islice(store.list(), _KEYS_LOOKED_AT) if "/" in info.key}
+    )
+    close = difflib.get_close_matches(name, there, n=1)
+    if close:
+        fix = f"did you mean {store.url.rstrip('/')}/{close[0]}?"
+    elif there:
+        fix = f"there are: {', '.join(there[:_MAX_NAMES])}{' …' if len(there) > _MAX_NAMES else ''}"
+    else:
+        fix = "there is no run at all; is it the checkpoint.url of the job?"
+    return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))

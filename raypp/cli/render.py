@@ -1,0 +1,208 @@
+"""How runs look on a terminal: summaries, tables, lists. Everything that comes from a run is shown as plain text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from raypp.cli.curve import loss_curve
+from raypp.observe.lines import LogLine
+from raypp.records import Coordinates, Event
+
+_STATE_STYLES = {
+    "PENDING": "yellow",
+    "RUNNING": "green",
+    "RECOVERING": "yellow",
+    "STOPPING": "yellow",
+    "SUCCEEDED": "bold green",
+    "FAILED": "bold red",
+    "STOPPED": "bold yellow",
+}
+_EVENT_STYLES = {
+    "rank_failed": "red",
+    "save_failed": "red",
+    "failed": "bold red",
+    "restarting": "yellow",
+    "stop_requested": "yellow",
+    "stopped": "bold yellow",
+    "committed": "green",
+    "succeeded": "bold green",
+}
+_RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+
+
+def quantity(value: float | None) -> str:
+    """A number of anything per second, in four characters or so: 873, 12.3k, 1.20M."""
+    if value is None:
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time: 0:05, 12:30, 3:00:07, 2d 04:10."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def loss_text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def clock(when: float) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def date_and_clock(when: float) -> str:
+    """Local date and time of day."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def state_text(state: str | None) -> Text:
+    return Text(state or "?", style=_STATE_STYLES.get(state or "", ""))
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """The axes longer than 1: `pp 2 · fsdp 2`; `1 rank` when there are none."""
+    return " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 rank"
+
+
+def rank_label(coordinates: Mapping[str, int], mesh: Mapping[str, int]) -> str:
+    """`pp0-fsdp1`, as in the rank's process title."""
+    axes = ("pp", "dp_replicate", "fsdp", "cp")
+    sizes = Coordinates(**{axis: mesh.get(axis, 1) for axis in axes})
+    return Coordinates(**{axis: coordinates.get(axis, 0) for axis in axes}).label(sizes)
+
+
+def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
+    """Names and values in two columns, indented."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs:
+        grid.add_row(name, Text(value) if isinstance(value, str) else value)
+    return Padding(grid, (0, 0, 0, 2), expand=False)
+
+
+def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) -> RenderableType | None:
+    """The loss of a run's history; None when there is nothing to draw yet."""
+    lines = loss_curve(
+        [(row["step"], row["loss"]) for row in rows],
+        width=min(width, console.width - 4),
+        ascii_only="utf" not in console.encoding.lower(),
+    )
+    return Padding(Text("\n".join(lines), no_wrap=True), (0, 0, 0, 2), expand=False) if lines else None
+
+
+def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], console: Console) -> RenderableType:
+    """All there is to say of a run: how far, how fast, where, what failed, its ranks, its loss curve."""
+    step, steps = status["step"], status["steps"]
+    share = f"  ({100 * step // steps} %)" if steps else ""
+    head = Text.assemble((status["run"], "bold"), "  ", state_text(status["state"]))
+    pairs: list[tuple[str, RenderableType]] = [
+        ("step", f"{step} of {steps}{share}" if steps else f"{step}"),
+        ("loss", loss_text(status["loss"])),
+        ("tokens/s", quantity(status["tokens_per_s"])),
+        ("attempt", f"{status['attempt']}  (restarts: {status['restarts']})"),
+        ("checkpoint", status["checkpoint"] or "none yet"),
+    ]
+    if status["mesh"]:
+        pairs.append(("mesh", mesh_text(status["mesh"])))
+    if status.get("updated_at"):
+        age = time.time() - status["updated_at"]
+        pairs.append(("as of", f"{date_and_clock(status['updated_at'])}  ({duration(age)} ago)"))
+    if status["error"]:
+        pairs.append(("error", Text(status["error"], style="red")))
+    parts: list[RenderableType] = [head, facts(pairs)]
+    if status["ranks"]:
+        parts += [Text(""), Padding(ranks_table(status), (0, 0, 0, 2), expand=False)]
+    if (picture := curve(rows, console)) is not None:
+        parts += [Text(""), Text("  loss", style="dim"), picture]
+    return Group(*parts)
+
+
+def ranks_table(status: Mapping[str, Any]) -> Table:
+    """One line per rank: where it sits in the mesh and in the cluster, and how it is."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("rank", justify="right")
+    for name in ("place", "node", "pid", "state"):
+        table.add_column(name, no_wrap=name != "node", overflow="fold")
+    for rank in status["ranks"]:
+        bad = rank["state"] in ("dead", "failed", "gone")
+        table.add_row(
+            str(rank["rank"]),
+            rank_label(rank["coordinates"], status["mesh"]),
+            Text(str(rank["node"])),
+            str(rank["pid"] or "–"),
+            Text(str(rank["state"]), style="red" if bad else ""),
+        )
+    return table
+
+
+def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> RenderableType:
+    """One line per run; what failed in a line of its own below."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, justify in (("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right")):
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("restarts", justify="right", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for status, place in zip(statuses, places, strict=True):
+        steps = f"{status['step']}/{status['steps']}" if status["steps"] else str(status["step"])
+        table.add_row(
+            Text(status["run"], style="bold"),
+            state_text(status["state"]),
+            steps,
+            loss_text(status["loss"]),
+            quantity(status["tokens_per_s"]),
+            str(status["restarts"]),
+            Text(place),
+        )
+    errors = [
+        Text.assemble((f"{status['run']}: ", "bold"), (status["error"].splitlines()[0], "red"))
+        for status in statuses
+        if status["error"]
+    ]
+    return Group(table, Text(""), *errors) if errors else table
+
+
+def event_text(event: Event, *, date: bool = False) -> Text:
+    """One event in one line (more when its words hold line ends): time, kind, where, words, cause."""
+    when = date_and_clock(event.time) if date else clock(event.time)
+    place = [f"step {event.step}"] if event.step is not None else []
+    place += [f"rank {event.rank}"] if event.rank is not None else []
+    place += [f"on {event.node}"] if event.node else []
+    words = event.message
+    cause = str(event.details.get("cause") or "")
+    if cause and cause not in words:
+        words = f"{words}: {cause}" if words else cause
+    where = f"  ({', '.join(place)})" if place else ""
+    return Text.assemble(
+        (when, "dim"), "  ", (f"{event.kind:<15}", _EVENT_STYLES.get(event.kind, "cyan")), " ", words, (where, "dim")
+    )
+
+
+def log_text(line: LogLine, widest: int) -> Text:
+    """`pp0-fsdp1 | words`, each rank's tag in a colour of its own."""
+    tag = log_tag(line)
+    colour = "white" if line.rank is None else _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
+    return Text.assemble((f"{tag:<{widest}} | ", colour), line.text)
+
+
+def log_tag(line: LogLine) -> str:
+    """Who speaks."""
+    return line.label or ("controller" if line.rank is None else f"rank{line.rank}")
