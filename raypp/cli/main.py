@@ -16,20 +16,20 @@ from raypp.registry import load_object
 
 COMMANDS = {
     # command: (where it is, one line of help); imported when it is used, so that `raypp --help` is quick
-    "submit": ("raypp.cli.run_commands:submit", "Train: check a job, send it to the cluster, follow it."),
-    "plan": ("raypp.cli.job_commands:plan", "Show what a job will do and cost; needs no cluster."),
-    "status": ("raypp.cli.inspect_commands:status", "Where a run is: state, step, speed, ranks, errors."),
-    "list": ("raypp.cli.inspect_commands:list_runs", "All runs."),
-    "history": ("raypp.cli.inspect_commands:history", "Loss and speed of every step, as JSON lines."),
-    "events": ("raypp.cli.inspect_commands:events", "What happened to a run, and when."),
-    "logs": ("raypp.cli.inspect_commands:logs", "What the ranks printed."),
-    "save": ("raypp.cli.run_commands:save", "Write a checkpoint now."),
-    "stop": ("raypp.cli.run_commands:stop", "End a run after a last checkpoint."),
-    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints", "List, verify and prune checkpoints."),
-    "local": ("raypp.cli.local_commands:local", "A cluster on this machine: Ray and an S3 server."),
-    "explain": ("raypp.cli.job_commands:explain", "What every key of a job file means."),
-    "schema": ("raypp.cli.job_commands:schema", "The job file's JSON Schema, for editors."),
-    "list-kinds": ("raypp.cli.job_commands:list_kinds", "Models, data sources, schedules … there are."),
+    "submit": ("raypp.cli.run_commands:submit_command", "Train: check a job, send it to the cluster, follow it."),
+    "plan": ("raypp.cli.job_commands:plan_command", "Show what a job will do and cost; needs no cluster."),
+    "status": ("raypp.cli.inspect_commands:status_command", "Where a run is: state, step, speed, ranks, errors."),
+    "list": ("raypp.cli.inspect_commands:list_command", "All runs."),
+    "history": ("raypp.cli.inspect_commands:history_command", "Loss and speed of every step, as JSON lines."),
+    "events": ("raypp.cli.inspect_commands:events_command", "What happened to a run, and when."),
+    "logs": ("raypp.cli.inspect_commands:logs_command", "What the ranks printed."),
+    "save": ("raypp.cli.run_commands:save_command", "Write a checkpoint now."),
+    "stop": ("raypp.cli.run_commands:stop_command", "End a run after a last checkpoint."),
+    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify and prune checkpoints."),
+    "local": ("raypp.cli.local_commands:local_group", "A cluster on this machine: Ray and an S3 server."),
+    "explain": ("raypp.cli.job_commands:explain_command", "What every key of a job file means."),
+    "schema": ("raypp.cli.job_commands:schema_command", "The job file's JSON Schema, for editors."),
+    "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "Models, data sources, schedules … there are."),
 }
 
 FAMILIES = {

@@ -1,0 +1,137 @@
+"""The job language described from its own code: `raypp explain` and `raypp schema`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import textwrap
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from raypp.errors import JobError, Problem
+from raypp.spec import words
+from raypp.spec.availability import AVAILABLE, KINDS
+from raypp.spec.document import dotted, undotted
+from raypp.spec.job import Job
+from raypp.spec.messages import shown
+from raypp.spec.models import MODELS, MoeOptions, Section
+
+WIDTH = 88
+_WITH_EXPERTS = {"model": {"kind": next(kind.name for kind in MODELS if kind.options is MoeOptions)}}
+"""A document whose `model` section has every key a family can have."""
+
+
+def explain(section: str | None = None, *, width: int = WIDTH) -> str:
+    """Describes the job file, one section (`pipeline.wire`) or one key (`mesh.pp`), as plain text.
+
+    Raises:
+        JobError: There is no such section or key; the message has the nearest one.
+    """
+    if not section:
+        head = "A job file is YAML. Every key but `name` has a default; unknown keys are errors."
+        parts = [_section(key, found, width) for key, found in words.all_sections()]
+        return "\n\n".join([head, *parts]) + "\n"
+    path = undotted(section.strip())
+    found = words.section_at(path, {})
+    if found is not None and path:
+        inner = [(key, other) for key, other in words.all_sections() if key.startswith(f"{dotted(path)}.")]
+        parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
+        return "\n\n".join(parts) + "\n"
+    info = words.field_at(path, _WITH_EXPERTS)
+    if info is None:
+        raise JobError(_no_such_place(section))
+    return _field(dotted(path[:-1]), str(path[-1]), info, width) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the job file, for editors (yaml-language-server) and other programs."""
+    document = Job.model_json_schema(mode="validation")
+    definitions = document["$defs"]
+    families: dict[str, list[str]] = {"DecoderOptions": [], "MoeOptions": []}
+    for kind in MODELS:
+        families["MoeOptions" if kind.options is MoeOptions else "DecoderOptions"].append(kind.name)
+    for name, kinds in families.items():
+        _property(definitions, name, "kind").update(enum=kinds)
+    _property(definitions, "CustomOptions", "kind").update(pattern="^[^:]+:[^:]+$")
+    for name in ("MoeOptions", "CustomOptions"):
+        definitions[name]["required"] = ["kind"]
+    for section, key in (("DataSection", "data.kind"), ("PipelineSection", "pipeline.schedule")):
+        _property(definitions, section, key.rpartition(".")[2]).update(enum=list(KINDS[key]))
+    _property(definitions, "OptimizerOptions", "kind").update(enum=list(KINDS["train.optimizer.kind"]))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
+
+
+def _property(definitions: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+    found = definitions[section]["properties"][name]
+    assert isinstance(found, dict)
+    return found
+
+
+def _section(key: str, section: type[Section], width: int) -> str:
+    """A section: its purpose, its plain keys, and where its inner sections are described."""
+    fields = dict(section.model_fields)
+    if key == "":
+        fields = {name: info for name, info in fields.items() if words.section_of(info.annotation) is None}
+    purpose = "What is trained." if key == "model" else section.__doc__
+    text = [f"{key}: {purpose}"] if key else []
+    text += [
+        _field(key, name, info, width, indent=2) if key else _field("", name, info, width)
+        for name, info in fields.items()
+    ]
+    if key == "model":
+        kinds = [kind.name for kind in MODELS if kind.options is MoeOptions]
+        text.append(f"\n  {' and '.join(kinds)} also have:")
+        extra = words.extra_fields(MoeOptions)
+        text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
+    return "\n".join(text)
+
+
+def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0) -> str:
+    """A key: its default, what it takes, its help, and what of it works in this version.
+
+    Args:
+        section: The dotted key of its section; shown in front of the name when not indented below it.
+    """
+    key = f"{section}.{name}" if section else name
+    takes = "a word" if key in KINDS else words.words_of(info.annotation, tuple(info.metadata))
+    default = info.get_default(call_default_factory=True)
+    head = name if indent else key
+    if words.section_of(info.annotation) is not None:
+        takes = "section" if default is not None else "section or null"
+        head += ":" if default is not None else ": null"
+    elif default is PydanticUndefined:
+        head += ":"
+        takes += "; must be given"
+    else:
+        head += f": {_yaml(default)}"
+    pad = " " * indent
+    takes = re.sub(r"\ban? ", "", takes)
+    lines = [f"{pad}{head:<{34 - indent}}  {takes}"]
+    prose = " ".join((info.description or "").split())
+    for text in (prose, _now(key)):
+        lines += textwrap.wrap(text, width, initial_indent=pad + "    ", subsequent_indent=pad + "    ")
+    return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, dict) else shown(list(value) if isinstance(value, tuple) else value)
+
+
+def _now(key: str) -> str:
+    """`Available now: gpipe, 1f1b` for a key of which only some values work in this version, else nothing."""
+    return f"Available now: {', '.join(_yaml(value) for value in AVAILABLE[key])}." if key in AVAILABLE else ""
+
+
+def _no_such_place(section: str) -> Problem:
+    places = [key for key, _ in words.all_sections() if key]
+    keys = [f"{key}.{name}" if key else name for key, found in words.all_sections() for name in found.model_fields]
+    name = section.rpartition(".")[2]
+    homes = [key for key in keys if key.rpartition(".")[2] == name]
+    close = homes[:1] or difflib.get_close_matches(section, [*places, *keys], n=1)
+    fix = f"did you mean {close[0]}?" if close else f"there are: {', '.join(places)}"
+    return Problem("", f"the job file has no {section!r}", fix)
