@@ -1,0 +1,146 @@
+"""`python -m raypp.control.driver`: the entrypoint of a run's Ray job.
+
+It starts the run's controller (or finds it), prints what that tells, and leaves with the run's exit code.
+`raypp-run.json` in the working directory says which run. SIGTERM (`ray job stop`) ends the run without a save.
+
+`python -m raypp.control.driver save|stop|stop-now RUN` hands a command to a living run's controller and prints
+the answer as one JSON object on the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from raypp.control.messages import NAMESPACE, Outcome, RunRequest, controller_name
+from raypp.control.private import load_private_environment
+
+REQUEST_FILE = "raypp-run.json"
+_LOST_S = 60.0
+
+
+def main(arguments: list[str]) -> int:
+    """Leads or commands a run; returns the exit code."""
+    import ray
+
+    load_private_environment()
+    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+    if arguments:
+        print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201
+        return 0
+    request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
+    return _lead(request)
+
+
+def find_controller(run: str) -> Any:
+    """The living controller of a run, or None."""
+    import ray
+
+    try:
+        return ray.get_actor(controller_name(run), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
+    """Hands a command to a run's controller and waits until it is done.
+
+    Args:
+        name: save | stop | stop-now | facts.
+
+    Returns:
+        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`, `step`,
+        `checkpoint`; for facts the status.
+    """
+    import ray
+
+    controller = find_controller(run)
+    if controller is None:
+        return {"found": False}
+    try:
+        if name == "save":
+            return {"found": True, **ray.get(controller.save.remote(patience_s))}
+        if name == "facts":
+            return {"found": True, **ray.get(controller.facts.remote(), timeout=patience_s)}
+        ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
+        outcome: Outcome | None = ray.get(controller.outcome.remote(patience_s))
+    except ray.exceptions.RayActorError:
+        return {"found": False}
+    if outcome is None:
+        return {"found": True, "state": None}
+    return {"found": True, "state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+
+
+def _lead(request: RunRequest) -> int:
+    import ray
+
+    from raypp.control.controller import Controller
+
+    controller = (
+        ray.remote(Controller)
+        .options(
+            name=controller_name(request.run),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=128,
+        )
+        .remote(request)
+    )
+    stopping = threading.Event()
+
+    def on_term(_signal: int, _frame: FrameType | None) -> None:
+        stopping.set()
+        controller.stop.remote(False)
+
+    signal.signal(signal.SIGTERM, on_term)
+    outcome = _follow(controller)
+    if outcome is None:
+        print("the run's controller is gone; `raypp status` reads how far it came", file=sys.stderr)  # noqa: T201
+        return 1
+    print(f"{outcome.state.lower()}: {outcome.reason or f'step {outcome.step}'}", flush=True)  # noqa: T201
+    ray.get(controller.dismiss.remote())
+    return outcome.exit_code
+
+
+def _follow(controller: Any) -> Outcome | None:
+    """Prints what the controller tells until it tells the outcome; None when it is gone for good."""
+    import ray
+
+    cursor = 0
+    silent_since: float | None = None
+    while True:
+        try:
+            lines, cursor, outcome = ray.get(controller.follow.remote(cursor), timeout=30)
+            silent_since = None
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.ActorUnavailableError:
+            cursor = 0  # a later life begins its lines anew
+            silent_since = silent_since or time.monotonic()
+            if time.monotonic() - silent_since > _LOST_S:
+                return None
+            time.sleep(0.5)
+            continue
+        except ray.exceptions.RayActorError:
+            return None
+        for line in lines:
+            print(line, flush=True)  # noqa: T201
+        if outcome is not None:
+            return outcome
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Ray's own shutdown takes half a second nobody has to wait for.
+    os._exit(code)

@@ -1,0 +1,43 @@
+"""A run's figures as Ray metrics; Ray exports them on each node's metrics port with `ray_` before the name."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Gauge
+
+from raypp.observe import metric_names as names
+from raypp.observe.status import RunStatus
+from raypp.records import RunState, StepReport
+
+
+class RunGauges:
+    """The gauges of one run, set by its controller."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
+
+    def step(self, report: StepReport) -> None:
+        """After a step."""
+        self._set(names.STEP, report.step)
+        self._set(names.LOSS, report.loss)
+        self._set(names.GRAD_NORM, report.grad_norm)
+        self._set(names.LEARNING_RATE, report.lr)
+        self._set(names.TOKENS_PER_SECOND, report.tokens_per_s)
+        self._set(names.TOKENS, report.tokens)
+        self._set(names.SEQ_LEN, report.seq_len)
+        self._set(names.STEP_SECONDS, report.step_s)
+        for part, seconds in report.parts_s.items():
+            self._set(names.STEP_PART_SECONDS, seconds, part=part)
+
+    def status(self, status: RunStatus, committed_step: int | None) -> None:
+        """After a change of the run's status."""
+        self._set(names.STEPS, status.steps)
+        self._set(names.ATTEMPT, status.attempt)
+        self._set(names.RESTARTS, status.restarts)
+        self._set(names.CHECKPOINT_STEP, committed_step or 0)
+        self._set(names.RANKS_ALIVE, sum(rank.state not in ("dead", "done") for rank in status.ranks))
+        for state in RunState:
+            self._set(names.STATE, float(state is status.state), state=str(state))
+
+    def _set(self, metric: names.Metric, value: float, **tags: str) -> None:
+        self._gauges[metric.name].set(value, tags={"run": self._run, **tags})

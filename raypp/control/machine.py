@@ -1,0 +1,252 @@
+"""The controller's state machine, pure: `step(state, event) -> (state, commands)`.
+
+It decides; `controller.py` carries out. So that whatever order events come in, at most one attempt is alive,
+nothing starts after the end, and a run always ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from raypp.records import RankFailure, Requests, RunState
+from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, decide, describe, root_cause
+
+
+class Phase(StrEnum):
+    """What the controller is busy with."""
+
+    IDLE = "idle"
+    LAUNCHING = "launching"
+    RUNNING = "running"
+    ENDING = "ending"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything a decision depends on.
+
+    Attributes:
+        state: What users see.
+        phase: What goes on; LAUNCHING, RUNNING and ENDING are the phases with a living attempt.
+        attempt: Number of the present or last attempt.
+        restarts: Attempts started because one failed.
+        committed_step: Newest commit known.
+        stop: The operator wants the run to end.
+        history: How attempts failed, oldest first.
+        failures: Evidence of the present attempt.
+        ending: What is to follow the present attempt, when that is decided already.
+        error: The last failure, in words.
+    """
+
+    policy: Policy = Policy()
+    state: RunState = RunState.PENDING
+    phase: Phase = Phase.IDLE
+    attempt: int = 0
+    restarts: int = 0
+    committed_step: int | None = None
+    stop: bool = False
+    history: tuple[AttemptEnd, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    ending: Finish | None = None
+    error: str | None = None
+
+
+# Events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """The controller is up. `attempt` is the number of the last attempt an earlier life of it started."""
+
+    attempt: int = 0
+    committed_step: int | None = None
+    interrupted: bool = False
+    """An earlier life was interrupted: the next attempt is a restart."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """The attempt got this number in the store."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Seated:
+    """Every rank has its seat and runs."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint exists."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """Evidence of a failure (also of the launch itself)."""
+
+    failure: RankFailure
+
+
+@dataclass(frozen=True)
+class NoResources:
+    """The cluster can never hold the mesh as it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Every rank returned in order."""
+
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class AttemptGone:
+    """No process of the attempt is left."""
+
+
+@dataclass(frozen=True)
+class DelayOver:
+    """The pause before the next attempt is over."""
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The operator wants the run to end."""
+
+    save: bool = True
+
+
+Happening: TypeAlias = (
+    Start | Claimed | Seated | Committed | RankFailed | NoResources | Finished | AttemptGone | DelayOver | StopAsked
+)
+
+# Commands -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start an attempt: claim a number, place, seat."""
+
+
+@dataclass(frozen=True)
+class EndAttempt:
+    """Kill every process of the attempt; `AttemptGone` when that is done."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Hand the ranks a request."""
+
+    requests: Requests
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`DelayOver` after this many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run is over. `exit_code` is what a following command leaves with."""
+
+    state: RunState
+    reason: str = ""
+    exit_code: int = 0
+
+
+Command: TypeAlias = Launch | EndAttempt | Ask | Wait | Finish
+Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
+
+_ALIVE = (Phase.LAUNCHING, Phase.RUNNING, Phase.ENDING)
+
+
+def step(machine: Machine, event: Happening) -> Step:  # noqa: PLR0911 - one branch per event
+    """What follows from an event. Events that come too late to matter change nothing."""
+    if machine.phase is Phase.DONE:
+        return machine, ()
+    match event:
+        case Start() if machine.phase is Phase.IDLE:
+            return _start(machine, event)
+        case Claimed() if machine.phase is Phase.LAUNCHING:
+            return replace(machine, attempt=event.attempt), ()
+        case Seated() if machine.phase is Phase.LAUNCHING:
+            state = RunState.STOPPING if machine.stop else RunState.RUNNING
+            return replace(machine, phase=Phase.RUNNING, state=state), ()
+        case Committed():
+            newest = event.step if machine.committed_step is None else max(machine.committed_step, event.step)
+            return replace(machine, committed_step=newest), ()
+        case RankFailed() if machine.phase in _ALIVE:
+            return _failed(machine, event.failure)
+        case NoResources() if machine.phase is Phase.LAUNCHING:
+            finish = Finish(RunState.FAILED, event.reason, exit_code=4)
+            return replace(machine, phase=Phase.ENDING, ending=finish, error=event.reason), (EndAttempt(),)
+        case Finished() if machine.phase is Phase.RUNNING:
+            finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
+            return replace(machine, phase=Phase.ENDING, ending=finish), (EndAttempt(),)
+        case AttemptGone() if machine.phase is Phase.ENDING:
+            return _after(machine)
+        case DelayOver() if machine.phase is Phase.WAITING:
+            return replace(machine, phase=Phase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)
+        case StopAsked():
+            return _stop(machine, event.save)
+        case _:
+            return machine, ()
+
+
+def _start(machine: Machine, event: Start) -> Step:
+    machine = replace(machine, attempt=event.attempt, committed_step=event.committed_step, phase=Phase.LAUNCHING)
+    if event.interrupted:
+        machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
+    return machine, (Launch(),)
+
+
+def _failed(machine: Machine, failure: RankFailure) -> Step:
+    if machine.ending is not None:
+        return machine, ()
+    failures = (*machine.failures, failure)
+    state = RunState.STOPPING if machine.stop else RunState.RECOVERING
+    machine = replace(machine, failures=failures, state=state, error=describe(root_cause(failures)))
+    if machine.phase is Phase.ENDING:
+        return machine, ()
+    return replace(machine, phase=Phase.ENDING), (EndAttempt(),)
+
+
+def _after(machine: Machine) -> Step:
+    """The attempt is gone: what now?"""
+    if machine.ending is not None:
+        return _finish(machine, machine.ending)
+    end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
+    machine = replace(machine, history=(*machine.history, end), failures=())
+    if machine.stop:
+        return _finish(machine, Finish(RunState.STOPPED, f"a rank failed before the last checkpoint: {machine.error}"))
+    decision = decide(machine.history, machine.policy)
+    if isinstance(decision, GiveUp):
+        return _finish(machine, Finish(RunState.FAILED, decision.reason, exit_code=2 if decision.user_error else 1))
+    return replace(machine, phase=Phase.WAITING, state=RunState.RECOVERING), (Wait(decision.delay_s),)
+
+
+def _stop(machine: Machine, save: bool) -> Step:
+    machine = replace(machine, stop=True, state=RunState.STOPPING)
+    if machine.phase in (Phase.IDLE, Phase.WAITING):
+        return _finish(machine, Finish(RunState.STOPPED))
+    if machine.phase is Phase.ENDING:
+        return machine, ()
+    if machine.phase is Phase.RUNNING and save:
+        return machine, (Ask(Requests(stop=True, save_before_stop=True)),)
+    return replace(machine, phase=Phase.ENDING, ending=Finish(RunState.STOPPED)), (EndAttempt(),)
+
+
+def _finish(machine: Machine, finish: Finish) -> Step:
+    error = finish.reason or machine.error if finish.state is RunState.FAILED else machine.error
+    return replace(machine, phase=Phase.DONE, state=finish.state, ending=finish, error=error), (finish,)

@@ -1,0 +1,52 @@
+"""The private file that carries a submitter's store credentials to the processes of its run.
+
+Ray shows a job's env_vars on its dashboard, so keys travel in the job's package instead. Every process of the
+run calls `load_private_environment` before it opens a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+FILE = "raypp-private.json"
+SECRETS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "HF_TOKEN",
+)
+"""Variables that go into the private file, never into env_vars."""
+SETTINGS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_REQUEST_CHECKSUM_CALCULATION",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+)
+"""Variables that anyone may see; they are passed on as env_vars."""
+
+
+def load_private_environment(directory: Path | None = None) -> None:
+    """Puts the file's variables into this process' environment, when the package of its job holds one.
+
+    Variables the process has already (a node's own role or keys) are replaced: the submitter's count.
+    """
+    path = (directory or Path.cwd()) / FILE
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return
+    with contextlib.suppress(OSError):
+        path.chmod(0o600)
+    os.environ.update({str(key): str(value) for key, value in json.loads(text).items()})
+
+
+def collect(names: tuple[str, ...], source: dict[str, str]) -> dict[str, str]:
+    """Those of the variables that are set."""
+    return {name: source[name] for name in names if source.get(name)}

@@ -1,0 +1,137 @@
+"""What the controller tells: to the store (through the recorder), and as lines to whoever follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from raypp.checkpoint.layout import step_folder
+from raypp.control.attempt import Rank
+from raypp.control.machine import Machine
+from raypp.observe.lines import LogLine
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RankStatus, RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.spec.job import Job
+from raypp.storage import ObjectStore
+
+_LINES_KEPT = 5000
+
+
+class RunRecord:
+    """A run's records while it is led by one life of its controller. May be used from several threads.
+
+    Args:
+        writer: The recorder's name; no other living writer has it.
+    """
+
+    def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
+        self._store = store
+        self._job = job
+        self._recorder = RunRecorder(store, job.name, writer)
+        self._lines: list[str] = []
+        self._dropped = 0
+        self._changed = threading.Condition()
+        sizes = {axis: getattr(job.mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}
+        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=sizes)
+        self._restarts_before = 0
+
+    @property
+    def step(self) -> int:
+        """The last finished step; after a resume, the step it starts from."""
+        return self._status.step
+
+    def earlier_status(self) -> dict[str, Any] | None:
+        """What an earlier life of the controller wrote last."""
+        return RunReader(self._store, self._job.name).status()
+
+    def begin(self, committed_step: int | None, earlier: dict[str, Any] | None) -> None:
+        """Where the run stands before its first attempt here."""
+        self._status = dataclasses.replace(
+            self._status,
+            step=committed_step or 0,
+            checkpoint=self._url_of(committed_step),
+            loss=earlier["loss"] if earlier else None,
+        )
+        self._restarts_before = int(earlier["restarts"]) if earlier else 0
+        self._recorder.status(self._status)
+
+    def status(self) -> RunStatus:
+        return self._status
+
+    def checkpoint_url(self) -> str | None:
+        """URL/NAME/step-N of the newest commit."""
+        return self._status.checkpoint
+
+    def took_step(self, report: StepReport) -> None:
+        self._recorder.step(report)
+        self._status = dataclasses.replace(
+            self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
+        )
+        self._say(
+            f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
+            f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
+        )
+
+    def event(self, event: Event) -> None:
+        self._recorder.event(event)
+        self._say(f"{event.kind}: {event.message}")
+
+    def log(self, line: LogLine) -> None:
+        self._recorder.log(line)
+
+    def show(
+        self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
+    ) -> None:
+        """Makes the status say how the machine and the ranks stand. Without ranks, the last ones stay, as they ended."""
+        shown = tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
+        if not shown:
+            over = {"done": "done"}
+            shown = tuple(
+                dataclasses.replace(one, state=over.get(one.state, "dead")) if state is not RunState.SUCCEEDED
+                else dataclasses.replace(one, state="done")
+                for one in self._status.ranks
+            )  # fmt: skip
+        self._status = dataclasses.replace(
+            self._status,
+            state=state or machine.state,
+            attempt=machine.attempt,
+            restarts=self._restarts_before + machine.restarts,
+            checkpoint=self._url_of(machine.committed_step),
+            ranks=shown,
+            error=error or machine.error,
+        )
+        self._recorder.status(self._status)
+
+    def close(self) -> bool:
+        """Makes all of it durable; returns whether that worked."""
+        durable = self._recorder.close()
+        if not durable:
+            self._say(f"the run's last records could not be written: {self._recorder.last_error}")
+        return durable
+
+    def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
+        """The lines after the first `cursor` ones, waiting so long for the first; and the next cursor."""
+        end = time.monotonic() + patience_s
+        with self._changed:
+            while self._dropped + len(self._lines) <= cursor:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
+
+    def _say(self, text: str) -> None:
+        with self._changed:
+            self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
+            if len(self._lines) > _LINES_KEPT:
+                self._dropped += len(self._lines) - _LINES_KEPT
+                del self._lines[:-_LINES_KEPT]
+            self._changed.notify_all()
+
+    def _url_of(self, step: int | None) -> str | None:
+        return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"

@@ -1,0 +1,159 @@
+"""The reporter of a rank under Ray: collects, and a thread hands it to the controller a few times a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from raypp.control.messages import Batch
+from raypp.observe.lines import LogLine
+from raypp.records import Event, Requests, Seat, StepReport
+
+_INTERVAL_S = 0.25
+_ANSWER_S = 30.0
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+
+
+class ControllerReporter:
+    """A `Reporter` that speaks to the run's controller.
+
+    Each hand-over carries what is new and brings back what the operator wants, so the controller never has
+    to call into a worker that computes.
+
+    Args:
+        controller: Handle of the controller actor.
+        life: The controller's life this worker belongs to.
+    """
+
+    def __init__(self, controller: Any, seat: Seat, life: str) -> None:
+        self._controller = controller
+        self._seat = seat
+        self._life = life
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._phase = "starting"
+        self._steps: list[StepReport] = []
+        self._events: list[Event] = []
+        self._stop: Requests | None = None
+        self._save_once = False
+        self.last_step = 0
+        """The step this rank is at, as far as it said."""
+        self._tails = (LogTail(1, "out", seat), LogTail(2, "err", seat))
+        self._thread = threading.Thread(target=self._push, name="raypp-reporter", daemon=True)
+
+    # The Reporter protocol ------------------------------------------------------------------------
+
+    def phase(self, name: str, detail: str = "") -> None:
+        first = detail.partition(" ")[0]
+        if name == "step" and first.isdigit():
+            self.last_step = int(first)
+        self._phase = f"{name} {detail}".strip()
+
+    def step(self, report: StepReport) -> None:
+        with self._lock:
+            self._steps.append(report)
+        self._wake.set()
+
+    def event(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+        self._wake.set()
+
+    def requests(self) -> Requests:
+        # A save is handed on once: the ranks take the maximum over all of them, and act once.
+        with self._lock:
+            save, self._save_once = self._save_once, False
+            stop = self._stop
+        if stop is None:
+            return Requests(save=save)
+        return Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+
+    # Its own life ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> ControllerReporter:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hands over the rest, log lines included."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout=_ANSWER_S)
+
+    def _push(self) -> None:
+        last = False
+        while not last:
+            last = self._closing
+            self._wake.clear()
+            batch = self._batch()
+            try:
+                answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
+            except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
+                print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
+                time.sleep(1.0)
+                continue
+            self._take(answer)
+            if not last:
+                self._wake.wait(_INTERVAL_S)
+
+    def _batch(self) -> Batch:
+        with self._lock:
+            steps, self._steps = tuple(self._steps), []
+            events, self._events = tuple(self._events), []
+        logs = tuple(line for tail in self._tails for line in tail.read())
+        return Batch(self._life, self._seat.attempt, self._seat.rank, self._phase, steps, events, logs)
+
+    def _take(self, answer: Requests) -> None:
+        with self._lock:
+            self._save_once = self._save_once or answer.save
+            if answer.stop:
+                self._stop = answer
+
+
+class LogTail:
+    """What this process writes to one of its standard streams, read back from the file Ray redirected it to.
+
+    So lines of native libraries are seen too.
+    """
+
+    def __init__(self, descriptor: int, stream: str, seat: Seat) -> None:
+        self._stream = stream
+        self._seat = seat
+        self._rest = b""
+        self._offset = 0
+        path = Path(f"/proc/self/fd/{descriptor}")
+        self._path = Path(os.readlink(path)) if path.is_symlink() else None
+        if self._path is not None and not self._path.is_file():
+            self._path = None
+
+    def read(self) -> list[LogLine]:
+        """The whole lines that are new."""
+        if self._path is None:
+            return []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except OSError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        seat = self._seat
+        texts = (line.decode(errors="replace") for line in lines)
+        return [
+            LogLine(text, seat.rank, seat.label, seat.attempt, self._stream)
+            for text in texts
+            if text and not text.startswith(_RAY_MARKS)
+        ]

@@ -1,0 +1,1 @@
+"""What to do after a failure: pure policies, no clocks, no processes."""

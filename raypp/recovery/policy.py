@@ -1,0 +1,105 @@
+"""Whether a run goes on after an attempt failed: a pure function of what happened so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypp.records import RankFailure
+
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 30.0
+# A witness saw a peer vanish; it explains nothing by itself.
+_WITNESS_KINDS = ("lost_peer",)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the job allows.
+
+    Attributes:
+        max_restarts: Restarts in a row without a newer committed step.
+    """
+
+    max_restarts: int = 3
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ended that did not finish.
+
+    Attributes:
+        attempt: Its number, from 1.
+        failures: The evidence, in the order it came in; never empty.
+        committed_step: Newest committed step of the run when the attempt ended; None before the first.
+    """
+
+    attempt: int
+    failures: tuple[RankFailure, ...]
+    committed_step: int | None
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the next attempt after `delay_s` seconds."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run as failed, and say why."""
+
+    reason: str
+    user_error: bool = False
+
+
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that explains the others: the first that is not only a witness of another's death."""
+    return next((failure for failure in failures if failure.kind not in _WITNESS_KINDS), failures[0])
+
+
+def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
+    """How many of the last attempts in a row committed nothing newer than the one before them."""
+    count = 0
+    for end, before in zip(reversed(history), reversed(history[:-1]), strict=False):
+        if _step(end) > _step(before):
+            break
+        count += 1
+    return count
+
+
+def decide(history: Sequence[AttemptEnd], policy: Policy) -> Restart | GiveUp:
+    """What to do now that the last attempt of `history` has failed.
+
+    An error in the job or its data would come again: the run ends at once. An exception raised at the same
+    step for the same reason twice in a row ends it too. Everything else is tried again, the first time without
+    a pause, then with growing ones, until `policy.max_restarts` restarts in a row brought no newer commit.
+    """
+    last = history[-1]
+    cause = root_cause(last.failures)
+    if cause.kind == "user_error":
+        return GiveUp(describe(cause), user_error=True)
+    if cause.kind == "raised" and len(history) > 1:
+        before = root_cause(history[-2].failures)
+        if (before.kind, before.step, before.cause) == (cause.kind, cause.step, cause.cause):
+            return GiveUp(f"{describe(cause)} (twice in a row, so a restart would not help)")
+    in_vain = restarts_without_progress(history)
+    if in_vain >= policy.max_restarts:
+        return GiveUp(
+            f"{describe(cause)}; {in_vain} restarts in a row brought no newer checkpoint (recovery.max_restarts)"
+            if in_vain
+            else f"{describe(cause)}; recovery.max_restarts is 0"
+        )
+    return Restart(0.0 if in_vain == 0 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (in_vain - 1)))
+
+
+def describe(failure: RankFailure) -> str:
+    """One line for people: which rank, where, what."""
+    place = f"rank {failure.rank} ({failure.label}) on {failure.node}" if failure.rank >= 0 else failure.node
+    step = f" at step {failure.step}" if failure.step else ""
+    return f"{place}{step}: {failure.cause}" if place else failure.cause
+
+
+def _step(end: AttemptEnd) -> int:
+    return -1 if end.committed_step is None else end.committed_step
