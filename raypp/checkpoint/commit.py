@@ -172,7 +172,10 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
     try:
         store.put(key, commit.to_bytes(), if_absent=True)
     except AlreadyExists:
-        if not _older(store, key, commit.attempt):
+        there = _read_quietly(store, key)
+        if there is not None and there.nonce == commit.nonce:
+            return  # an earlier try of ours, whose answer was lost
+        if there is not None and there.attempt >= commit.attempt:
             raise
         store.delete([key])
         store.put(key, commit.to_bytes(), if_absent=True)
@@ -220,9 +223,9 @@ def _check_records(commit: Commit) -> None:
             )
 
 
-def _older(store: ObjectStore, key: str, attempt: int) -> bool:
-    """Whether the COMMIT there is of an older attempt (one that cannot be read is)."""
+def _read_quietly(store: ObjectStore, key: str) -> Commit | None:
+    """The COMMIT there; None when it cannot be read."""
     try:
-        return Commit.from_bytes(store.get(key), key).attempt < attempt
+        return Commit.from_bytes(store.get(key), key)
     except (CheckpointError, NotFound):
-        return True
+        return None

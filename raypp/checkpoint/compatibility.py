@@ -9,14 +9,13 @@ from typing import Any
 from raypp.errors import Problem
 from raypp.spec.job import Job
 
-_FREE_IN_DATA = ("eval",)
 _ABSENT = object()
 
 
 def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
     """Every field whose change makes the run's checkpoints unusable.
 
-    Free to change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery, resources, data.eval.
+    Free to change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery, resources, data.eval.path.
     Not: anything of model and data, train.seed (it orders the data), train.optimizer.kind, and the number
     of rows a step takes from all replicas together.
 
@@ -28,17 +27,25 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
         One problem per field, with the old and the new value; empty: it can go on.
     """
     new = new_job.model_dump(mode="json") if isinstance(new_job, Job) else dict(new_job)
-    problems = []
+    problems: list[Problem] = []
     for section in ("model", "data"):
-        for key, before, after in _differences(old_job.get(section, {}), new.get(section, {}), section):
-            if key.split(".")[1] not in _FREE_IN_DATA or section != "data":
-                problems.append(_changed(key, before, after))
+        before, after = _meaning(old_job, section), _meaning(new, section)
+        problems.extend(_changed(*difference) for difference in _differences(before, after, section))
     for path in (("train", "seed"), ("train", "optimizer", "kind")):
         before, after = _at(old_job, path), _at(new, path)
         if before is not _ABSENT and before != after:
             problems.append(_changed(".".join(path), before, after))
     problems.extend(_rows_per_step(old_job, new))
     return problems
+
+
+def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The section without what does not matter: where held-out data lie, unless they are cut from the training data."""
+    meaning = dict(job.get(section) or {})
+    held_out = meaning.pop("eval", None) or {}
+    if held_out.get("fraction"):
+        meaning["eval"] = {"fraction": held_out["fraction"]}
+    return meaning
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:

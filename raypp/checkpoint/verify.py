@@ -48,7 +48,7 @@ def newest_usable(store: ObjectStore, run: str, *, verify: bool = True) -> Usabl
         run: The run's name.
         verify: Re-read every byte; else only existence and sizes are checked.
     """
-    rejected = []
+    rejected: list[Rejected] = []
     for checkpoint in reversed(list_checkpoints(store, run)):
         problems = verify_checkpoint(store, run, checkpoint.step, every_byte=verify)
         if not problems:

@@ -1,0 +1,132 @@
+"""Byte ranges of a checkpoint's objects, read in whole blocks and checked against the blocks' checksums."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raypp.checkpoint.commit import Commit, ObjectRecord
+from raypp.checkpoint.tensor_file import BLOCK_BYTES, FileHeader, decode_header
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import NotFound, ObjectStore
+
+_READERS = 8
+_BLOCKS_PER_READ = 16
+_ADVICE = "an older checkpoint is used instead"
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """An object and its header, which has been checked against COMMIT."""
+
+    record: ObjectRecord
+    header: FileHeader
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive blocks of one object, in memory."""
+
+    begin: int
+    data: bytearray
+
+
+class FetchedRanges:
+    """What `fetch_ranges` read: views into it by object and byte range of the data section."""
+
+    def __init__(self, runs: Mapping[str, Sequence[_Run]]) -> None:
+        self._runs = runs
+        self.bytes_read = sum(len(run.data) for found in runs.values() for run in found)
+
+    def view(self, key: str, begin: int, end: int) -> memoryview:
+        """The bytes `[begin, end)` of an object's data section; a range that was asked for."""
+        for run in self._runs[key]:
+            if run.begin <= begin and end <= run.begin + len(run.data):
+                return memoryview(run.data)[begin - run.begin : end - run.begin]
+        raise KeyError(f"bytes {begin} to {end} of {key} were not fetched")
+
+
+def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
+    """Reads and checks the header of every object of a checkpoint.
+
+    Raises:
+        CheckpointError: One is missing, torn or corrupt.
+    """
+
+    def read(record: ObjectRecord) -> CheckpointFile:
+        header = _get(store, record.key, 0, record.header_size)
+        if hashlib.sha256(header).hexdigest() != record.header_sha256:
+            raise CheckpointError(
+                Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
+            )
+        return CheckpointFile(record, decode_header(header, record.key))
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(read, commit.objects))
+
+
+def fetch_ranges(
+    store: ObjectStore, files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]
+) -> FetchedRanges:
+    """Reads ranges of the data sections, several requests at once, and checks every block they touch.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        files: The checkpoint's objects.
+        ranges: By object key: `[begin, end)` in its data section, none empty.
+
+    Raises:
+        CheckpointError: An object is missing, torn or corrupt; it is named.
+    """
+    by_key = {file.record.key: file for file in files}
+    runs: dict[str, list[_Run]] = {}
+    reads: list[tuple[CheckpointFile, _Run, int, int]] = []
+    for key, wanted in ranges.items():
+        file = by_key[key]
+        size = file.record.size - file.header.size
+        for first, last in _block_runs(wanted):
+            begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, size)
+            run = _Run(begin, bytearray(end - begin))
+            runs.setdefault(key, []).append(run)
+            reads.extend(
+                (file, run, block, min(block + _BLOCKS_PER_READ, last))
+                for block in range(first, last, _BLOCKS_PER_READ)
+            )
+
+    def read(job: tuple[CheckpointFile, _Run, int, int]) -> None:
+        file, run, first, last = job
+        key, header = file.record.key, file.header
+        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, run.begin + len(run.data))
+        data = memoryview(_get(store, key, header.size + begin, header.size + end))
+        for block in range(first, last):
+            header.check_block(block, data[(block - first) * BLOCK_BYTES : (block - first + 1) * BLOCK_BYTES], key)
+        run.data[begin - run.begin : end - run.begin] = data
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(read, reads):
+            pass
+    return FetchedRanges(runs)
+
+
+def _block_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The blocks that ranges touch, as runs `[first, last)` of consecutive ones."""
+    touched = sorted({(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) for begin, end in ranges})
+    runs: list[tuple[int, int]] = []
+    for first, last in touched:
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], last))
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def _get(store: ObjectStore, key: str, begin: int, end: int) -> bytes:
+    try:
+        data = store.get(key, begin, end)
+    except NotFound:
+        raise CheckpointError(Problem(key, "is missing", _ADVICE)) from None
+    if len(data) != end - begin:
+        raise CheckpointError(Problem(key, f"is torn: it ends before byte {end}", _ADVICE))
+    return data

@@ -1,0 +1,228 @@
+"""Reading a checkpoint onto any mesh: each rank fetches the byte ranges its slices need, checks them, and copies.
+
+Nothing is changed before everything this rank needs was read and found right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.checkpoint.fetch import CheckpointFile, FetchedRanges, fetch_ranges, open_files
+from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
+from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import ObjectStore
+
+Box = tuple[tuple[int, int], ...]
+"""Begin and end per dimension, in the global tensor."""
+_PROBLEMS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: Optimizer steps done.
+        extra: What the trainer gave to `save`, the same on every rank.
+        commit: The checkpoint's COMMIT.
+        bytes_read: By this rank.
+        seconds: This took on this rank.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    commit: Commit
+    bytes_read: int
+    seconds: float
+
+    @property
+    def data_position(self) -> dict[str, Any] | None:
+        """Where the data go on; the same on every rank."""
+        return self.extra.get("data_position")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One overlap of a rank's slice with a saved one."""
+
+    target: Slice
+    file: CheckpointFile
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The overlap along dimension 0, counted from the saved slice's begin."""
+        if not self.box:
+            return 0, 1
+        return self.box[0][0] - self.entry.offset[0], self.box[0][1] - self.entry.offset[0]
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The rows' range in the file's data section (rows are contiguous, whatever the other dimensions)."""
+        first, last = self.rows
+        row = (self.entry.end - self.entry.begin) // (self.entry.shape[0] if self.entry.shape else 1)
+        return self.entry.begin + first * row, self.entry.begin + last * row
+
+
+def load_checkpoint(
+    store: ObjectStore,
+    run: str,
+    step: int | None,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+) -> Loaded | None:
+    """Fills this rank's parameters and its optimizer's state, in place, from a checkpoint of any mesh.
+
+    No communication. Either everything is replaced, or (when it raises) nothing.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        step: Which one; None: the newest committed.
+        stages: This rank's stages; the names of their parameters are global.
+        optimizer: Over their parameters; None: weights only.
+
+    Returns:
+        None when `step` is None and nothing is committed.
+
+    Raises:
+        CheckpointError: There is no such commit; an object is missing, torn or corrupt (it is named); a tensor
+            is not in it, or has another shape (all of them are named).
+    """
+    started = time.monotonic()
+    if step is None:
+        committed = list_checkpoints(store, run)
+        if not committed:
+            return None
+        step = committed[-1].step
+    commit = read_commit(store, run, step)
+    files = open_files(store, commit)
+    saved = _index(files)
+    targets = model_slices(stages)
+    entries: list[tuple[Tensor, str, Any]] = []
+    if optimizer is not None:
+        known = {
+            name: (parts[0][1].global_shape, parts[0][1].dtype)
+            for name, parts in saved.items()
+            if name.startswith(OPTIMIZER)
+        }
+        more, entries = optimizer_slices(stages, optimizer, known)
+        targets.update(more)
+    pieces = _plan(targets, saved, commit)
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
+    data = fetch_ranges(store, files, ranges)
+    _copy(pieces, data)
+    if optimizer is not None:
+        _fill_optimizer(optimizer, stages, entries, _python_numbers(saved))
+    return Loaded(step, dict(commit.extra), commit, data.bytes_read, time.monotonic() - started)
+
+
+def _index(files: Sequence[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:
+    saved: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
+    for file in files:
+        for entry in file.header.entries:
+            saved.setdefault(entry.name, []).append((file, entry))
+    return saved
+
+
+def _plan(
+    targets: Mapping[str, Sequence[Slice]],
+    saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]],
+    commit: Commit,
+) -> list[_Piece]:
+    """Which parts of which saved slices fill the targets."""
+    pieces: list[_Piece] = []
+    problems: list[Problem] = []
+    for name, slices in targets.items():
+        for target in slices:
+            found, problem = _overlaps(target, saved.get(name, ()))
+            pieces.extend(found)
+            if problem:
+                problems.append(
+                    Problem(name, f"{problem} (step {commit.step} of {commit.run})", "is it the same model?")
+                )
+    if problems:
+        left = len(problems) - _PROBLEMS_SHOWN
+        more = [Problem("", f"and {left} more tensors")] if left > 0 else []
+        raise CheckpointError([*problems[:_PROBLEMS_SHOWN], *more])
+    return pieces
+
+
+def _overlaps(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]) -> tuple[list[_Piece], str]:
+    """The pieces of one target, and what is wrong with them (empty: nothing)."""
+    if not parts:
+        return [], "is not in the checkpoint"
+    wrong = next((entry.global_shape for _, entry in parts if entry.global_shape != target.global_shape), None)
+    if wrong is not None:
+        return [], f"has shape {list(target.global_shape)} here and {list(wrong)} in the checkpoint"
+    pieces: dict[Box, _Piece] = {}
+    for file, entry in parts:
+        box = tuple(
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(target.offset, target.tensor.shape, entry.offset, entry.shape, strict=True)
+        )
+        # Two ranks may have written the same slice (a tied weight): the first is as good as the second.
+        if all(begin < end for begin, end in box):
+            pieces.setdefault(box, _Piece(target, file, entry, box))
+    covered = sum(_volume(box) for box in pieces)
+    if covered != target.tensor.numel():
+        return (
+            [],
+            f"is not whole: {covered} of {target.tensor.numel()} elements of this rank's part are in the checkpoint",
+        )
+    return list(pieces.values()), ""
+
+
+def _volume(box: Box) -> int:
+    volume = 1
+    for begin, end in box:
+        volume *= end - begin
+    return volume
+
+
+@torch.no_grad()
+def _copy(pieces: Sequence[_Piece], data: FetchedRanges) -> None:
+    for piece in pieces:
+        entry, target = piece.entry, piece.target
+        raw = data.view(piece.file.record.key, *piece.bytes)
+        source = torch.frombuffer(raw, dtype=entry.dtype)
+        first, last = piece.rows
+        source = source.view((last - first, *entry.shape[1:]) if entry.shape else ())
+        goal = target.tensor
+        for dim, (begin, end) in enumerate(piece.box):
+            goal = goal.narrow(dim, begin - target.offset[dim], end - begin)
+            if dim:
+                source = source.narrow(dim, begin - entry.offset[dim], end - begin)
+        goal.copy_(source)
+
+
+def _python_numbers(saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]]) -> dict[str, str]:
+    return {name: parts[0][1].python for name, parts in saved.items() if parts[0][1].python}
+
+
+def _fill_optimizer(
+    optimizer: torch.optim.Optimizer,
+    stages: Sequence[nn.Module],
+    entries: Sequence[tuple[Tensor, str, Any]],
+    python: Mapping[str, str],
+) -> None:
+    """Replaces the optimizer's state of these stages' parameters."""
+    names = {id(parameter): name for stage in stages for name, parameter in stage.named_parameters()}
+    for stage in stages:
+        for parameter in stage.parameters():
+            optimizer.state.pop(parameter, None)
+    number = {"int": int, "float": float, "bool": bool}
+    for parameter, key, value in entries:
+        kind = python.get(f"{OPTIMIZER}{names[id(parameter)]}/{key}")
+        optimizer.state[parameter][key] = number[kind](value.item()) if kind else value

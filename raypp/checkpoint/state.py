@@ -1,0 +1,189 @@
+"""What a rank holds of the training state, as named slices of global tensors.
+
+Names are the model's global names; the optimizer's state of a parameter is `optim/<parameter>/<key>`.
+Neither the mesh nor the cut shows in a name, so that any other mesh finds its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate
+
+from raypp.records import Coordinates
+
+OPTIMIZER = "optim/"
+_DATA_AXES = ("dp_replicate", "fsdp", "cp")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A rank's part of one global tensor.
+
+    Attributes:
+        name: Global name.
+        tensor: The local values (the live storage, not a copy), of the slice's shape.
+        global_shape: Of the whole tensor.
+        offset: Where the slice begins, per dimension.
+        python: "int", "float" or "bool" when the value was a plain number, kept as a 0-dim tensor; else "".
+    """
+
+    name: str
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    python: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.global_shape
+
+
+def gather_state(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, coordinates: Coordinates | None = None
+) -> dict[str, Slice]:
+    """The slices this rank must write. No communication; gradients must not be pending.
+
+    Args:
+        stages: Modules whose parameters carry global names.
+        optimizer: Over their parameters; its state may still be empty.
+        coordinates: This rank's place. What several ranks hold alike is written by the first of them only;
+            None: this rank writes all it holds.
+
+    Returns:
+        By global name. Slices without an element (a shard that fell empty) are left out.
+    """
+    slices: dict[str, Slice] = {}
+    for name, tensor in _model_tensors(stages):
+        _add(slices, name, tensor, coordinates)
+    if optimizer is not None:
+        for name, parameter in _parameters(stages):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    _add(slices, f"{OPTIMIZER}{name}/{key}", value, coordinates)
+    return slices
+
+
+def model_slices(stages: Sequence[nn.Module]) -> dict[str, list[Slice]]:
+    """Where a checkpoint's model tensors go on this rank; the tensors are the live ones.
+
+    Returns:
+        By global name, one slice for each place of that name (a tied weight held by two stages has two).
+    """
+    targets: dict[str, list[Slice]] = {}
+    for name, tensor in _model_tensors(stages):
+        targets.setdefault(name, []).append(slice_of(name, tensor))
+    return targets
+
+
+def optimizer_slices(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, saved: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[dict[str, list[Slice]], list[tuple[Tensor, str, Any]]]:
+    """Fresh tensors for a checkpoint's optimizer state of this rank's parameters, not yet in the optimizer.
+
+    Args:
+        stages: Modules whose parameters carry global names.
+        optimizer: Over their parameters.
+        saved: Global shape and dtype of every `optim/…` tensor of the checkpoint.
+
+    Returns:
+        Targets by global name, and what to put into the optimizer when they are filled: parameter, key, tensor.
+    """
+    keys: dict[str, list[str]] = {}
+    for full_name in saved:
+        name, _, key = full_name[len(OPTIMIZER) :].rpartition("/")
+        keys.setdefault(name, []).append(key)
+    on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
+    targets: dict[str, list[Slice]] = {}
+    entries: list[tuple[Tensor, str, Any]] = []
+    seen: set[int] = set()
+    for name, parameter in _parameters(stages):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        for key in keys.get(name, ()):
+            full_name = f"{OPTIMIZER}{name}/{key}"
+            shape, dtype = saved[full_name]
+            if shape == tuple(parameter.shape):
+                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                # A step counter lives on the device only where the optimizer's kernel reads it there.
+                value = torch.zeros(
+                    shape, dtype=dtype, device=parameter.device if id(parameter) in on_device else "cpu"
+                )
+            targets.setdefault(full_name, []).append(slice_of(full_name, value))
+            entries.append((parameter, key, value))
+    return targets, entries
+
+
+def slice_of(name: str, tensor: Tensor) -> Slice:
+    """The part of a tensor, sharded or not, that this rank holds."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+    # The one place that asks torch where a shard lies in the whole (the function is not public in 2.11 and 2.13).
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if tuple(local.shape) != tuple(shape):
+        raise RuntimeError(f"{name}: torch places {tuple(shape)} of it here, but {tuple(local.shape)} are here")
+    return Slice(name, local, tuple(tensor.shape), tuple(offset))
+
+
+def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinates | None) -> None:
+    python = ""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (bool, int, float)):
+            raise TypeError(f"{name} is a {type(value).__name__}: only tensors and numbers can be saved")
+        python, value = (
+            type(value).__name__,
+            torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64),
+        )
+    if coordinates is not None and not _writes(value, coordinates):
+        return
+    part = slice_of(name, value)
+    if part.tensor.numel() and name not in slices:
+        slices[name] = Slice(name, part.tensor, part.global_shape, part.offset, python)
+
+
+def _writes(tensor: Tensor, place: Coordinates) -> bool:
+    """Whether this rank is the first of those that hold the same values."""
+    axes: tuple[str, ...] = ()
+    if isinstance(tensor, DTensor):
+        here = tensor.device_mesh.get_coordinate()
+        axes = tuple(tensor.device_mesh.mesh_dim_names or ())
+        if here is None:
+            return False
+        for index, layout in zip(here, tensor.placements, strict=True):
+            if isinstance(layout, Replicate) and index:
+                return False
+    return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
+
+
+def _model_tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    yield from _parameters(stages)
+    for stage in stages:
+        kept = stage.state_dict(keep_vars=True)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            if name in kept:
+                yield name, buffer
+
+
+def _parameters(stages: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters, a tied one under each of its names; FSDP's weights in their sharded form."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        yield from stage.named_parameters(remove_duplicate=False)
