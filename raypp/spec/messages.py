@@ -114,7 +114,7 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
         return f"put its keys below `{name}:`, indented ({', '.join(keys[:4])} …)"
     default = info.get_default(call_default_factory=True) if info else PydanticUndefined
     if default is not PydanticUndefined and default is not None:
-        return f"for example `{name}: {json.dumps(default)}`"
+        return f"for example `{name}: {default if isinstance(default, str) else json.dumps(default)}`"
     sections = (path[:depth] for depth in range(len(path), 0, -1))
     section = next((dotted(part) for part in sections if words.section_at(part, document)), "")
     return f"see `raypp explain {section}`" if section else "see `raypp explain`"

@@ -1,0 +1,126 @@
+"""What a job's own values forbid, before a mesh or a cluster is looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.spec.availability import AVAILABLE, KINDS
+from raypp.spec.checks import check_spec, value_at
+from raypp.spec.load import parse_job
+
+
+def found(directory: Path | None = None, **sections: Any) -> dict[str, str]:
+    job = parse_job({"name": "a", "data": {"kind": "synthetic"}, **sections})
+    problems = check_spec(job, directory)
+    assert all(problem.fix for problem in problems), "every problem has a fix"
+    return {problem.key: f"{problem.what} | {problem.fix}" for problem in problems}
+
+
+def test_a_job_of_defaults_has_no_problem() -> None:
+    assert found() == {}
+
+
+def test_every_default_is_available() -> None:
+    job = parse_job({"name": "a"})
+    assert {key for key, values in AVAILABLE.items() if value_at(job, key) not in values} == set()
+    assert all(value in KINDS[key] for key in KINDS for value in AVAILABLE.get(key, ()))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "told"),
+    [
+        ({"mesh": {"cp": 2}}, "mesh.cp", "2 is not available yet; available: 1 |"),
+        ({"mesh": {"ep": 2}}, "mesh.ep", "2 is not available yet; available: 1 |"),
+        ({"model": {"kind": "qwen3"}}, "model.kind", "qwen3 is not available yet; available: llama | use llama"),
+        ({"model": {"kind": "my:model"}}, "model.kind", "my:model is not available yet"),
+        ({"model": {"kind": "lama"}}, "model.kind", "there is no 'lama'; there are: llama, qwen2"),
+        ({"model": {"tie_embeddings": True}}, "model.tie_embeddings", "true is not available yet; available: false"),
+        ({"model": {"from_hf": "x"}}, "model.from_hf", "x is not available yet"),
+        ({"data": {"kind": "hf", "path": "/"}}, "data.kind", "hf is not available yet; available: text, jsonl"),
+        ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),
+        ({"data": {"kind": "synthetic", "eval": {"fraction": 0.1}}}, "data.eval", "{fraction: 0.1} is not available"),
+        ({"pipeline": {"schedule": "zbv"}}, "pipeline.schedule", "zbv is not available yet; available: gpipe, 1f1b"),
+        ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
+        ({"pipeline": {"stages_per_rank": 2}}, "pipeline.stages_per_rank", "2 is not available yet"),
+        ({"pipeline": {"lookahead": 2}}, "pipeline.lookahead", "2 is not available yet; available: auto, 0"),
+        ({"pipeline": {"wire": {"compression": "int8"}}}, "pipeline.wire.compression", "int8 is not available yet"),
+        ({"train": {"optimizer": {"kind": "muon"}}}, "train.optimizer.kind", "muon is not available yet"),
+        ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),
+        ({"train": {"activation_checkpointing": "selective"}}, "train.activation_checkpointing", "selective is not"),
+        ({"train": {"compile": True}}, "train.compile", "true is not available yet"),
+        ({"recovery": {"elastic": True}}, "recovery.elastic", "true is not available yet"),
+        ({"resources": {"spares": 1}}, "resources.spares", "1 is not available yet"),
+    ],
+)  # fmt: skip
+def test_what_does_not_work_yet_is_refused_with_what_does(sections: dict[str, Any], key: str, told: str) -> None:
+    problems = found(**sections)
+    assert list(problems) == [key]
+    assert problems[key].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "told"),
+    [
+        ({"hidden_size": 250}, "model.hidden_size", "250 cannot be shared by 4 heads | use a multiple of"),
+        ({"hidden_size": 12}, "model.hidden_size", "heads 3 wide"),
+        ({"head_dim": 33}, "model.head_dim", "heads 33 wide"),
+        ({"num_kv_heads": 3}, "model.num_kv_heads", "4 query heads cannot be shared out over 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_are_told(model: dict[str, Any], key: str, told: str) -> None:
+    problems = found(model=model)
+    assert list(problems) == [key]
+    assert problems[key].startswith(told)
+
+
+def test_a_given_head_width_frees_the_hidden_size() -> None:
+    assert found(model={"hidden_size": 250, "head_dim": 32}) == {}
+
+
+def test_bytes_need_257_ids_and_synthetic_data_does_not(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("x")
+    assert "bytes tokenizer" in found(model={"vocab_size": 256}, data={"path": str(text)})["model.vocab_size"]
+    assert found(model={"vocab_size": 257}, data={"path": str(text)}) == {}
+    assert found(model={"vocab_size": 16}) == {}
+
+
+def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    beside = tmp_path / "jobs"
+    problems = found(beside, data={"path": "no.txt"})
+    assert problems["data.path"] == f"there is no no.txt | check the path; looked in {tmp_path} and in {beside}"
+    assert "nothing matches *.none" in found(beside, data={"path": "*.none"})["data.path"]
+    assert "is missing: kind jsonl reads files" in found(data={"kind": "jsonl"})["data.path"]
+
+
+def test_an_empty_file_and_an_empty_directory_are_told(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "sub").mkdir()
+    assert "is empty" in found(data={"path": str(tmp_path / "empty.txt")})["data.path"]
+    assert "holds no file" in found(data={"path": str(tmp_path / "sub")})["data.path"]
+
+
+def test_a_remote_path_is_not_looked_for() -> None:
+    assert found(data={"path": "s3://bucket/none.txt"}) == {}
+
+
+def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_told(tmp_path: Path) -> None:
+    text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer.json"
+    text.write_text("x")
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 999}}, "added_tokens": [{"id": 1000, "content": "<s>"}]}
+    tokenizer.write_text(json.dumps(vocabulary))
+    data = {"path": str(text), "tokenizer": str(tokenizer)}
+    assert "has ids up to 1000 | use at least 1001" in found(model={"vocab_size": 1000}, data=data)["model.vocab_size"]
+    assert found(model={"vocab_size": 1001}, data=data) == {}
+    tokenizer.write_text("{")
+    assert "is not a tokenizer.json" in found(data=data)["data.tokenizer"]
+    assert "there is no" in found(data={**data, "tokenizer": "none.json"})["data.tokenizer"]
+
+
+def test_a_range_of_lengths_the_wrong_way_round_is_told() -> None:
+    assert "write [2, 9]" in found(data={"kind": "synthetic", "document_len": [9, 2]})["data.document_len"]
