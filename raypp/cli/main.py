@@ -62,15 +62,20 @@ class LazyCommands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        longest = max(map(len, COMMANDS))
         for family, names in FAMILIES.items():
             with formatter.section(family):
-                formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=14, col_spacing=3)
+                formatter.write_dl([(name.ljust(longest), COMMANDS[name][1]) for name in names])
 
 
 @click.group(
     cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="A run in three commands: raypp local up, raypp submit jobs/quickstart.yaml, raypp status quickstart.",
+    epilog="""\b
+    A first run, on this machine:
+      raypp local up
+      raypp submit jobs/quickstart.yaml
+    """,
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error. Works after the command, too.")
 @click.version_option(raypp.__version__, prog_name="raypp", message="%(prog)s %(version)s")
@@ -124,5 +129,3 @@ def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     rest = [argument for position, argument in enumerate(arguments) if position >= end or argument != "--debug"]
     return rest, len(rest) < len(arguments)
-
-

@@ -50,3 +50,24 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 OWN_KINDS = ("model.kind",)
 """Keys whose word may also be the user's own `module.path:factory`."""
+
+SUMMARIES: dict[tuple[str, str], str] = {
+    **{("model.kind", kind.name): kind.summary for kind in MODELS},
+    ("data.kind", "text"): "text files; a blank line ends a document",
+    ("data.kind", "jsonl"): "a JSON object per line; data.text_key holds the text",
+    ("data.kind", "tokens"): "token ids, already encoded",
+    ("data.kind", "hf"): "a Hugging Face dataset",
+    ("data.kind", "synthetic"): "random documents, to try a mesh without data",
+    ("pipeline.schedule", "gpipe"): "all forwards, then all backwards",
+    ("pipeline.schedule", "1f1b"): "one forward, one backward: fewest activations in flight",
+    ("pipeline.schedule", "interleaved_1f1b"): "1f1b over several stages per rank: a smaller bubble, more on the links",
+    ("pipeline.schedule", "looped_bfs"): "gpipe over several stages per rank, stage by stage",
+    ("pipeline.schedule", "interleaved_zero_bubble"): "backward split in two: weight gradients fill the bubble",
+    ("pipeline.schedule", "zbv"): "zero bubble, two stages per rank placed in a V",
+    ("pipeline.schedule", "dualpipev"): "forward and backward overlapped, two stages per rank placed in a V",
+    ("pipeline.schedule", "auto"): "the one that the plan predicts to be fastest",
+    ("train.optimizer.kind", "adamw"): "Adam with decoupled weight decay",
+    ("train.optimizer.kind", "sgd"): "gradient descent with momentum",
+    ("train.optimizer.kind", "muon"): "orthogonalised momentum for matrices, AdamW for the rest",
+}
+"""One line of help for each of `KINDS`."""

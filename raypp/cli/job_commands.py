@@ -1,0 +1,109 @@
+"""Commands about job files; none needs a cluster: plan, explain, schema, list-kinds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.errors import JobError
+
+
+@click.command("plan")
+@job_argument
+@click.option(
+    "--link-gbps",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Speed of the slowest link between two stages, in Gbit/s; gives the time it takes and the step time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan_command(job: Path, overrides: tuple[str, ...], link_gbps: float | None, as_json: bool) -> None:
+    """Show what a job will do and cost, without a cluster.
+
+    The mesh and who sits where, the cut of the layers, a picture of the schedule, memory per rank, the bubble, bytes
+    over the links. Every mistake of the job file is told at once.
+    """
+    from raypp.planning.plan import make_plan
+
+    file = load_checked_job(job, overrides)
+    plan = make_plan(file.job, link_gbps=link_gbps)
+    if as_json:
+        click.echo(json.dumps(plan.as_dict(), indent=2))
+        return
+    from rich.console import Console
+
+    from raypp.cli.plan_view import plan_view
+
+    console = Console(highlight=False)
+    console.print(plan_view(file.job, plan, console.width))
+
+
+@click.command("explain")
+@click.argument("section", required=False)
+def explain_command(section: str | None) -> None:
+    """Describe the job file, one SECTION (pipeline.wire) or one key (mesh.pp)."""
+    from raypp.spec.explain import explain
+
+    columns = shutil.get_terminal_size((88, 24)).columns
+    click.echo(explain(section, width=max(50, min(columns, 100))), nl=False)
+
+
+@click.command("schema")
+def schema_command() -> None:
+    """Print the job file's JSON Schema.
+
+    Editors with yaml-language-server check and complete a job file that begins with
+
+    \b
+        # yaml-language-server: $schema=raypp.schema.json
+
+    after `raypp schema > raypp.schema.json`.
+    """
+    from raypp.spec.explain import schema
+
+    click.echo(json.dumps(schema(), indent=2))
+
+
+@click.command("list-kinds")
+@click.argument("key", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def list_kinds_command(key: str | None, as_json: bool) -> None:
+    """List the models, data sources, schedules and optimizers there are, or those of one KEY (model.kind)."""
+    from raypp.spec.availability import KINDS
+
+    if key is not None and key not in KINDS:
+        matching = [known for known in KINDS if known.startswith(key)]
+        if len(matching) != 1:
+            raise JobError(f"{key!r} is no key with kinds", f"there are: {', '.join(KINDS)}")
+        key = matching[0]
+    kinds = {name: list(_kinds(name)) for name in KINDS if key in (None, name)}
+    if as_json:
+        document = {
+            name: [{"name": kind, "available": ready, "summary": summary} for kind, ready, summary in rows]
+            for name, rows in kinds.items()
+        }
+        click.echo(json.dumps(document, indent=2))
+        return
+    columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    for position, (name, rows) in enumerate(kinds.items()):
+        click.echo(("\n" if position else "") + click.style(name, bold=True))
+        longest = max(len(kind) for kind, _, _ in rows)
+        for kind, ready, summary in rows:
+            text = summary if ready else f"not available yet: {summary}"
+            first, later = f"  {kind:<{longest}}  ", " " * (longest + 4)
+            row = textwrap.fill(text, columns, initial_indent=first, subsequent_indent=later)
+            click.echo(row if ready else click.style(row, dim=True))
+
+
+def _kinds(key: str) -> Iterable[tuple[str, bool, str]]:
+    """Name, whether it is available, and one line of help, of each kind."""
+    from raypp.spec.availability import AVAILABLE, KINDS, SUMMARIES
+
+    for kind in KINDS[key]:
+        yield kind, kind in AVAILABLE.get(key, KINDS[key]), SUMMARIES.get((key, kind), "")
