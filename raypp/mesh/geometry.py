@@ -1,0 +1,73 @@
+"""Ranks and their coordinates. Order: pp slowest, then dp_replicate, fsdp, cp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from raypp.records import Coordinates
+from raypp.spec.job import MeshSection
+
+AXES = ("pp", "dp_replicate", "fsdp", "cp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh of ranks.
+
+    Attributes:
+        sizes: Length of each axis.
+        ep: Expert-parallel ranks, folded into fsdp · cp.
+    """
+
+    sizes: Coordinates
+    ep: int = 1
+
+    @classmethod
+    def of(cls, section: MeshSection) -> Mesh:
+        return cls(Coordinates(section.pp, section.dp_replicate, section.fsdp, section.cp), section.ep)
+
+    @property
+    def world(self) -> int:
+        s = self.sizes
+        return s.pp * s.dp_replicate * s.fsdp * s.cp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of a rank.
+
+        Raises:
+            IndexError: The rank is outside the mesh.
+        """
+        if not 0 <= rank < self.world:
+            raise IndexError(f"rank {rank} is outside a mesh of {self.world}")
+        place = []
+        for axis in reversed(AXES):
+            rank, index = divmod(rank, getattr(self.sizes, axis))
+            place.append(index)
+        return Coordinates(*reversed(place))
+
+    def rank(self, place: Coordinates) -> int:
+        """The rank at a place."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self.sizes, axis) + getattr(place, axis)
+        return rank
+
+    def groups(self, axis: str | Sequence[str]) -> list[list[int]]:
+        """The ranks that differ only along one axis, or along several taken together.
+
+        Groups are in the order of their first rank; ranks ascend within a group.
+        """
+        along = (axis,) if isinstance(axis, str) else tuple(axis)
+        unknown = [name for name in along if name not in AXES]
+        if unknown:
+            raise KeyError(f"no axis {unknown[0]!r}; there are {', '.join(AXES)}")
+        fixed = [name for name in AXES if name not in along]
+        found = []
+        for held in product(*(range(getattr(self.sizes, name)) for name in fixed)):
+            place = dict(zip(fixed, held, strict=True))
+            free = product(*(range(getattr(self.sizes, name)) for name in AXES if name in along))
+            names = [name for name in AXES if name in along]
+            found.append([self.rank(Coordinates(**place, **dict(zip(names, index, strict=True)))) for index in free])
+        return sorted(found)

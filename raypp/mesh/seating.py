@@ -1,0 +1,86 @@
+"""Ranks to nodes: which worker gets which rank."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from raypp.errors import Problem, ResourcesError
+from raypp.mesh.geometry import Mesh
+from raypp.records import NodeFacts
+
+_Block = list[int]
+"""Positions in the sorted list of workers."""
+
+
+def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
+    """Gives every worker a rank: the pipeline crosses nodes, what talks more stays inside one wherever it fits.
+
+    A stage's ranks (dp_replicate · fsdp · cp) are kept on one node where there is room, else its fsdp · cp ranks, else
+    the ranks of an expert group, else those of a cp group. Blocks that fit on no node are put together from what is
+    left. Neighbouring stages come to lie on the same or on neighbouring nodes. The outcome depends on the nodes'
+    addresses and the device indices, not on the order in which workers came.
+
+    Args:
+        mesh: The mesh.
+        facts: One entry per worker, in any order.
+
+    Returns:
+        The rank of each worker, in the order of `facts`.
+
+    Raises:
+        ResourcesError: There are not as many workers as ranks.
+    """
+    if len(facts) != mesh.world:
+        fix = "use a smaller mesh, or give the cluster more devices"
+        raise ResourcesError(Problem("mesh", f"{mesh.world} ranks, but {len(facts)} workers", fix))
+    workers = sorted(range(len(facts)), key=lambda worker: _place(facts[worker]))
+    nodes: dict[str, _Block] = {}
+    for position, worker in enumerate(workers):
+        nodes.setdefault(facts[worker].node_id, []).append(position)
+    ranks = [0] * len(facts)
+    for rank, position in enumerate(_arrange(list(nodes.values()), _block_sizes(mesh))):
+        ranks[workers[position]] = rank
+    return ranks
+
+
+def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
+    """Sorts by address as a number (10.0.0.9 before 10.0.0.10), then device."""
+    try:
+        address = ipaddress.ip_address(facts.ip)
+        version, number = address.version, int(address)
+    except ValueError:
+        version, number = 9, 0
+    return (version, number, facts.ip, facts.node_id, facts.device_index, facts.pid)
+
+
+def _block_sizes(mesh: Mesh) -> list[int]:
+    """Sizes of the groups that belong together, the largest first, each a divisor of the one before."""
+    sizes = mesh.sizes
+    shard = sizes.fsdp * sizes.cp
+    blocks: list[int] = []
+    for size in (sizes.dp_replicate * shard, shard, mesh.ep, sizes.cp):
+        if size > 1 and (not blocks or (size < blocks[-1] and blocks[-1] % size == 0)):
+            blocks.append(size)
+    return [*blocks, 1]
+
+
+def _arrange(nodes: list[_Block], sizes: list[int]) -> _Block:
+    """All positions, in rank order."""
+    return [position for block in _blocks(nodes, sizes) for position in block]
+
+
+def _blocks(nodes: list[_Block], sizes: list[int]) -> list[_Block]:
+    """Blocks of `sizes[0]`: those that fit inside a node first, the others from the nodes' remainders."""
+    size, *smaller = sizes
+    whole: list[_Block] = []
+    left: list[_Block] = []
+    for node in nodes:
+        fits = len(node) // size * size
+        whole += [node[start : start + size] for start in range(0, fits, size)]
+        if fits < len(node):
+            left.append(node[fits:])
+    if left:
+        mixed = _arrange(left, smaller)
+        whole += [mixed[start : start + size] for start in range(0, len(mixed), size)]
+    return sorted(whole, key=min)
