@@ -1,0 +1,45 @@
+"""What a rank computes next: `0F1` is the forward of microbatch 1 on stage 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Kind = Literal["F", "B", "I", "W"]
+_FORM = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation.
+
+    Attributes:
+        stage: Index of the stage.
+        kind: F forward, B backward, I gradient of the input only, W gradient of the weights only (after I).
+        microbatch: Index of the microbatch.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """From its printed form.
+
+        Raises:
+            ValueError: The text is none.
+        """
+        found = _FORM.fullmatch(text.strip())
+        if not found:
+            raise ValueError(f"{text!r} is no action; one looks like 0F1 (stage, F|B|I|W, microbatch)")
+        return cls(int(found[1]), cast(Kind, found[2]), int(found[3]))
+
+
+Program = Mapping[int, Sequence[Action]]
+"""What every pipeline rank computes, in order; communication is derived."""

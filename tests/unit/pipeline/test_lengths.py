@@ -1,0 +1,45 @@
+"""What microbatches are padded to, and what a stage sees of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from raypp.data.packing import Row
+from raypp.pipeline.agree import padded_length
+from raypp.pipeline.collate import collate, labelled_tokens, rows_digest
+
+
+def row(*documents: int, first: int = 1) -> Row:
+    tokens = np.arange(first, first + sum(documents), dtype=np.int64)
+    return Row(tokens=tokens, labels=np.where(tokens % 5 == 0, -100, tokens + 1), documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cp", "multiple", "expected"),
+    [(8000, 1, 128, 8064), (96000, 4, 128, 96256), (5000, 2, 64, 5120), (1001, 2, 8, 1008)],
+)
+def test_lengths_are_padded_to_a_multiple_on_every_cp_rank(tokens: int, cp: int, multiple: int, expected: int) -> None:
+    assert padded_length(tokens, cp=cp, multiple=multiple) == expected
+
+
+def test_a_bucket_rounds_up_before_the_multiple() -> None:
+    assert padded_length(130, multiple=8, bucket=100) == 200
+
+
+def test_rows_are_padded_with_positions_that_restart_at_every_document() -> None:
+    batch = collate([row(3, 2), row(4)], 8, torch.device("cpu"))
+    assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]]
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch.labels_BT.tolist()[0] == [2, 3, 4, 5, -100, -100, -100, -100]
+    assert batch.documents.lengths == (3, 5, 8)
+
+
+def test_labels_are_counted_without_the_ignored() -> None:
+    assert labelled_tokens([row(3, 2), row(4)]) == 8
+
+
+def test_the_digest_tells_rows_apart() -> None:
+    assert rows_digest([row(3), row(4)]) == rows_digest([row(3), row(4)])
+    assert rows_digest([row(3), row(4)]) != rows_digest([row(3), row(4, first=2)])

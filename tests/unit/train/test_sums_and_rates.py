@@ -1,0 +1,71 @@
+"""The arithmetic of a step: loss, clip, learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
+from raypp.train.faults import lost_peer
+from raypp.train.loss import token_loss_sum
+from raypp.train.optimizer import build_optimizer, learning_rate
+from raypp.train.reduce import coefficient
+
+
+def test_two_stage_norms_of_3_and_4_are_clipped_by_one_factor_of_a_fifth() -> None:
+    assert coefficient((3.0**2 + 4.0**2) ** 0.5, tokens=1, clip_norm=1.0) == pytest.approx(0.2)
+
+
+def test_a_norm_below_the_limit_is_only_divided_by_the_tokens() -> None:
+    assert coefficient(8.0, tokens=16, clip_norm=1.0) == 1 / 16
+    assert coefficient(800.0, tokens=16, clip_norm=None) == 1 / 16
+
+
+def test_a_gradient_that_is_not_finite_stays_visible() -> None:
+    assert not coefficient(float("nan"), tokens=4, clip_norm=1.0) < 1.0
+
+
+def test_the_loss_is_a_sum_over_labelled_tokens_only() -> None:
+    logits = torch.randn(2, 3, 7)
+    labels = torch.tensor([[1, -100, 2], [-100, -100, 6]])
+    by_hand = sum(
+        -torch.log_softmax(logits[b, t], 0)[labels[b, t]] for b in range(2) for t in range(3) if labels[b, t] >= 0
+    )
+    torch.testing.assert_close(token_loss_sum(logits, labels), by_hand)
+
+
+def test_a_microbatch_without_a_label_has_loss_and_gradient_zero() -> None:
+    logits = torch.randn(1, 4, 5, requires_grad=True)
+    loss = token_loss_sum(logits, torch.full((1, 4), -100))
+    loss.backward()
+    assert float(loss) == 0.0
+    assert logits.grad is not None and not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        ("cosine", 5, 0.5), ("cosine", 10, 1.0), ("cosine", 60, 0.55), ("cosine", 110, 0.1),
+        ("linear", 60, 0.55), ("linear", 110, 0.1), ("constant", 110, 1.0),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_warms_up_and_falls_to_its_minimum(kind: str, step: int, expected: float) -> None:
+    train = TrainSection(
+        steps=110,
+        optimizer=OptimizerOptions(lr=1.0),
+        lr_schedule=LrSchedule(kind=kind, warmup_steps=10, min_ratio=0.1),  # type: ignore[arg-type]
+    )
+    assert learning_rate(step, train) == pytest.approx(expected)
+
+
+def test_weight_decay_leaves_norms_and_biases_alone() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.RMSNorm(4))
+    optimizer = build_optimizer([module], OptimizerOptions(weight_decay=0.3))
+    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {p.ndim: decayed[id(p)] for p in module.parameters()} == {2: 0.3, 1: 0.0}
+
+
+def test_a_peers_death_is_told_from_an_error_of_ones_own() -> None:
+    assert lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"))
+    assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_peer(ValueError("connection closed by peer"))
