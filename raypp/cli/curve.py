@@ -43,18 +43,24 @@ def loss_curve(
         lines.append(f"{label:>{margin}} {edge}{cells}")
     corner, line = ("+", "-") if ascii_only else ("└", "─")
     lines.append(f"{'':>{margin}} {corner}{line * columns}")
-    first, last = f"step {points[0][0]}", str(points[-1][0])
-    lines.append(f"{'':>{margin}}  {first}{last:>{columns - len(first)}}")
+    lines.append(f"{'':>{margin}}  {_step_labels(points[0][0], points[-1][0], columns)}")
     return lines
 
 
 def _value_labels(low: float, high: float) -> tuple[str, str]:
-    """The top and the bottom label, with as many digits as tell them apart."""
-    for digits in range(3, 8):
+    """The top and the bottom label, with as many digits (of up to six) as tell them apart."""
+    for digits in range(3, 7):
         labels = f"{high:.{digits}g}", f"{low:.{digits}g}"
         if labels[0] != labels[1]:
-            break
-    return labels
+            return labels
+    return f"{high:.3g}", f"{low:.3g}"
+
+
+def _step_labels(first: int, last: int, columns: int) -> str:
+    """The first and the last step below the axis; the last one only where there is no room for both."""
+    start = f"step {first}"
+    room = columns - len(start)
+    return f"{start}{last:>{room}}" if room > len(str(last)) else f"{last:>{columns}}"[-columns:]
 
 
 def _column_means(points: Sequence[tuple[int, float]], columns: int) -> list[tuple[int, float]]:

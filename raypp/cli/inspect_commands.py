@@ -118,10 +118,6 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     _warn_of_damage(reader)
 
 
-COMMANDS: tuple[click.Command, ...] = (status_command, list_command, history_command, events_command, logs_command)
-"""What `raypp` offers from this file."""
-
-
 class _LogPrinter:
     """Prints log lines with tags of one width."""
 

@@ -1,0 +1,230 @@
+"""status, list, history, events and logs, on the records of runs in a directory."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from raypp.cli.main import run
+from raypp.observe.lines import LogLine, document
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import STATUS_KEYS, RankStatus, RunStatus
+from raypp.records import Coordinates, Event, RunState, StepReport
+from raypp.storage import open_store
+
+MESH = {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
+RANKS = tuple(
+    RankStatus(rank, Coordinates(pp=rank // 2, fsdp=rank % 2), f"node{rank // 2}", 100 + rank, "running")
+    for rank in range(4)
+)
+STATUS = RunStatus("kjv", RunState.RUNNING, 4, 10, 2.5, 12345.0, 2, 1, "DIR/kjv/step-00000002", MESH, RANKS)
+
+
+def report(step: int, attempt: int = 1, loss: float = 2.0) -> StepReport:
+    return StepReport(step, loss, 0.5, 1000, 64, 0.1, 10000.0, attempt)
+
+
+def record(store, status=STATUS, events=(), logs=(), steps=()):
+    with RunRecorder(store, status.run, f"a{status.attempt}", interval_s=60) as recorder:
+        for step in steps:
+            recorder.step(step)
+        for event in events:
+            recorder.event(event)
+        for line in logs:
+            recorder.log(line)
+        recorder.status(status)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def kjv(store):
+    """URL/NAME of a run in its second attempt."""
+    steps = [report(step, 1, 1 / 3) for step in (1, 2, 3)] + [report(step, 2, 0.1 + step) for step in (3, 4)]
+    events = [
+        Event("submitted", "sent to the cluster", 100.0),
+        Event("rank_failed", "rank 3 died", 200.0, 1, 3, 3, "node1", {"cause": "signal 9"}),
+    ]
+    logs = [
+        LogLine("from one", 1, "pp0-fsdp1", 1, time=1.0),
+        LogLine("from [bold]zero[/bold]", 0, "pp0-fsdp0", 1, time=2.0),
+    ]
+    record(store, STATUS, events, logs, steps)
+    return f"{store.url}/kjv"
+
+
+def test_status_json_is_one_object_with_the_keys_of_the_contract(kjv, capsys):
+    assert run(["status", kjv, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert tuple(status) == STATUS_KEYS
+    assert status["state"] == "RUNNING"
+    assert status["ranks"][3] == {
+        "rank": 3,
+        "coordinates": {"pp": 1, "dp_replicate": 0, "fsdp": 1, "cp": 0},
+        "node": "node1",
+        "pid": 103,
+        "state": "running",
+    }
+
+
+def test_status_for_people_shows_progress_ranks_and_the_curve(kjv, capsys):
+    assert run(["status", kjv]) == 0
+    shown = capsys.readouterr().out
+    for words in ("kjv  RUNNING", "4 of 10", "2.5000", "12.3k", "pp 2 · fsdp 2", "pp1-fsdp1", "node1", "step 1"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_wider_than_the_terminal(store, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    status = dataclasses.replace(STATUS, error="something went wrong at a place with a very long name " * 5)
+    record(store, status, steps=[report(step, 2, 1 / step) for step in range(1, 500)])
+    run(["status", f"{store.url}/kjv"])
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= columns
+
+
+def test_history_is_json_lines_with_the_last_attempts_values_at_full_precision(kjv, capsys):
+    assert run(["history", kjv]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [
+        (1, 1, 1 / 3),
+        (2, 1, 1 / 3),
+        (3, 2, 0.1 + 3),
+        (4, 2, 0.1 + 4),
+    ]
+    assert list(rows[0]) == ["step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt"]
+
+
+def test_a_loss_that_is_no_number_does_not_break_history_or_status(store, capsys):
+    record(store, dataclasses.replace(STATUS, loss=math.nan), steps=[report(1, 2, math.nan), report(2, 2, math.inf)])
+    assert run(["history", f"{store.url}/kjv"]) == 0
+    assert [str(json.loads(line)["loss"]) for line in capsys.readouterr().out.splitlines()] == ["nan", "inf"]
+    assert run(["status", f"{store.url}/kjv"]) == 0
+
+
+def test_events_tell_time_rank_node_and_cause(kjv, capsys):
+    assert run(["events", kjv]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for words in ("rank_failed", "rank 3 died: signal 9", "step 3", "rank 3", "on node1"):
+        assert words in lines[1]
+    assert run(["events", kjv, "--json"]) == 0
+    events = json.loads(capsys.readouterr().out)
+    assert events[1] == {
+        "time": 200.0,
+        "kind": "rank_failed",
+        "message": "rank 3 died",
+        "attempt": 1,
+        "step": 3,
+        "rank": 3,
+        "node": "node1",
+        "cause": "signal 9",
+        "details": {"cause": "signal 9"},
+    }
+
+
+def test_logs_are_one_stream_tagged_with_coordinates(kjv, capsys):
+    assert run(["logs", kjv]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "pp0-fsdp1 | from one",
+        "pp0-fsdp0 | from [bold]zero[/bold]",
+    ]
+    assert run(["logs", kjv, "--rank", "1"]) == 0
+    assert capsys.readouterr().out == "pp0-fsdp1 | from one\n"
+
+
+def test_a_rank_that_is_not_there_is_an_error_that_says_which_are(kjv, capsys):
+    assert run(["logs", kjv, "--rank", "7"]) == 2
+    assert "0 to 3" in capsys.readouterr().err
+
+
+def test_logs_follow_prints_new_lines_until_the_run_ends(store, capsys):
+    recorder = RunRecorder(store, "kjv", "a1", interval_s=0.05)
+    recorder.status(STATUS)
+    recorder.log(LogLine("first", 0, "pp0", 1))
+    recorder.flush()
+
+    def train():
+        time.sleep(0.7)
+        recorder.log(LogLine("second", 0, "pp0", 1))
+        time.sleep(0.7)
+        recorder.log(LogLine("last", 0, "pp0", 1))
+        recorder.status(dataclasses.replace(STATUS, state=RunState.SUCCEEDED))
+        recorder.close()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert run(["logs", f"{store.url}/kjv", "--follow"]) == 0
+    thread.join()
+    assert capsys.readouterr().out.splitlines() == ["pp0 | first", "pp0 | second", "pp0 | last"]
+
+
+def test_status_watch_prints_each_change_until_the_run_ends(store, capsys):
+    recorder = RunRecorder(store, "kjv", "a1", interval_s=0.05)
+    recorder.status(STATUS)
+    recorder.flush()
+
+    def train():
+        time.sleep(1.5)
+        recorder.status(dataclasses.replace(STATUS, state=RunState.STOPPED, step=5))
+        recorder.close()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert run(["status", f"{store.url}/kjv", "--watch", "--json"]) == 0
+    thread.join()
+    seen = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert seen == ["RUNNING", "STOPPED"]
+
+
+def test_a_run_that_has_been_silent_for_long_does_not_show_as_running(store, capsys):
+    old = {**STATUS.as_dict(), "updated_at": time.time() - 3600}
+    store.put("kjv/status.json", document(old))
+    assert run(["status", f"{store.url}/kjv", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["state"] == "FAILED"
+    assert "no sign of life since" in status["error"]
+    assert {rank["state"] for rank in status["ranks"]} == {"gone"}
+
+
+def test_a_run_without_a_status_yet_is_pending(store, capsys):
+    store.put("kjv/spec.json", b"{}")
+    assert run(["status", f"{store.url}/kjv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "PENDING"
+
+
+@pytest.mark.parametrize("command", ["status", "history", "events", "logs"])
+def test_an_unknown_run_is_an_error_with_the_close_name(kjv, command, capsys):
+    assert run([command, kjv.replace("kjv", "kjw")]) == 2
+    assert f"did you mean {kjv}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "history", "events", "logs"])
+def test_a_name_nobody_knows_is_an_error(store, command):
+    assert run([command, "no-such-run"]) == 2
+
+
+def test_list_without_runs_says_how_to_start_one(store, capsys):
+    assert run(["list"]) == 0
+    assert "raypp submit" in capsys.readouterr().out
+    assert run(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_reading_a_run_imports_neither_torch_nor_ray(kjv):
+    code = (
+        "import sys; from raypp.cli.main import run; "
+        f"assert run(['status', {kjv!r}, '--json']) == 0; "
+        "assert not {'torch', 'ray'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

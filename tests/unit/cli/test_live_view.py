@@ -1,0 +1,153 @@
+"""The live view of a run, on real records, with and without a terminal."""
+
+import dataclasses
+import io
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from raypp.cli.live import LiveView, next_commands, summary_view
+from raypp.control.runs import RunPlace
+from raypp.observe.lines import document
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.storage import open_store
+
+STATUS = RunStatus("r", RunState.RUNNING, 0, 100, mesh={"pp": 1})
+
+
+def report(step: int, attempt: int = 1, loss: float | None = None) -> StepReport:
+    return StepReport(step, 5.0 - step / 50 if loss is None else loss, 0.5, 1000, 64, 0.1, 10000.0, attempt)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    return open_store(str(tmp_path / "store"))
+
+
+def place_of(store) -> RunPlace:
+    return RunPlace(store.url, "r", None)
+
+
+def console(terminal: bool = False, width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None)
+
+
+def train(store, end: RunState = RunState.SUCCEEDED, first: int = 1, last: int = 100) -> threading.Thread:
+    def life():
+        with RunRecorder(store, "r", f"t{first}", interval_s=0.05) as recorder:
+            recorder.event(Event("seated", f"from step {first}"))
+            for step in range(first, last + 1):
+                recorder.step(report(step))
+                recorder.status(dataclasses.replace(STATUS, step=step))
+                if step % 50 == 0:
+                    recorder.event(Event("committed", f"step {step} is durable", step=step))
+                time.sleep(0.01)
+            recorder.status(dataclasses.replace(STATUS, state=end, step=last))
+
+    thread = threading.Thread(target=life)
+    thread.start()
+    return thread
+
+
+def test_without_a_terminal_a_whole_run_is_about_twenty_lines_and_its_events(store):
+    screen, thread = console(), train(store)
+    status = LiveView(screen, poll_s=0.01).follow(place_of(store), RunReader(store, "r"))
+    thread.join()
+    assert status["state"] == "SUCCEEDED"
+    lines = screen.file.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert 2 <= len(steps) <= 21
+    assert steps[-1].startswith("step 100/100  loss 3.0000  10k tokens/s  ETA 0:00")
+    assert sum("committed" in line for line in lines) == 2
+    assert "\x1b" not in screen.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_on_a_terminal_one_line_moves_and_events_stay(store, width):
+    screen, thread = console(terminal=True, width=width), train(store)
+    LiveView(screen, poll_s=0.05).follow(place_of(store), RunReader(store, "r"))
+    thread.join()
+    shown = screen.file.getvalue()
+    assert "━" in shown
+    assert "ETA" in shown
+    assert shown.count("step 50 is durable") == 1
+
+
+def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
+    train(store, RunState.STOPPED, last=50).join()
+    reader, screen = RunReader(store, "r"), console()
+    view = LiveView(screen, poll_s=0.01)
+    view.leave_out_the_past(reader)
+    timer = threading.Timer(0.3, lambda: train(store, first=51).join())
+    timer.start()
+    status = view.follow(place_of(store), reader)
+    timer.join()
+    assert status["state"] == "SUCCEEDED"
+    shown = screen.file.getvalue()
+    assert "from step 51" in shown
+    assert "from step 1\n" not in shown
+    assert "step  50/100" not in shown
+
+
+def test_following_ends_when_the_caller_says_so(store):
+    with RunRecorder(store, "r", "a1") as recorder:
+        recorder.status(STATUS)
+    looks = iter([False, False, True])
+    view = LiveView(console(), poll_s=0.01)
+    assert view.follow(place_of(store), RunReader(store, "r"), lambda: next(looks))["state"] == "RUNNING"
+
+
+def test_following_ends_when_the_run_has_been_silent_for_long(store):
+    store.put("r/status.json", document({**STATUS.as_dict(), "updated_at": time.time() - 3600}))
+    view = LiveView(console(), poll_s=0.01)
+    assert view.follow(place_of(store), RunReader(store, "r"))["state"] == "FAILED"
+
+
+def test_ctrl_c_reaches_the_caller(store):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LiveView(console(terminal=True)).follow(place_of(store), RunReader(store, "r"), interrupt)
+
+
+def test_the_line_shows_where_a_restarted_run_is_now():
+    view = LiveView(console(terminal=True))
+    rows = [dataclasses.asdict(report(step)) for step in range(1, 8)]
+    view.update(dataclasses.replace(STATUS, step=12).as_dict(), rows, [])
+    assert view._figures()[0] == "step   7/100"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_summary_tells_the_end_and_fits_the_terminal(width):
+    screen = console(width=width)
+    rows = [dataclasses.asdict(report(step)) for step in range(1, 101)]
+    events = [Event("submitted", "", 1000.0), Event("succeeded", "", 1083.0)]
+    status = dataclasses.replace(
+        STATUS, state=RunState.SUCCEEDED, step=100, restarts=2, checkpoint="s3://bucket/r/step-00000100"
+    )
+    screen.print(summary_view(RunPlace("s3://bucket", "r", None), status.as_dict(), rows, events, screen))
+    shown = screen.file.getvalue()
+    for words in ("SUCCEEDED", "100 of 100", "3.0000", "10k", "1:23", "step-00000100", "raypp history r", "step 1"):
+        assert words in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+
+
+def test_the_summary_of_a_run_that_never_made_a_step_is_short_and_names_the_error():
+    screen = console()
+    status = dataclasses.replace(STATUS, state=RunState.FAILED, error="data.path: no such file")
+    screen.print(summary_view(RunPlace("s3://bucket", "r", None), status.as_dict(), [], [], screen))
+    assert "data.path: no such file" in screen.file.getvalue()
+    assert "raypp logs r" in screen.file.getvalue()
+
+
+def test_a_run_that_goes_on_offers_to_watch_and_to_stop_it():
+    commands = [command for command, _ in next_commands(RunPlace("s3://bucket", "r", None), STATUS.as_dict())]
+    assert "raypp status r --watch" in commands
+    assert "raypp stop r" in commands
