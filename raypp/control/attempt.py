@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass, field
@@ -82,10 +83,8 @@ class Placement:
         self.infeasible_since = None
         if self.group is not None:
             return
-        try:
+        with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(self.name))  # an earlier life's
-        except ValueError:
-            pass
         self.group = placement_group([dict(self.bundle)] * self.world, strategy="PACK", name=self.name)
 
     def nodes(self) -> list[str] | None:
@@ -94,7 +93,7 @@ class Placement:
         if table.get("state") != "CREATED":
             return None
         where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
         return [where[index] for index in range(self.world)] if set(where.values()) <= alive else None
 
     def hopeless(self) -> str | None:
@@ -109,7 +108,8 @@ class Placement:
         if self.infeasible_since is not None and now - self.infeasible_since > _INFEASIBLE_GRACE_S:
             return f"the cluster cannot hold {self.world} ranks of {want}: it has {capacity()}"
         if now - self.asked_at > _PLACEMENT_TIMEOUT_S:
-            return f"{self.world} ranks of {want} did not become free within {_PLACEMENT_TIMEOUT_S:.0f} s; the cluster has {capacity()}"
+            waited = f"did not become free within {_PLACEMENT_TIMEOUT_S:.0f} s"
+            return f"{self.world} ranks of {want} {waited}; the cluster has {capacity()}"
         return None
 
     def remove(self) -> None:
@@ -121,12 +121,18 @@ class Placement:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
 
 
+def all_nodes() -> list[dict[str, Any]]:
+    """Every node Ray has known, dead ones too (`Alive`)."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
+
+
 def capacity() -> str:
     """What the living nodes have, for people."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     parts = [
-        f"{node['NodeManagerAddress']} ({node['Resources'].get('CPU', 0):g} CPU, {node['Resources'].get('GPU', 0):g} GPU)"
-        for node in nodes
+        f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU)"
+        for node in all_nodes()
+        if node["Alive"] and (has := node["Resources"]) is not None
     ]
     return ", ".join(parts) or "no living node"
 
@@ -202,7 +208,7 @@ class Attempt:
 
     def _start_workers(self, nodes: list[str]) -> None:
         """One actor per bundle, named after the seat planned for it: Ray's names cannot change later."""
-        addresses = {node["NodeID"]: node for node in ray.nodes()}
+        addresses = {node["NodeID"]: node for node in all_nodes()}
         facts = [
             NodeFacts(node, addresses[node]["NodeManagerAddress"], addresses[node]["NodeManagerHostname"], 0, "")
             for node in nodes
@@ -212,8 +218,9 @@ class Attempt:
         for bundle, number in enumerate(order):
             coordinates = self.mesh.coordinates(number)
             label = coordinates.label(self.mesh.sizes)
-            strategy = PlacementGroupSchedulingStrategy(self.placement.group, placement_group_bundle_index=bundle)
-            actor = (
+            group = cast(PlacementGroup, self.placement.group)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            actor: Any = (
                 ray.remote(Worker)
                 .options(
                     name=f"raypp/{self.request.run}/{label}{suffix}",
@@ -306,7 +313,7 @@ class Attempt:
         rank.failed, rank.state = True, "dead"
         if isinstance(error, GetTimeoutError) or not isinstance(error, RayActorError):
             return self._failure(rank, "raised", text.strip().splitlines()[-1] if text.strip() else repr(error), text)
-        node = next((node for node in ray.nodes() if node["NodeID"] == rank.node_id), None)
+        node = next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
         if node is None or not node["Alive"]:
             return self._failure(rank, "node_lost", f"its node {rank.node} is lost", text)
         return self._failure(

@@ -46,7 +46,9 @@ class Controller:
     """
 
     def __init__(self, request: RunRequest) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True)
+        logging.basicConfig(
+            level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+        )
         load_private_environment()
         self._request = request
         self._job = Job.model_validate(request.job)
@@ -162,7 +164,9 @@ class Controller:
         newest = checkpoints[-1].step if checkpoints else None
         self._record.begin(newest, earlier)
         if self._again:
-            self._tell(Event("controller_restarted", "the controller was restarted; its workers are gone", attempt=last))
+            self._tell(
+                Event("controller_restarted", "the controller was restarted; its workers are gone", attempt=last)
+            )
         else:
             self._tell(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
         self._apply(m.Start(last, newest, interrupted=self._again))
@@ -274,9 +278,14 @@ class Controller:
         wanted = self._job.resources.device
         if wanted != "auto":
             return wanted
-        gpus = ray.cluster_resources().get("GPU", 0)
+        gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
         device = "cuda" if gpus >= self._job.mesh.world else "cpu"
-        self._tell(Event("device_chosen", f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks"))
+        self._tell(
+            Event(
+                "device_chosen",
+                f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks",
+            )
+        )
         return device
 
     def _end_everything(self) -> None:
@@ -334,5 +343,6 @@ class Controller:
         newest = self._machine.committed_step
         start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
         pause = f" in {delay_s:g} s" if delay_s else ""
-        self._tell(Event("restarting", f"a new attempt{pause}, from {start}, because {cause}", attempt=self._machine.attempt))
-
+        self._tell(
+            Event("restarting", f"a new attempt{pause}, from {start}, because {cause}", attempt=self._machine.attempt)
+        )

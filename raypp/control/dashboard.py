@@ -65,7 +65,9 @@ def dashboard_url(address: str) -> str:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
         raise JobError(
-            Problem("--address", f"{address!r} is not a dashboard's address", "give it as http://host:8265 or host:8265")
+            Problem(
+                "--address", f"{address!r} is not a dashboard's address", "give it as http://host:8265 or host:8265"
+            )
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     if port is None and parts.scheme == "http":

@@ -10,6 +10,7 @@ the answer as one JSON object on the last line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     import ray
 
     load_private_environment()
-    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     if arguments:
         print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201
         return 0
@@ -83,7 +84,7 @@ def _lead(request: RunRequest) -> int:
 
     from raypp.control.controller import Controller
 
-    controller = (
+    controller: Any = (
         ray.remote(Controller)
         .options(
             name=controller_name(request.run),
@@ -120,7 +121,8 @@ def _follow(controller: Any) -> Outcome | None:
     silent_since: float | None = None
     while True:
         try:
-            lines, cursor, outcome = ray.get(controller.follow.remote(cursor), timeout=30)
+            told: tuple[list[str], int, Outcome | None] = ray.get(controller.follow.remote(cursor), timeout=30)
+            lines, cursor, outcome = told
             silent_since = None
         except ray.exceptions.GetTimeoutError:
             continue

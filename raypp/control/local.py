@@ -211,7 +211,13 @@ def _start_ray_head(
     }
     with (home / "ray.log").open("wb") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ray_dir, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=ray_dir,
+            env=environment,
+            start_new_session=True,
         )
 
 

@@ -6,7 +6,7 @@ nothing starts after the end, and a run always ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -42,7 +42,7 @@ class Machine:
         error: The last failure, in words.
     """
 
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
     state: RunState = RunState.PENDING
     phase: Phase = Phase.IDLE
     attempt: int = 0
@@ -171,7 +171,7 @@ Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
 _ALIVE = (Phase.LAUNCHING, Phase.RUNNING, Phase.ENDING)
 
 
-def step(machine: Machine, event: Happening) -> Step:  # noqa: PLR0911 - one branch per event
+def step(machine: Machine, event: Happening) -> Step:
     """What follows from an event. Events that come too late to matter change nothing."""
     if machine.phase is Phase.DONE:
         return machine, ()

@@ -18,7 +18,7 @@ SECRETS = (
     "AWS_SESSION_TOKEN",
     "HF_TOKEN",
 )
-"""Variables that go into the private file, never into env_vars."""
+"""Variables that go into the private file, never into env_vars; the three AWS ones first, in this order."""
 SETTINGS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",

@@ -87,7 +87,7 @@ class RunRecord:
     def show(
         self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
     ) -> None:
-        """Makes the status say how the machine and the ranks stand. Without ranks, the last ones stay, as they ended."""
+        """Makes the status say how machine and ranks stand. Without ranks the last ones stay, as they ended."""
         shown = tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
         if not shown:
             over = {"done": "done"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -134,7 +133,7 @@ class LogTail:
         self._rest = b""
         self._offset = 0
         path = Path(f"/proc/self/fd/{descriptor}")
-        self._path = Path(os.readlink(path)) if path.is_symlink() else None
+        self._path = path.readlink() if path.is_symlink() else None
         if self._path is not None and not self._path.is_file():
             self._path = None
 

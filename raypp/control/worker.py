@@ -51,7 +51,7 @@ class Worker:
     def where(self) -> Presence:
         """Where this process is, and a port of its node that is free now."""
         context = ray.get_runtime_context()
-        ip = ray.util.get_node_ip_address()
+        ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         devices = context.get_accelerator_ids().get("GPU", [])
         facts = NodeFacts(
             node_id=context.get_node_id(),
@@ -145,11 +145,11 @@ def interface_of(ip: str) -> str:
     found = psutil.net_if_addrs()
     for name, addresses in found.items():
         if any(address.address.partition("%")[0] == ip for address in addresses):
-            return name
+            return str(name)
     if ip.startswith("127."):
         for name, addresses in found.items():
             if any(address.address.startswith("127.") for address in addresses):
-                return name
+                return str(name)
     raise UnreachableError(f"no interface of {socket.gethostname()} has Ray's address {ip}: {sorted(found)}")
 
 

@@ -1,0 +1,277 @@
+"""`raypp submit | save | stop`: start a run, and steer one that goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.runs import add_spec, read_spec, write_spec
+from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.cli.live import LiveView
+from raypp.cli.look_up import find_run, present_status
+from raypp.control import client, runs
+from raypp.control.clusters import Cluster, find_cluster, lend_store_settings
+from raypp.control.dashboard import FINAL_JOB_STATES
+from raypp.control.runs import RunPlace
+from raypp.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RUN_FAILED,
+    CheckpointError,
+    JobError,
+    Problem,
+    RayppError,
+    UnreachableError,
+)
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.records import RunState
+from raypp.spec.job import Job
+from raypp.spec.load import JobFile, job_document
+from raypp.storage import ObjectStore, StoreError, open_store
+
+_JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
+_JOB_POLL_S = 2.0
+_RECORDS_PATIENCE_S = 15.0
+
+
+@click.command("submit")
+@job_argument
+@click.option(
+    "--address",
+    metavar="A",
+    help="The cluster's dashboard, http://host:8265.  [default: RAYPP_ADDRESS, then the embedded cluster]",
+)
+@click.option("--detach", is_flag=True, help="Return when the cluster has accepted the run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@click.option("--dry-run", is_flag=True, help="Check everything, the store and the cluster too; start nothing.")
+@click.option("--resume", is_flag=True, help="Go on with the run of this name, from its newest checkpoint.")
+def submit_command(
+    job: Path, overrides: tuple[str, ...], address: str | None, detach: bool, as_json: bool, dry_run: bool, resume: bool
+) -> None:
+    """Check JOB, send it to the cluster, and follow the run to its end.
+
+    Ctrl-C leaves the run going. The exit code is the run's: 0 when it succeeded, 1 when it failed.
+    """
+    file = load_checked_job(job, overrides)
+    cluster = find_cluster(address)
+    lent = lend_store_settings(cluster.embedded)
+    if lent and file.job.checkpoint.url.startswith("s3://"):
+        click.echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
+    cluster.dashboard.ray_version()
+    store = open_store(file.job.checkpoint.url)
+    store.probe()
+    _check_name(file, store, resume)
+    _check_not_running(file.job, store, cluster)
+    device = client.check_resources(file.job, cluster)
+    if dry_run:
+        click.echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
+        return
+    _write_spec(file.job, store, resume)
+    place, view = _submit(file.job, store, cluster, resume)
+    click.echo(
+        f"{place.name}: accepted by {cluster.address} as Ray job {place.submission_id}, "
+        f"{file.job.mesh.world} ranks on {device}",
+        err=as_json,
+    )
+    if detach:
+        _say_how_to_come_back(place, as_json)
+        if as_json:
+            _print_json({**dict.fromkeys(_JSON_KEYS), "run": place.name, "state": str(RunState.PENDING)})
+        return
+    raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json))
+
+
+@click.command("save")
+@click.argument("run")
+def save_command(run: str) -> None:
+    """Write a checkpoint of RUN now; return when it is committed."""
+    place, reader, cluster = _living(run)
+    answer = client.command_run(cluster, place.name, "save")
+    if not answer["found"]:
+        raise _over(place, reader)
+    if answer["committed"] is None:
+        raise CheckpointError(Problem("RUN", answer["what"], f"`raypp events {place.name}` tells what happened"))
+    click.echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
+
+
+@click.command("stop")
+@click.argument("run")
+@click.option("--no-save", is_flag=True, help="End it at once, without a last checkpoint.")
+def stop_command(run: str, no_save: bool) -> None:
+    """End RUN after a last checkpoint; return when it has ended."""
+    place, reader, cluster = _living(run)
+    answer = client.command_run(cluster, place.name, "stop-now" if no_save else "stop")
+    if not answer["found"]:
+        raise _over(place, reader)
+    if answer["state"] is None:
+        raise UnreachableError(
+            Problem("RUN", f"{place.name} was asked to stop and has not ended yet", "use --no-save to end it at once")
+        )
+    checkpoint = answer["checkpoint"] or "none"
+    click.echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
+
+
+# submit, step by step ---------------------------------------------------------------------------------
+
+
+def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
+    """A new run needs a free name, a resume a run whose checkpoints still fit."""
+    name = file.job.name
+    exists = store.head(f"{name}/spec.json") is not None
+    if exists and not resume:
+        problem = Problem(
+            "name",
+            f"a run named {name!r} is already at {store.url}",
+            "go on with it (`raypp submit --resume`), or choose another name (`--set name=…`)",
+        )
+        raise JobError(file.locate(problem))
+    if resume and not exists:
+        problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", "leave --resume out")
+        raise JobError(file.locate(problem))
+    if resume and (problems := check_resume(read_spec(store, name), file.job)):
+        raise JobError(file.locate(problem) for problem in problems)
+
+
+def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
+    if runs.controller_alive(RunPlace(store.url, job.name, cluster.address)):
+        raise JobError(
+            Problem(
+                "name",
+                f"a run named {job.name!r} goes on in this cluster",
+                f"follow it with `raypp status {job.name} --watch`, end it with `raypp stop {job.name}`, "
+                "or choose another name",
+            )
+        )
+
+
+def _write_spec(job: Job, store: ObjectStore, resume: bool) -> None:
+    if resume:
+        add_spec(store, job.name, job_document(job))
+    else:
+        write_spec(store, job.name, job_document(job))
+
+
+def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tuple[RunPlace, LiveView]:
+    """Hands the run over and writes it down; a new name is free again when the cluster does not take it."""
+    view = LiveView()
+    if resume:
+        view.leave_out_the_past(RunReader(store, job.name))
+    try:
+        submission = client.submit_run(job, cluster, store.url)
+    except RayppError:
+        if not resume:
+            store.delete([f"{job.name}/spec.json"])
+        raise
+    place = RunPlace(store.url, job.name, cluster.address, submission.submission_id, time.time())
+    runs.remember_run(place)
+    return place, view
+
+
+def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
+    """Shows the run until its end; returns the run's exit code."""
+    if as_json:
+        view.console.file = click.get_text_stream("stderr")
+    watch = _JobWatch(cluster, place.submission_id)
+    try:
+        try:
+            status = view.follow(place, reader, watch.over)
+        except StoreError as error:
+            click.echo(f"the run's records cannot be read from here ({error}); showing the Ray job's log", err=True)
+            return watch.tail_log()
+        code = watch.exit_code(status)
+        # A controller that died with its driver leaves no end behind: what the records say is then put right.
+        view.summary(place, status, reader.history(), reader.events())
+    except KeyboardInterrupt:
+        click.echo(f"\n{place.name} goes on without you", err=True)
+        _say_how_to_come_back(place, True)
+        return EXIT_INTERRUPTED
+    if as_json:
+        _print_json(status)
+    return code
+
+
+class _JobWatch:
+    """The Ray job of a run, looked at now and then."""
+
+    def __init__(self, cluster: Cluster, submission_id: str) -> None:
+        self._dashboard = cluster.dashboard
+        self._id = submission_id
+        self._looked = 0.0
+        self._ended: float | None = None
+        self.job: dict[str, Any] | None = None
+
+    def over(self) -> bool:
+        """Whether the job ended a while ago: whatever the records say then, nothing more will come."""
+        now = time.monotonic()
+        if now - self._looked >= _JOB_POLL_S:
+            self._looked = now
+            self._look()
+        return self._ended is not None and now - self._ended > _RECORDS_PATIENCE_S
+
+    def _look(self) -> None:
+        try:
+            self.job = self._dashboard.job(self._id)
+        except RayppError:
+            return  # the records tell how the run goes; a cluster that does not answer is no end
+        if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
+            self._ended = time.monotonic()
+
+    def exit_code(self, status: dict[str, Any]) -> int:
+        """The run's exit code, by its driver's when that is known."""
+        if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
+            return EXIT_OK
+        for _ in range(20):
+            self._look()
+            if self._ended is not None:
+                break
+            time.sleep(0.1)
+        code = (self.job or {}).get("driver_exit_code")
+        if not is_final(status):
+            message = (self.job or {}).get("message") or "it is gone"
+            click.echo(f"the run's Ray job ended before the run did: {message}", err=True)
+        return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
+
+    def tail_log(self) -> int:
+        """Prints the job's log until the job ends; returns its exit code."""
+        shown = 0
+        while True:
+            self._look()
+            log = self._dashboard.job_logs(self._id)
+            click.echo(log[shown:], nl=False)
+            shown = len(log)
+            if self._ended is not None:
+                code = (self.job or {}).get("driver_exit_code")
+                return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
+            time.sleep(_JOB_POLL_S / 2)
+
+
+def _say_how_to_come_back(place: RunPlace, err: bool) -> None:
+    click.echo(f"  follow it:  raypp status {place.name} --watch", err=err)
+    click.echo(f"  its output: raypp logs {place.name} --follow", err=err)
+    click.echo(f"  end it:     raypp stop {place.name}", err=err)
+
+
+def _print_json(status: dict[str, Any]) -> None:
+    click.echo(json.dumps({key: status.get(key) for key in _JSON_KEYS}))
+
+
+# save and stop ----------------------------------------------------------------------------------------
+
+
+def _living(run: str) -> tuple[RunPlace, RunReader, Cluster]:
+    place, reader = find_run(run)
+    status = reader.status()
+    if is_final(status):
+        raise _over(place, reader)
+    return place, reader, runs.cluster_of(place)
+
+
+def _over(place: RunPlace, reader: RunReader) -> JobError:
+    state = present_status(place, reader)["state"]
+    return client.no_such_controller(place.name, state if RunState(state).final else f"{state} by its records")

@@ -1,0 +1,219 @@
+"""Submitting runs to a cluster, and handing commands to their controllers."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.control.clusters import Cluster
+from raypp.control.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
+from raypp.control.messages import RunRequest
+from raypp.control.package import build_package
+from raypp.control.private import SECRETS, SETTINGS, collect
+from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
+from raypp.spec.job import Job
+from raypp.spec.load import job_document
+
+_COMMAND_PATIENCE_S = 180.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run the cluster has accepted."""
+
+    submission_id: str
+    address: str
+
+
+def check_resources(job: Job, cluster: Cluster) -> str:
+    """Which device the ranks will use, when enough are free.
+
+    Raises:
+        UnreachableError: The cluster does not answer.
+        ResourcesError: Fewer free devices than ranks; says how many are free, where, and what mesh would fit.
+    """
+    nodes = cluster.dashboard.nodes()
+    world, cpus = job.mesh.world, job.resources.cpus_per_rank
+    device = job.resources.device
+    if device == "auto":
+        device = "cuda" if sum(node.gpus for node in nodes) >= world else "cpu"
+    free = {node.node_id: _places(node, device, cpus) for node in nodes}
+    total = sum(free.values())
+    if total >= world:
+        return device
+    what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
+    where = ", ".join(f"{node.ip} {free[node.node_id]} of {_all_places(node, device, cpus)}" for node in nodes)
+    raise ResourcesError(
+        Problem(
+            "mesh",
+            f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})",
+            _way_out(job, total, device, cluster),
+        )
+    )
+
+
+def _places(node: NodeResources, device: str, cpus: float) -> int:
+    by_cpu = int((node.free_cpus + 1e-6) // cpus)
+    return min(by_cpu, int(node.free_gpus)) if device == "cuda" else by_cpu
+
+
+def _all_places(node: NodeResources, device: str, cpus: float) -> int:
+    return int(node.gpus) if device == "cuda" else int((node.cpus + 1e-6) // cpus)
+
+
+def _way_out(job: Job, free: int, device: str, cluster: Cluster) -> str:
+    fitting = fitting_mesh(job, free)
+    mesh = f"a mesh that fits: {fitting}; or " if fitting else ""
+    if cluster.embedded is not None and device == "cpu":
+        return f"{mesh}end another run, or `raypp local down` and `raypp local up --cpus {job.mesh.world}`"
+    return f"{mesh}end another run, or add nodes"
+
+
+def fitting_mesh(job: Job, free: int) -> str | None:
+    """The largest mesh of at most `free` ranks with the job's other axes: fewer fsdp, then fewer pp; None if none."""
+    mesh = job.mesh
+    candidates = []
+    for pp in range(1, mesh.pp + 1):
+        for fsdp in range(1, mesh.fsdp + 1):
+            for replicate in range(1, mesh.dp_replicate + 1):
+                world = pp * fsdp * replicate * mesh.cp
+                if world <= free and (fsdp * mesh.cp) % mesh.ep == 0:
+                    candidates.append((world, pp, fsdp, replicate))
+    if not candidates:
+        return None
+    _, pp, fsdp, replicate = max(candidates)
+    axes = {"pp": pp, "dp_replicate": replicate, "fsdp": fsdp}
+    changed = {axis: length for axis, length in axes.items() if length != getattr(mesh, axis)}
+    return " ".join(f"--set mesh.{axis}={length}" for axis, length in changed.items())
+
+
+def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | None = None) -> Submission:
+    """Gives a checked job to the cluster as a Ray job; returns when it is accepted.
+
+    Args:
+        job: Its spec is in the store already.
+        url: Of the store, in its absolute form.
+        rank_function: For tests, see `RunRequest`.
+
+    Raises:
+        UnreachableError: The cluster does not answer, or does not take the job.
+    """
+    submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    settings = collect(SETTINGS, dict(os.environ))
+    request = RunRequest(job.name, job_document(job), submission_id, {}, rank_function)
+    name, content = build_package(request, collect_secrets())
+    environment = {
+        **settings,
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "PYTHONUNBUFFERED": "1",
+        **_paths_for_tests(rank_function),
+    }
+    document = {
+        "entrypoint": f"{_python(cluster)} -m raypp.control.driver",
+        "submission_id": submission_id,
+        "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
+        "metadata": {"raypp_run": job.name, "raypp_url": url},
+    }
+    try:
+        accepted = cluster.dashboard.submit_job(document)
+    except DashboardError as error:
+        raise UnreachableError(Problem("address", f"the cluster did not take the job: {error}")) from None
+    return Submission(accepted, cluster.address)
+
+
+def collect_secrets() -> dict[str, str]:
+    """The submitter's credentials; from AWS_PROFILE too, since a profile's file is on this machine only."""
+    found = collect(SECRETS, dict(os.environ))
+    if "AWS_ACCESS_KEY_ID" not in found and os.environ.get("AWS_PROFILE"):
+        import boto3
+
+        keys = boto3.Session().get_credentials()
+        if keys is not None:
+            frozen = keys.get_frozen_credentials()
+            values = (frozen.access_key, frozen.secret_key, frozen.token)
+            found |= {name: value for name, value in zip(SECRETS, values, strict=False) if value}
+    return found
+
+
+def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+    """Hands `save`, `stop` or `stop-now` to a run's controller, and waits until it is done.
+
+    On the embedded cluster a short-lived process of this machine joins it; anywhere else a tiny Ray job does
+    the same, so that only the dashboard's address is needed.
+
+    Returns:
+        What `driver.command` returns.
+    """
+    if cluster.embedded is not None:
+        return _by_process(cluster, run, command)
+    return _by_job(cluster, run, command)
+
+
+def _by_process(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+    assert cluster.embedded is not None
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "raypp.control.driver", command, run],
+        env=environment | cluster.embedded.ray_environment(),
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_PATIENCE_S,
+        check=False,
+    )
+    return _answer(done.stdout, done.stderr)
+
+
+def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+    dashboard = cluster.dashboard
+    name, content = build_package(None, {})
+    submission_id = dashboard.submit_job(
+        {
+            "entrypoint": f"{_python(cluster)} -m raypp.control.driver {command} {run}",
+            "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
+            "metadata": {"raypp_command": f"{command} {run}"},
+        }
+    )
+    end = time.monotonic() + _COMMAND_PATIENCE_S
+    while time.monotonic() < end:
+        job = dashboard.job(submission_id)
+        if job is None or job["status"] in FINAL_JOB_STATES:
+            return _answer(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
+        time.sleep(0.1)
+    raise UnreachableError(
+        Problem("address", f"the cluster did not carry out `{command}` in {_COMMAND_PATIENCE_S:.0f} s")
+    )
+
+
+def _answer(output: str, errors: str) -> dict[str, Any]:
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    tail = "\n".join((errors or output).splitlines()[-5:])
+    raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}"))
+
+
+def _python(cluster: Cluster) -> str:
+    """The interpreter on the nodes: this one when the head is this machine, else the first on the raylet's PATH."""
+    if cluster.embedded is not None:
+        return shlex.quote(cluster.embedded.python)
+    here = any(node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
+    return shlex.quote(sys.executable) if here else "python"
+
+
+def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
+    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if rank_function and os.environ.get("PYTHONPATH") else {}
+
+
+def no_such_controller(run: str, state: str) -> JobError:
+    """The run a command is for is over."""
+    return JobError(
+        Problem("RUN", f"{run} is {state}; nothing leads it now", "`raypp submit JOB --resume` goes on with it")
+    )

@@ -1,0 +1,55 @@
+"""The package of a run's Ray job: raypp's code, the request, and the submitter's keys in a private file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import raypp
+from raypp.control.driver import REQUEST_FILE
+from raypp.control.messages import RunRequest
+from raypp.control.private import FILE as PRIVATE_FILE
+
+_EPOCH = (2020, 1, 1, 0, 0, 0)
+
+
+def code_files() -> list[tuple[str, bytes]]:
+    """Every file of the raypp that runs now, as (path in the package, content)."""
+    root = Path(raypp.__file__).parent
+    return [
+        (f"raypp/{path.relative_to(root).as_posix()}", path.read_bytes())
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix in (".py", ".typed", ".json", ".html")
+    ]
+
+
+def build_package(request: RunRequest | None, secrets: dict[str, str]) -> tuple[str, bytes]:
+    """A zip that Ray unpacks as a job's working directory on every node.
+
+    The same content makes the same bytes and the same name, so it is uploaded once.
+
+    Args:
+        request: The run to lead; None for a job that only hands a command to a controller.
+        secrets: Variables for the private file.
+
+    Returns:
+        The package's name, a content hash, and its bytes.
+    """
+    files = [(name, data, 0o644) for name, data in code_files()]
+    if request is not None:
+        files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode(), 0o644))
+    if secrets:
+        files.append((PRIVATE_FILE, json.dumps(secrets).encode(), 0o600))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data, mode in files:
+            info = zipfile.ZipInfo(name, _EPOCH)
+            info.external_attr = mode << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, data)
+    content = buffer.getvalue()
+    return f"_ray_pkg_{hashlib.sha256(content).hexdigest()[:32]}.zip", content
