@@ -29,9 +29,9 @@ def plan_command(job: Path, overrides: tuple[str, ...], link_gbps: float | None,
     The mesh and who sits where, the cut of the layers, a picture of the schedule, memory per rank, the bubble, bytes
     over the links. Every mistake of the job file is told at once.
     """
+    file = load_checked_job(job, overrides)
     from raypp.planning.plan import make_plan
 
-    file = load_checked_job(job, overrides)
     plan = make_plan(file.job, link_gbps=link_gbps)
     if as_json:
         click.echo(json.dumps(plan.as_dict(), indent=2))

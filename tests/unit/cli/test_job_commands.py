@@ -1,0 +1,204 @@
+"""The frame of the command line, and the commands that need no cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import jsonschema
+import pytest
+import yaml
+
+from raypp.cli import main as frame
+from raypp.cli.main import COMMANDS, FAMILIES, cli, run
+from raypp.errors import (
+    JobError,
+    Problem,
+    RayppError,
+    ResourcesError,
+    RunFailedError,
+    UnreachableError,
+)
+
+REPOSITORY = Path(__file__).parents[3]
+QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch):
+    """Gives `raypp plan` a body that raises."""
+
+    def install(error: BaseException) -> None:
+        @click.command("plan")
+        def command() -> None:
+            raise error
+
+        monkeypatch.setattr(frame, "load_object", lambda _: command)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+)
+def test_the_quick_commands_import_neither_torch_nor_ray_nor_boto3(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom raypp.cli.main import run\n"
+        f"code = run({arguments!r})\n"
+        "print(code, sorted({'torch', 'ray', 'boto3', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] in ("0 []", "2 []")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_is_there_under_its_name_and_has_help(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.name == name
+    assert command.help
+
+
+def test_every_command_is_listed_in_one_family() -> None:
+    listed = [name for names in FAMILIES.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed and text in printed for name, (_, text) in COMMANDS.items())
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("raypp ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["plna"], "there is no command 'plna'; did you mean 'plan'?"),
+        (["plan"], "Missing argument 'JOB'"),
+        (["plan", QUICKSTART, "--sett", "x"], "No such option"),
+        (["plan", QUICKSTART, "--link-gbps", "0"], "--link-gbps"),
+        (["plan", "none.yaml"], "none.yaml: there is no such file"),
+        (["explain", "mesh.ppp"], "did you mean mesh.pp?"),
+        (["list-kinds", "foo"], "there are: model.kind"),
+    ],
+)
+def test_wrong_arguments_leave_with_2_and_say_what_is_wrong(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert printed.out == ""
+
+
+def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("name: a\ndata: {kind: synthetic}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n  cp: 2\n")
+    assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
+    printed = capsys.readouterr().err
+    assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
+    assert f"{job}:7 mesh.cp: 2 is not available yet; available: 1\n  fix:" in printed
+    assert "--set pipeline.microbatches=2: " in printed
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RayppError("x"), 1),
+        (RunFailedError("x"), 1),
+        (JobError("x"), 2),
+        (UnreachableError("x"), 3),
+        (ResourcesError("x"), 4),
+    ],
+)
+def test_an_errors_exit_code_is_the_commands(
+    raising, error: RayppError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(error)
+    assert run(["plan"]) == code
+    assert capsys.readouterr().err == "x\n"
+
+
+def test_problems_are_printed_as_where_what_and_fix(raising, capsys: pytest.CaptureFixture[str]) -> None:
+    raising(JobError([Problem("mesh.pp", "is odd", "use 2", f"job.yaml:{line}") for line in range(1, 5)]))
+    assert run(["plan"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["job.yaml:1 mesh.pp: is odd", "  fix: use 2"]
+    assert lines[-1] == "4 problems in job.yaml"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
+def test_an_interrupt_leaves_with_130(raising, error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    raising(error)
+    assert run(["plan"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+@pytest.mark.parametrize(("exits", "code"), [(SystemExit(4), 4), (SystemExit(None), 0), (SystemExit("words"), 1)])
+def test_a_command_may_choose_its_exit_code(raising, exits: SystemExit, code: int) -> None:
+    raising(exits)
+    assert run(["plan"]) == code
+
+
+def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
+    raising, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(ZeroDivisionError("two\nlines"))
+    assert run(["plan"]) == 1
+    line = "internal error: ZeroDivisionError: two lines (run again with --debug for the traceback)\n"
+    assert capsys.readouterr().err == line
+    for arguments in (["--debug", "plan"], ["plan", "--debug"]):
+        assert run(arguments) == 1
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_explain_describes_sections_inner_sections_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain"]) == 0
+    everything = capsys.readouterr().out
+    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: gpipe, 1f1b"):
+        assert word in everything
+    assert run(["explain", "pipeline.wire"]) == 0
+    assert "compression: none" in capsys.readouterr().out
+    assert run(["explain", "mesh.pp"]) == 0
+    assert "whole number ≥ 1" in capsys.readouterr().out
+
+
+def test_list_kinds_tells_what_is_available(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list-kinds", "model.kind", "--json"]) == 0
+    kinds = {kind["name"]: kind["available"] for kind in json.loads(capsys.readouterr().out)["model.kind"]}
+    assert kinds["llama"] is True
+    assert set(kinds) == {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+
+
+def test_the_schema_takes_the_shipped_jobs_and_refuses_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for job in (REPOSITORY / "jobs").glob("*.yaml"):
+        assert [error.message for error in validator.iter_errors(yaml.safe_load(job.read_text()))] == []
+    assert validator.is_valid({"name": "a", "model": {"kind": "mixtral", "num_experts": 4}})
+    assert validator.is_valid({"name": "a", "model": {"kind": "my:model", "anything": 4}})
+    for wrong in (
+        {},
+        {"name": "a", "mehs": {}},
+        {"name": "a", "mesh": {"pp": 0}},
+        {"name": "a", "model": {"kind": "llama", "num_experts": 4}},
+        {"name": "a", "pipeline": {"schedule": "1F1B"}},
+    ):
+        assert not validator.is_valid(wrong), wrong
