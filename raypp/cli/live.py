@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raypp.cli.look_up import present_status
+from raypp.cli.look_up import recorded_status
 from raypp.cli.render import curve, date_and_clock, duration, event_text, facts, loss_text, quantity, state_text
 from raypp.control.runs import RunPlace
 from raypp.errors import RayppError
@@ -109,7 +109,7 @@ class LiveView:
 
     def _look(self, place: RunPlace, reader: RunReader) -> dict[str, Any]:
         """One look at the records. The status first: whatever it tells of is then in the other two."""
-        status = present_status(place, reader)
+        status = recorded_status(place, reader)
         if self._old_stamp is not None and status["updated_at"] == self._old_stamp:
             status = {**status, "state": "PENDING", "ranks": [], "error": None}
         self.update(status, reader.history(), reader.events())

@@ -26,19 +26,11 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
         JobError: There is no such run; the message names those whose names are close.
         StoreError: Its store does not answer.
     """
-    argument = argument.rstrip("/")
-    if "/" not in argument:
-        place = runs.locate_run(argument)
-        return place, open_reader(place)
-    url, _, name = argument.rpartition("/")
-    store = open_store(url or "/")
-    known = [
-        place for place in runs.known_runs() if (place.url.rstrip("/"), place.name) == (store.url.rstrip("/"), name)
-    ]
-    place = known[0] if known else RunPlace(store.url, name, None)
-    reader = RunReader(store, name)
-    if not known and not reader.exists():
-        raise _no_such_run(store, name)
+    place = runs.locate_run(argument)
+    store = open_store(place.url)
+    reader = RunReader(store, place.name)
+    if place.submitted_at is None and not reader.exists():
+        raise _no_such_run(store, place.name)
     return place, reader
 
 
@@ -48,7 +40,20 @@ def open_reader(place: RunPlace) -> RunReader:
 
 
 def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
-    """How the run stands now: what its records say, unless whoever should write them is gone.
+    """How the run stands now: `recorded_status`, but PENDING when it was submitted again and has not spoken yet.
+
+    Raises:
+        StoreError: Its store does not answer.
+    """
+    status = recorded_status(place, reader)
+    submitted_again = place.submitted_at is not None and place.submitted_at > status["updated_at"]
+    if is_final(status) and submitted_again and runs.controller_alive(place):
+        return {**status, "state": str(RunState.PENDING), "ranks": [], "error": None}
+    return status
+
+
+def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
+    """What the run's records say, or FAILED when whoever should write them is gone.
 
     Raises:
         StoreError: Its store does not answer.
@@ -65,8 +70,10 @@ def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
 
 def _before_the_first(place: RunPlace) -> dict[str, Any]:
     """Submitted, but nobody has written a status yet."""
-    spec = open_store(place.url).head(f"{place.name}/spec.json")
-    since = spec.modified if spec else getattr(place, "submitted_at", None) or time.time()
+    since = place.submitted_at
+    if since is None:
+        spec = open_store(place.url).head(f"{place.name}/spec.json")
+        since = spec.modified if spec else time.time()
     return RunStatus(place.name, RunState.PENDING, updated_at=since).as_dict()
 
 

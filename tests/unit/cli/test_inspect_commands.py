@@ -11,6 +11,7 @@ import time
 import pytest
 
 from raypp.cli.main import run
+from raypp.control.runs import RunPlace, remember_run
 from raypp.observe.lines import LogLine, document
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import STATUS_KEYS, RankStatus, RunStatus
@@ -228,3 +229,32 @@ def test_reading_a_run_imports_neither_torch_nor_ray(kjv):
         "assert not {'torch', 'ray'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsys):
+    remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 60))
+    remember_run(RunPlace(store.url, "broken", None, "", time.time() - 3600))
+    store.put("broken/status.json", b"<html>")
+    assert run(["history", "kjv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert run(["list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {entry["run"]: entry["state"] for entry in listed} == {"kjv": "RUNNING", "broken": None}
+    assert [entry["run"] for entry in listed] == ["kjv", "broken"]
+    assert all(set(entry) == set(STATUS_KEYS) - {"ranks"} for entry in listed)
+    assert run(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "kjv     RUNNING" in shown
+    assert "broken: its records cannot be read" in shown
+
+
+def test_a_run_submitted_long_ago_that_never_spoke_does_not_stay_pending(store, capsys):
+    remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 3600))
+    assert run(["status", "kjv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "FAILED"
+
+
+def test_a_name_close_to_a_known_one_is_proposed(store, capsys):
+    remember_run(RunPlace(store.url, "kjv-pp2", None, "", time.time()))
+    assert run(["status", "kjv-p2"]) == 2
+    assert "did you mean 'kjv-pp2'?" in capsys.readouterr().err
