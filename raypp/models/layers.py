@@ -55,11 +55,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
         self.o_proj = nn.Linear(options.num_heads * head, width, bias=False)
 
-    def forward(self, x_SC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
-        q, k, v = (p(x_SC).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+        q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
         q, k = self.norm_heads(q, k)
-        out = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
-        return self.o_proj(out.flatten(-2))
+        out_SHD = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
+        return self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
+
+    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
 
     def norm_heads(self, q_SHD: Tensor, k_SKD: Tensor) -> tuple[Tensor, Tensor]:
         """Where families with q/k norm apply it."""
@@ -75,8 +78,8 @@ class GatedFeedForward(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x_SC: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_SC)) * self.up_proj(x_SC))
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
 
 
 class DecoderLayer(nn.Module):
@@ -89,6 +92,6 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
         self.post_attention_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
 
-    def forward(self, x_SC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
-        x_SC = x_SC + self.self_attn(self.input_layernorm(x_SC), rotary, documents)
-        return x_SC + self.mlp(self.post_attention_layernorm(x_SC))
+    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))

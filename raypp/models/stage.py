@@ -61,14 +61,12 @@ class DecoderStage(nn.Module):
         """
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
-        rows, tokens, _ = x.shape
-        x_SC = x.flatten(0, 1)
         rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
         for layer in self.model.layers.values():
-            x_SC = layer(x_SC, rotary, documents)
+            x = layer(x, rotary, documents)
         if self.model.norm is not None and self.lm_head is not None:
-            x_SC = self.lm_head(self.model.norm(x_SC))
-        return x_SC.unflatten(0, (rows, tokens))
+            x = self.lm_head(self.model.norm(x))
+        return x
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The units that activation checkpointing, compilation and FSDP work on: name and module, in order."""
