@@ -223,6 +223,6 @@ def _fill_optimizer(
         for parameter in stage.parameters():
             optimizer.state.pop(parameter, None)
     number = {"int": int, "float": float, "bool": bool}
-    for parameter, key, value in entries:
-        kind = python.get(f"{OPTIMIZER}{names[id(parameter)]}/{key}")
-        optimizer.state[parameter][key] = number[kind](value.item()) if kind else value
+    for owner, key, value in entries:
+        kind = python.get(f"{OPTIMIZER}{names[id(owner)]}/{key}")
+        optimizer.state[owner][key] = number[kind](value.item()) if kind else value

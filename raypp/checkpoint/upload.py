@@ -56,7 +56,8 @@ def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tr
     """Runs an action again when the store fails it, with growing pauses; other errors pass through."""
     for left in reversed(range(tries)):
         try:
-            return action()
+            action()
+            return
         except StoreError:
             if not left or pause(0.5 * 2 ** (tries - 1 - left)):
                 raise

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from seaweed import BUCKET, seaweed
+from store_contract import StoreContract
+
+from raypp.storage import AccessRefused, AlreadyExists, BucketMissing, ServerNotThere, open_store
+from raypp.storage.s3 import S3Store
+from raypp.storage.seaweed import SeaweedServer
+
+pytestmark = pytest.mark.s3
+_PREFIXES = (f"test-{number}" for number in itertools.count())
+_PART = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SeaweedServer]:
+    with seaweed() as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: SeaweedServer) -> S3Store:
+    return server.store(BUCKET, next(_PREFIXES), part_bytes=_PART)
+
+
+class TestSeaweed(StoreContract):
+    large = 3 * _PART
+
+
+def test_open_store_takes_the_servers_place_and_keys_from_the_environment(
+    server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    store = open_store(f"s3://{BUCKET}/by/url/")
+    store.put("a", b"1")
+    assert store.url == f"s3://{BUCKET}/by/url"
+    assert server.store(BUCKET).get("by/url/a") == b"1"
+
+
+def test_a_missing_bucket_is_named_and_not_created(server: SeaweedServer) -> None:
+    store = server.store("no-such-bucket")
+    for action in (store.probe, lambda: store.put("a", b""), lambda: list(store.list())):
+        with pytest.raises(BucketMissing, match="'no-such-bucket' does not exist"):
+            action()
+
+
+def test_a_bucket_is_created_only_when_asked_for(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        open_store("s3://made-on-demand/x", missing_bucket="create").probe()
+
+
+def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: SeaweedServer) -> None:
+    wrong = S3Store(BUCKET, endpoint=server.endpoint, access_key=server.access_key, secret_key="wrong")
+    with pytest.raises(AccessRefused, match="secret key is wrong"):
+        wrong.probe()
+    unknown = S3Store(BUCKET, endpoint=server.endpoint, access_key="nobody", secret_key="wrong")
+    with pytest.raises(AccessRefused, match="does not know the access key"):
+        unknown.probe()
+
+
+def test_no_server_at_the_endpoint_is_told_with_the_endpoint() -> None:
+    store = S3Store(BUCKET, endpoint="http://127.0.0.1:9", access_key="a", secret_key="b")
+    with pytest.raises(ServerNotThere, match=r"http://127\.0\.0\.1:9"):
+        store.probe()
+
+
+def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: SeaweedServer, store: S3Store) -> None:
+    def failing() -> Iterator[bytes]:
+        yield bytes(2 * _PART)
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError):
+        store.put_stream("torn", failing(), 4 * _PART)
+    uploads = store._client.list_multipart_uploads(Bucket=BUCKET, Prefix=f"{store.prefix}/")
+    assert uploads.get("Uploads", []) == []
+
+
+def test_a_conditional_write_whose_answer_was_lost_counts_as_ours(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server stores the object, the connection breaks before the answer: the retry meets its own object."""
+    from botocore.exceptions import ConnectionClosedError
+
+    real, lost = store._single_try.put_object, []
+
+    def losing(**request):
+        answer = real(**request)
+        if not lost:
+            lost.append(True)
+            raise ConnectionClosedError(endpoint_url="http://127.0.0.1")
+        return answer
+
+    monkeypatch.setattr(store._single_try, "put_object", losing)
+    store.put("COMMIT", b"mine", if_absent=True)
+    with pytest.raises(AlreadyExists):
+        store.put("COMMIT", b"another's", if_absent=True)
+
+
+def test_what_was_acknowledged_is_there_after_the_server_was_killed_and_started_again(tmp_path: Path) -> None:
+    with seaweed(tmp_path) as first:
+        data = os.urandom(1 << 20)
+        first.store(BUCKET, "p").put("a", data)
+        first.stop(grace_s=0)
+        assert not first.running()
+    with seaweed(tmp_path) as second:
+        assert (second.access_key, second.secret_key) == (first.access_key, first.secret_key)
+        assert second.store(BUCKET, "p").get("a") == data
+        assert stat.S_IMODE((tmp_path / "s3.json").stat().st_mode) == 0o600
+        assert SeaweedServer.from_dict(second.as_dict()) == second
+        assert second.running()

@@ -1,0 +1,281 @@
+"""The protocol without tensors: objects, COMMIT, retention, attempts, and a crash at every place in between."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.checkpoint.commit import (
+    Commit,
+    ObjectRecord,
+    StaleAttemptError,
+    claim_attempt,
+    claim_next_attempt,
+    list_checkpoints,
+    newest_attempt,
+    read_commit,
+    write_commit,
+)
+from raypp.checkpoint.layout import commit_key, rank_key, split_location
+from raypp.checkpoint.retention import prune
+from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.errors import CheckpointError, JobError
+from raypp.storage import AlreadyExists, ObjectStore
+from raypp.storage.directory import DirectoryStore
+
+RUN = "kjv"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path)
+
+
+def content(step: int, attempt: int, rank: int) -> bytes:
+    return f"state of rank {rank} at step {step} by attempt {attempt} ".encode() * 50
+
+
+def put_objects(store: ObjectStore, step: int, attempt: int, ranks: int = 2) -> tuple[ObjectRecord, ...]:
+    records = []
+    for rank in range(ranks):
+        key, data = rank_key(RUN, step, attempt, rank), content(step, attempt, rank)
+        store.put_stream(key, [data[:30], data[30:]], len(data))
+        records.append(ObjectRecord(key, len(data), hashlib.sha256(data).hexdigest(), rank))
+    return tuple(records)
+
+
+def commit_of(step: int, attempt: int, records: tuple[ObjectRecord, ...]) -> Commit:
+    return Commit(RUN, step, attempt, {"pp": 2}, {"model": {}}, {"data_position": {"row": step}}, records)
+
+
+def save(store: ObjectStore, step: int, attempt: int = 1, keep: int = 9) -> None:
+    write_commit(store, commit_of(step, attempt, put_objects(store, step, attempt)))
+    prune(store, RUN, keep, newest=step, attempt=attempt)
+
+
+def steps(store: ObjectStore) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, RUN)]
+
+
+def test_a_checkpoint_exists_when_its_commit_does(store: DirectoryStore) -> None:
+    records = put_objects(store, 10, 1)
+    assert list_checkpoints(store, RUN) == []
+    write_commit(store, commit_of(10, 1, records))
+    assert steps(store) == [10]
+    commit = read_commit(store, RUN, 10)
+    assert (commit.objects, commit.mesh, commit.extra) == (records, {"pp": 2}, {"data_position": {"row": 10}})
+    assert verify_checkpoint(store, RUN, 10) == []
+
+
+def test_a_step_that_was_not_committed_is_told(store: DirectoryStore) -> None:
+    with pytest.raises(CheckpointError, match="step 5 of kjv is not committed"):
+        read_commit(store, RUN, 5)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip_a_byte, "is corrupt"),
+        (Path.unlink, "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "bytes"),
+    ],
+)
+def test_a_damaged_object_is_named_and_the_older_commit_is_used(
+    store: DirectoryStore, damage: Callable[[Path], Any], said: str
+) -> None:
+    save(store, 10)
+    save(store, 20)
+    bad = rank_key(RUN, 20, 1, 1)
+    damage(store.root / bad)
+    found = newest_usable(store, RUN)
+    assert found.commit is not None and found.commit.step == 10
+    assert [(r.step, [p.key for p in r.problems]) for r in found.rejected] == [(20, [bad])]
+    assert said in str(found.rejected[0])
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "objects": [{"x": 1}]}'])
+def test_a_commit_that_cannot_be_read_is_named_and_the_older_one_is_used(store: DirectoryStore, garbage: bytes) -> None:
+    save(store, 10)
+    save(store, 20)
+    store.put(commit_key(RUN, 20), garbage)
+    found = newest_usable(store, RUN)
+    assert found.commit is not None and found.commit.step == 10
+    assert found.rejected[0].problems[0].key == commit_key(RUN, 20)
+
+
+def test_nothing_usable_is_none(store: DirectoryStore) -> None:
+    assert newest_usable(store, RUN).commit is None
+    save(store, 10)
+    (store.root / rank_key(RUN, 10, 1, 0)).unlink()
+    found = newest_usable(store, RUN)
+    assert found.commit is None and len(found.rejected) == 1
+
+
+def test_an_attempt_can_be_claimed_once(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    with pytest.raises(AlreadyExists):
+        claim_attempt(store, RUN, 1)
+    assert claim_next_attempt(store, RUN) == 2
+    assert newest_attempt(store, RUN) == 2
+
+
+def test_an_attempt_that_came_back_from_the_dead_cannot_commit(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    save(store, 10)
+    late = put_objects(store, 20, 1)
+    claim_attempt(store, RUN, 2)
+    with pytest.raises(StaleAttemptError, match="attempt 1 is over: attempt 2 has begun"):
+        write_commit(store, commit_of(20, 1, late))
+    assert steps(store) == [10]
+
+
+def test_an_attempt_cannot_commit_objects_of_another(store: DirectoryStore) -> None:
+    records = put_objects(store, 20, 1)
+    with pytest.raises(CheckpointError, match="is not an object of attempt 2"):
+        write_commit(store, commit_of(20, 2, records))
+
+
+def test_a_step_is_committed_once_per_attempt(store: DirectoryStore) -> None:
+    save(store, 10)
+    with pytest.raises(AlreadyExists):
+        write_commit(store, commit_of(10, 1, put_objects(store, 10, 1)))
+
+
+def test_a_commit_tried_again_after_a_lost_answer_succeeds(store: DirectoryStore) -> None:
+    commit = commit_of(10, 1, put_objects(store, 10, 1))
+    write_commit(store, commit)
+    write_commit(store, commit)
+    assert read_commit(store, RUN, 10).nonce == commit.nonce
+
+
+def test_a_later_attempt_replaces_a_commit_it_did_not_start_from(store: DirectoryStore) -> None:
+    save(store, 10, attempt=1)
+    save(store, 20, attempt=1)
+    flip_a_byte(store.root / rank_key(RUN, 20, 1, 0))
+    claim_attempt(store, RUN, 2)
+    save(store, 20, attempt=2)
+    assert read_commit(store, RUN, 20).attempt == 2
+    assert verify_checkpoint(store, RUN, 20) == []
+    assert not (store.root / rank_key(RUN, 20, 1, 0)).exists()
+
+
+def test_the_newest_k_stay_and_leftovers_of_dead_attempts_go(store: DirectoryStore) -> None:
+    put_objects(store, 15, 1)  # died before its commit
+    for step in (10, 20, 30):
+        save(store, step)
+    put_objects(store, 40, 2)  # under way
+    pruned = prune(store, RUN, 2)
+    assert steps(store) == [20, 30]
+    assert pruned.steps == (10,)
+    assert list(store.list(f"{RUN}/step-00000015")) == []
+    assert len(list(store.list(f"{RUN}/step-00000040"))) == 2
+    assert newest_usable(store, RUN).rejected == ()
+
+
+def test_the_last_checkpoint_is_never_removed(store: DirectoryStore) -> None:
+    save(store, 10)
+    prune(store, RUN, 1)
+    assert steps(store) == [10]
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(store, RUN, 0)
+
+
+def test_a_void_newer_commit_does_not_push_the_good_one_out(store: DirectoryStore) -> None:
+    """Step 20 of attempt 1 was found corrupt, attempt 2 started from 10 and has now committed 15, with keep 1."""
+    save(store, 10)
+    save(store, 20)
+    claim_attempt(store, RUN, 2)
+    save(store, 15, attempt=2, keep=1)
+    assert steps(store) == [15]
+
+
+def test_a_dry_run_removes_nothing(store: DirectoryStore) -> None:
+    for step in (10, 20):
+        save(store, step)
+    before = {info.key for info in store.list()}
+    assert len(prune(store, RUN, 1, dry_run=True).objects) == 3
+    assert {info.key for info in store.list()} == before
+
+
+class Died(BaseException):
+    """The process is gone: nothing after this runs, not even handlers of Exception."""
+
+
+class DyingStore:
+    """A store whose process dies at its n-th operation, before or after it was carried out."""
+
+    def __init__(self, store: ObjectStore, dies_at: int, after: bool) -> None:
+        self._store, self._left, self._after = store, dies_at, after
+        self.url = store.url
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+
+        def act(*arguments: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and not self._after:
+                raise Died
+            result = real(*arguments, **options)
+            if self._left == 0:
+                raise Died
+            return result
+
+        return act
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_at_any_operation_of_a_save_leaves_the_old_or_the_new_state_whole(tmp_path: Path, after: bool) -> None:
+    seen, place = set(), 0
+    while True:
+        place += 1
+        store = DirectoryStore(tmp_path / f"{place}")
+        for step in (10, 20):
+            save(store, step, keep=2)
+        try:
+            save(DyingStore(store, place, after), 30, keep=1)  # type: ignore[arg-type]
+            finished = True
+        except Died:
+            finished = False
+        found = newest_usable(store, RUN)
+        assert found.commit is not None and found.rejected == ()
+        assert found.commit.step in (20, 30)
+        seen.add(found.commit.step)
+        claim_attempt(store, RUN, 2)
+        save(store, 40, attempt=2, keep=1)
+        assert steps(store) == [40]
+        left = {info.key for info in store.list(f"{RUN}/step-")}
+        assert left == {commit_key(RUN, 40), rank_key(RUN, 40, 2, 0), rank_key(RUN, 40, 2, 1)}
+        if finished:
+            break
+    assert place > 8
+    assert seen == {20, 30}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("kjv", (None, "kjv", None)),
+        ("s3://b/p/kjv", ("s3://b/p", "kjv", None)),
+        ("s3://b/p/kjv/step-00000100", ("s3://b/p", "kjv", 100)),
+        ("/data/kjv/step-7/", ("/data", "kjv", 7)),
+        ("kjv/step-7", (None, "kjv", 7)),
+        ("/kjv", ("/", "kjv", None)),
+    ],
+)
+def test_a_commands_argument_is_a_name_a_url_or_a_step(text: str, parts: tuple[str | None, str, int | None]) -> None:
+    assert split_location(text) == parts
+
+
+def test_a_wrong_run_name_is_told() -> None:
+    with pytest.raises(JobError, match="not the name of a run"):
+        split_location("s3://b/Big_Name")

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.runs import add_spec, read_spec, write_spec
+from raypp.errors import CheckpointError
+from raypp.spec.job import Job
+from raypp.storage import AlreadyExists
+from raypp.storage.directory import DirectoryStore
+
+
+def job(**sections: Any) -> Job:
+    return Job.model_validate({"name": "kjv", **sections})
+
+
+def written(value: Job) -> dict[str, Any]:
+    return json.loads(json.dumps(value.model_dump(mode="json")))
+
+
+OLD = written(job(mesh={"pp": 2, "fsdp": 2}, pipeline={"microbatches": 4}, data={"kind": "synthetic"}))
+
+
+def changed(**sections: Any) -> Job:
+    document = json.loads(json.dumps(OLD))
+    for section, keys in sections.items():
+        if isinstance(keys, dict):
+            document[section].update(keys)
+    return Job.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"mesh": {"pp": 4}},
+        {"mesh": {"fsdp": 1}, "pipeline": {"microbatches": 8}},
+        {"mesh": {"fsdp": 1, "dp_replicate": 2}},
+        {"pipeline": {"microbatches": 2}, "train": {"micro_batch_size": 4}},
+        {"pipeline": {"schedule": "gpipe", "seq_len_bucket": 64}},
+        {"train": {"steps": 5000, "clip_norm": None, "precision": "bf16"}},
+        {"checkpoint": {"url": "s3://elsewhere", "keep": 1}, "recovery": {"max_restarts": 0}},
+        {"resources": {"device": "cpu"}, "data": {"eval": {"path": "held-out.txt"}}},
+    ],
+)
+def test_mesh_schedule_steps_and_operations_may_change(sections: dict[str, Any]) -> None:
+    assert check_resume(OLD, changed(**sections)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "values"),
+    [
+        ({"model": {"num_layers": 12}}, "model.num_layers", ("12", "8")),
+        ({"model": {"kind": "qwen3"}}, "model.kind", ("'qwen3'", "'llama'")),
+        ({"data": {"kind": "text", "path": "x"}}, "data.kind", ("'text'", "'synthetic'")),
+        ({"data": {"seq_len": 512}}, "data.seq_len", ("512", "256")),
+        ({"data": {"tokenizer": "t.json"}}, "data.tokenizer", ("'t.json'", "'bytes'")),
+        ({"data": {"packing": False}}, "data.packing", ("False", "True")),
+        ({"data": {"shuffle": False}}, "data.shuffle", ("False", "True")),
+        ({"data": {"eval": {"fraction": 0.1}}}, "data.eval", ("0.1", "not set")),
+        ({"train": {"seed": 7}}, "train.seed", ("7", "0")),
+        ({"train": {"micro_batch_size": 3}}, "pipeline.microbatches", ("24", "16")),
+        ({"mesh": {"fsdp": 4}}, "pipeline.microbatches", ("32", "1 × 4 × 4 × 2")),
+    ],
+)
+def test_another_model_data_or_batch_names_the_field_and_both_values(
+    sections: dict[str, Any], key: str, values: tuple[str, ...]
+) -> None:
+    problems = check_resume(OLD, changed(**sections))
+    assert key in [problem.key for problem in problems]
+    said = next(problem for problem in problems if problem.key == key)
+    assert all(value in said.what for value in values)
+    assert said.fix
+
+
+def test_every_changed_field_is_told_at_once() -> None:
+    problems = check_resume(OLD, changed(model={"num_layers": 4, "vocab_size": 99}, data={"seq_len": 8}))
+    assert [problem.key for problem in problems] == ["model.num_layers", "model.vocab_size", "data.seq_len"]
+
+
+def test_a_run_of_a_name_can_begin_once_and_a_resume_adds_its_job(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    assert write_spec(store, "kjv", OLD) == "kjv/spec.json"
+    with pytest.raises(AlreadyExists, match="--resume"):
+        write_spec(store, "kjv", OLD)
+    later = written(changed(train={"steps": 99}))
+    assert add_spec(store, "kjv", later) == "kjv/spec-2.json"
+    assert add_spec(store, "kjv", later) == "kjv/spec-3.json"
+    assert read_spec(store, "kjv") == later
+    assert read_spec(store, "kjv", 1) == OLD
+    with pytest.raises(CheckpointError, match="there is no run 'other' here"):
+        read_spec(store, "other")

@@ -1,0 +1,371 @@
+"""Saving and loading in one process: what comes back, what is refused, what training notices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
+from raypp.checkpoint.layout import rank_key
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.snapshot import SnapshotBuffer
+from raypp.checkpoint.state import gather_state
+from raypp.checkpoint.tensor_file import BLOCK_BYTES
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.errors import CheckpointError
+from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.storage import StoreError
+from raypp.storage.directory import DirectoryStore
+
+RUN = "tiny"
+ONE = Coordinates(1, 1, 1, 1)
+
+
+class Heard:
+    """Announcements within one process."""
+
+    def __init__(self) -> None:
+        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
+        self.said[step, rank] = message
+
+    def wait_all(
+        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, dict[str, Any]]:
+        silent = [rank for rank in ranks if (step, rank) not in self.said]
+        if silent:
+            raise TimeoutError(f"ranks {silent} did not say that their part of step {step} is stored")
+        return {rank: self.said[step, rank] for rank in ranks}
+
+
+class Told:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def phase(self, name: str, detail: str = "") -> None:
+        pass
+
+    def step(self, report: Any) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def requests(self) -> Requests:
+        return Requests()
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+def model(width: int = 48, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(2048, width), nn.Linear(width, 16 * width), nn.LayerNorm(16 * width))
+
+
+def adamw(stage: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(stage.parameters(), lr=0.01)
+
+
+def train(stage: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    tokens = torch.arange(64)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        stage(tokens).square().mean().backward()
+        optimizer.step()
+
+
+def same_state(a: nn.Module, b: nn.Module, of_a: torch.optim.Optimizer, of_b: torch.optim.Optimizer) -> bool:
+    left, right = gather_state([a], of_a), gather_state([b], of_b)
+    return left.keys() == right.keys() and all(torch.equal(left[n].tensor, right[n].tensor) for n in left)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path)
+
+
+def saver(store: Any, told: Told, *, attempt: int = 1, keep: int = 9, world: int = 1) -> CheckpointSaver:
+    seat = Seat(RUN, attempt, 0, world, Coordinates(), ONE)
+    job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
+    return CheckpointSaver(store, RUN, job, seat, Heard(), told, keep, commit_timeout_s=5)
+
+
+def saved(store: DirectoryStore, steps: Sequence[int] = (3,)) -> tuple[nn.Module, torch.optim.Optimizer]:
+    stage = model()
+    optimizer, saving = adamw(stage), saver(store, Told())
+    done = 0
+    for step in steps:
+        train(stage, optimizer, step - done)
+        done = step
+        saving.save(step, [stage], optimizer, {"data_position": {"row": step}})
+        assert saving.wait() == step
+    return stage, optimizer
+
+
+def test_what_is_loaded_into_fresh_objects_is_what_was_saved_bit_for_bit(store: DirectoryStore) -> None:
+    stage, optimizer = saved(store)
+    fresh = model(seed=1)
+    fresh_optimizer = adamw(fresh)
+    loaded = load_checkpoint(store, RUN, None, [fresh], fresh_optimizer)
+    assert loaded is not None and loaded.step == 3
+    assert loaded.data_position == {"row": 3} and loaded.extra == {"data_position": {"row": 3}}
+    assert same_state(stage, fresh, optimizer, fresh_optimizer)
+    train(stage, optimizer, 2)
+    train(fresh, fresh_optimizer, 2)
+    assert same_state(stage, fresh, optimizer, fresh_optimizer)
+
+
+def test_training_may_go_on_while_the_snapshot_is_stored(store: DirectoryStore) -> None:
+    stage = model()
+    optimizer, told = adamw(stage), Told()
+    train(stage, optimizer, 1)
+    before = {name: value.tensor.clone() for name, value in gather_state([stage], optimizer).items()}
+    saving = saver(store, told)
+    saving.save(1, [stage], optimizer, {})
+    train(stage, optimizer, 3)
+    assert saving.wait() == 1
+    fresh = model(seed=1)
+    fresh_optimizer = adamw(fresh)
+    load_checkpoint(store, RUN, 1, [fresh], fresh_optimizer)
+    after = gather_state([fresh], fresh_optimizer)
+    assert all(torch.equal(before[name], after[name].tensor) for name in before)
+    assert told.kinds() == ["committed"]
+    assert 0 < saving.last_stall_s < 1
+
+
+def test_nothing_committed_loads_nothing(store: DirectoryStore) -> None:
+    assert load_checkpoint(store, RUN, None, [model()], None) is None
+    with pytest.raises(CheckpointError, match="step 7 of tiny is not committed"):
+        load_checkpoint(store, RUN, 7, [model()], None)
+
+
+def test_the_commit_names_what_is_needed_and_no_secret(store: DirectoryStore) -> None:
+    saved(store)
+    commit = read_commit(store, RUN, 3)
+    assert (commit.run, commit.step, commit.attempt) == (RUN, 3, 1)
+    assert commit.mesh == ONE.as_dict()
+    assert [record.key for record in commit.objects] == [rank_key(RUN, 3, 1, 0)]
+    assert b"secret" not in store.get("tiny/step-00000003/COMMIT")
+    assert verify_checkpoint(store, RUN, 3) == []
+
+
+def test_an_object_is_a_safetensors_file_with_global_names(store: DirectoryStore) -> None:
+    stage, _ = saved(store)
+    with safe_open(store.root / rank_key(RUN, 3, 1, 0), framework="pt") as file:
+        names = set(file.keys())
+        assert {"0.weight", "1.bias", "optim/1.weight/exp_avg", "optim/1.weight/step"} <= names
+        assert torch.equal(file.get_tensor("1.weight"), stage[1].weight)
+
+
+@pytest.mark.parametrize("place", [3, 100, 40_000, BLOCK_BYTES + 5, -1])
+def test_a_flipped_byte_anywhere_is_found_and_nothing_is_changed(store: DirectoryStore, place: int) -> None:
+    saved(store)
+    path = store.root / rank_key(RUN, 3, 1, 0)
+    data = bytearray(path.read_bytes())
+    assert len(data) > BLOCK_BYTES + 5
+    data[place] ^= 4
+    path.write_bytes(data)
+    fresh = model(seed=1)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    optimizer = adamw(fresh)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors.*corrupt"):
+        load_checkpoint(store, RUN, 3, [fresh], optimizer)
+    assert all(torch.equal(before[name], value) for name, value in fresh.state_dict().items())
+    assert not optimizer.state
+    assert verify_checkpoint(store, RUN, 3)[0].key == rank_key(RUN, 3, 1, 0)
+
+
+def test_a_missing_or_torn_object_is_named(store: DirectoryStore) -> None:
+    saved(store)
+    path = store.root / rank_key(RUN, 3, 1, 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is torn"):
+        load_checkpoint(store, RUN, 3, [model()], None)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
+        load_checkpoint(store, RUN, 3, [model()], None)
+
+
+def test_tensors_that_do_not_fit_are_all_named(store: DirectoryStore) -> None:
+    saved(store)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(store, RUN, 3, [model(width=40)], None)
+    assert "0.weight: has shape [2048, 40] here and [2048, 48] in the checkpoint" in str(caught.value)
+    assert "2.bias" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"0\.0\.weight: is not in the checkpoint"):
+        load_checkpoint(store, RUN, 3, [nn.Sequential(model())], None)
+
+
+def test_a_tied_weight_comes_back_tied(store: DirectoryStore) -> None:
+    def tied(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        stage = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+        stage[1].weight = stage[0].weight
+        return stage
+
+    stage = tied(0)
+    optimizer = adamw(stage)
+    stage(torch.arange(4)).sum().backward()
+    optimizer.step()
+    saving = saver(store, Told())
+    saving.save(1, [stage], optimizer, {})
+    saving.wait()
+    fresh = tied(1)
+    fresh_optimizer = adamw(fresh)
+    load_checkpoint(store, RUN, 1, [fresh], fresh_optimizer)
+    assert fresh[0].weight is fresh[1].weight
+    assert same_state(stage, fresh, optimizer, fresh_optimizer)
+
+
+def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) -> None:
+    for step, momentum in ((1, 0.0), (2, 0.9)):
+        stage, fresh = model(), model(seed=1)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=momentum)
+        train(stage, optimizer, 2)
+        saving = saver(store, Told())
+        saving.save(step, [stage], optimizer, {})
+        assert saving.wait() == step
+        fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=momentum)
+        load_checkpoint(store, RUN, step, [fresh], fresh_optimizer)
+        assert same_state(stage, fresh, optimizer, fresh_optimizer)
+
+
+class SlowStore(DirectoryStore):
+    """Holds every upload until it is let go."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = threading.Event()
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        assert self.go.wait(20)
+        super().put_stream(key, chunks, size)
+
+
+def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(tmp_path: Path) -> None:
+    slow, told = SlowStore(tmp_path), Told()
+    stage = model()
+    optimizer, saving = adamw(stage), saver(slow, told)
+    saving.save(1, [stage], optimizer, {})
+    threading.Timer(0.3, slow.go.set).start()
+    saving.save(2, [stage], optimizer, {})
+    assert saving.wait() == 2
+    assert saving.last_stall_s > 0.2
+    assert told.kinds() == ["committed", "save_waited", "committed"]
+    with pytest.raises(ValueError, match="saved once"):
+        saving.save(2, [stage], optimizer, {})
+
+
+class FailingStore(DirectoryStore):
+    """Refuses the first uploads."""
+
+    def __init__(self, root: Path, failures: int) -> None:
+        super().__init__(root)
+        self.failures = failures
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("the server is having a bad day")
+        super().put_stream(key, chunks, size)
+
+
+def test_an_upload_is_tried_again_before_it_counts_as_failed(tmp_path: Path) -> None:
+    store, told, stage = FailingStore(tmp_path, 1), Told(), model()
+    saving = saver(store, told)
+    saving.save(1, [stage], adamw(stage), {})
+    assert saving.wait() == 1
+    assert told.kinds() == ["committed"]
+    assert verify_checkpoint(store, RUN, 1) == []
+
+
+def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, told, stage = FailingStore(tmp_path, 4), Told(), model()
+    saving = saver(store, told)
+    monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
+    optimizer = adamw(stage)
+    saving.save(1, [stage], optimizer, {})
+    assert saving.wait() is None
+    assert set(told.kinds()) == {"save_failed"}
+    assert "bad day" in told.events[0].message
+    saving.save(2, [stage], optimizer, {})
+    assert saving.wait() == 2
+
+
+def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: DirectoryStore) -> None:
+    told, stage = Told(), model()
+    saving = saver(store, told, world=2)
+    saving.save(1, [stage], adamw(stage), {})
+    assert saving.wait() is None
+    assert list_checkpoints(store, RUN) == []
+    assert "ranks [1] did not say" in told.events[0].message
+
+
+def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    told, stage = Told(), model()
+    saving = saver(store, told)
+    claim_attempt(store, RUN, 2)
+    saving.save(1, [stage], adamw(stage), {})
+    assert saving.wait() is None
+    assert list_checkpoints(store, RUN) == []
+    assert "attempt 1 is over" in told.events[0].message
+
+
+def test_committed_objects_are_not_written_again_by_the_same_attempt_number(store: DirectoryStore) -> None:
+    saved(store)
+    before = store.get(rank_key(RUN, 3, 1, 0))
+    told, stage = Told(), model(seed=5)
+    saving = saver(store, told)
+    saving.save(3, [stage], adamw(stage), {})
+    saving.wait()
+    assert store.get(rank_key(RUN, 3, 1, 0)) == before
+    assert "already committed" in told.events[0].message
+
+
+def test_only_the_newest_are_kept(store: DirectoryStore) -> None:
+    told, stage = Told(), model()
+    optimizer, saving = adamw(stage), saver(store, told, keep=2)
+    for step in (1, 2, 3):
+        saving.save(step, [stage], optimizer, {})
+    saving.wait()
+    assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [2, 3]
+
+
+def test_a_snapshot_buffer_is_not_used_twice_at_once_but_again_after_release() -> None:
+    buffer, slices = SnapshotBuffer(), gather_state([model()], None).values()
+    first = buffer.take(slices)
+    with pytest.raises(RuntimeError, match="still in use"):
+        buffer.take(slices)
+    where = first.data()
+    first.release()
+    second = buffer.take(slices)
+    assert second.data().obj.ctypes.data == where.obj.ctypes.data
+    with pytest.raises(RuntimeError, match="was released"):
+        first.data()
+
+
+def test_the_parts_that_know_only_bytes_import_no_torch() -> None:
+    code = (
+        "import sys, raypp.storage.s3, raypp.storage.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
+        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.runs, raypp.checkpoint.layout; "
+        "print([name for name in ('torch', 'boto3') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
