@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import suppress
 
 from raypp.errors import Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -46,11 +47,10 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
 
 def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
     """Sorts by address as a number (10.0.0.9 before 10.0.0.10), then device."""
-    try:
+    version, number = 9, 0  # names come after numbers
+    with suppress(ValueError):
         address = ipaddress.ip_address(facts.ip)
         version, number = address.version, int(address)
-    except ValueError:
-        version, number = 9, 0
     return (version, number, facts.ip, facts.node_id, facts.device_index, facts.pid)
 
 

@@ -1,25 +1,106 @@
-"""What cannot work, before anything is reserved."""
+"""What cannot work, before anything is reserved: mesh, model, cut and schedule taken together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from raypp.errors import JobError, Problem
-from raypp.planning.plan import layer_cut
+from raypp.mesh.cut import most_stages, no_layer
+from raypp.planning.choices import cut_of, lookahead_of, schedule_of
+from raypp.planning.weights import end_weights
+from raypp.schedules.registry import schedule_named, size_problems
 from raypp.spec.job import Job
+from raypp.spec.models import MoeOptions
 
 
 def check_plan(job: Job) -> list[Problem]:
-    """Problems of mesh, model and schedule taken together."""
-    problems = []
-    if job.pipeline.microbatches < job.mesh.pp and job.pipeline.schedule == "1f1b":
-        problems.append(
-            Problem(
-                "pipeline.microbatches",
-                f"{job.pipeline.microbatches} microbatches for {job.mesh.pp} pipeline ranks",
-                f"use at least {job.mesh.pp} microbatches, or gpipe",
-            )
-        )
-    try:
-        layer_cut(job)
-    except JobError as error:
-        problems.extend(error.problems)
+    """All problems of a job's mesh, cut and schedule; each names its key and the nearest values that work."""
+    problems = list(_schedule(job))
+    problems += _cut(job)
+    problems += _axes(job)
     return problems
+
+
+def _schedule(job: Job) -> Iterator[Problem]:
+    name = schedule_of(job)
+    try:
+        schedule = schedule_named(name)
+    except JobError as error:
+        yield from error.problems
+        return
+    pipeline = job.pipeline
+    problems = size_problems(schedule, job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches)
+    yield from problems
+    own = ":" in name or name.endswith(".csv")
+    if own and not problems:
+        try:
+            schedule(job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
+        except JobError as error:
+            yield from error.problems
+
+
+def _cut(job: Job) -> Iterator[Problem]:
+    if job.pipeline.layers_per_stage is not None:
+        yield from _own_cut(job, job.pipeline.layers_per_stage)
+        return
+    try:
+        cut_of(job)
+    except JobError:
+        yield no_layer(job.model.num_layers, job.num_stages, *end_weights(job), job.pipeline.stages_per_rank)
+
+
+def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
+    key, layers, stages = "pipeline.layers_per_stage", job.model.num_layers, job.num_stages
+    example = f"for example {_example(job)}, or leave the key out"
+    if len(cut) != stages:
+        per_rank = job.pipeline.stages_per_rank
+        of = f"mesh.pp {job.mesh.pp}" + (f" · {per_rank} stages per rank" if per_rank > 1 else "")
+        yield Problem(key, f"{len(cut)} numbers for {stages} stages ({of})", f"give {stages} numbers, {example}")
+        return
+    empty = [stage for stage, count in enumerate(cut) if count == 0]
+    if empty:
+        yield Problem(key, f"stage {empty[0]} has no layer", f"give every stage at least one, {example}")
+    if sum(cut) != layers:
+        more = "more" if sum(cut) > layers else "fewer"
+        what = f"{' + '.join(map(str, cut))} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
+        yield Problem(key, f"{what} ({layers})", f"make them sum to {layers}, {example}")
+
+
+def _example(job: Job) -> list[int] | str:
+    stages = job.num_stages
+    if most_stages(job.model.num_layers, 0, 0) < stages:
+        return f"mesh.pp {max(1, job.model.num_layers // job.pipeline.stages_per_rank)}"
+    each, rest = divmod(job.model.num_layers, stages)
+    return [each + (stage < rest) for stage in range(stages)]
+
+
+def _axes(job: Job) -> Iterator[Problem]:
+    mesh, model = job.mesh, job.model
+    shard = mesh.fsdp * mesh.cp
+    if shard % mesh.ep:
+        near = _near(mesh.ep, _divisors(shard))
+        what = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
+        yield Problem("mesh.ep", what, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
+    elif mesh.ep > 1 and not isinstance(model, MoeOptions):
+        yield Problem("mesh.ep", f"{model.kind} has no experts to spread over {mesh.ep} ranks", "use mesh.ep 1")
+    elif isinstance(model, MoeOptions) and model.num_experts % mesh.ep:
+        near = _near(mesh.ep, [d for d in _divisors(shard) if model.num_experts % d == 0])
+        yield Problem("mesh.ep", f"{mesh.ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
+    if mesh.cp > 1 and mesh.cp_style == "ulysses" and (model.num_heads % mesh.cp or model.kv_heads % mesh.cp):
+        both = [d for d in _divisors(model.num_heads) if model.kv_heads % d == 0]
+        what = (
+            f"{model.num_heads} query, {model.kv_heads} key/value heads cannot be shared by {mesh.cp} ranks (ulysses)"
+        )
+        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, both)}, or mesh.cp_style ring")
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _near(value: int, allowed: Iterable[int]) -> str:
+    """The nearest allowed values below and above."""
+    values = sorted(allowed)
+    below = [v for v in values if v < value][-1:]
+    above = [v for v in values if v > value][:1]
+    return " or ".join(map(str, below + above)) or "1"

@@ -1,24 +1,208 @@
-"""The plan of a job: who holds what, in which order."""
+"""The plan of a job: who holds what, in which order, and what it costs. Nothing is reserved, no cluster is asked."""
 
 from __future__ import annotations
 
-from raypp.mesh.cut import cut_layers
-from raypp.mesh.place import place_stages
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from raypp.mesh.geometry import Mesh
+from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
+from raypp.planning.flops import flops_per_token, model_parameters
+from raypp.planning.links import Boundary, boundaries
+from raypp.planning.memory import RankMemory, rank_memory
+from raypp.planning.predict import Prediction, predict, stage_times
 from raypp.planning.weights import end_weights
-from raypp.schedules import gpipe, one_f_one_b
-from raypp.schedules.action import Program
+from raypp.records import Coordinates
+from raypp.schedules.action import Program, printed
+from raypp.schedules.bubble import bubble_fraction, bubble_overhead
+from raypp.schedules.picture import draw
+from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
 
 
 def layer_cut(job: Job) -> list[int]:
-    """Layers of each stage: the job's own cut, or the cheapest by cost."""
-    if job.pipeline.layers_per_stage is not None:
-        return list(job.pipeline.layers_per_stage)
-    return cut_layers(job.model.num_layers, job.num_stages, *end_weights(job))
+    """Layers of every stage, as the runtime builds them.
+
+    Raises:
+        JobError: A stage would have no layer.
+    """
+    return cut_of(job)
 
 
 def stage_program(job: Job) -> tuple[list[list[int]], Program]:
-    """Stages of each pipeline rank, and what every rank computes."""
-    pp = job.mesh.pp
-    build = {"gpipe": gpipe.build, "1f1b": one_f_one_b.build}[job.pipeline.schedule]
-    return place_stages(pp, job.num_stages), build(pp, job.pipeline.stages_per_rank, job.pipeline.microbatches)
+    """Stages of every pipeline rank, and what each computes, as the runtime does it.
+
+    Raises:
+        JobError: The schedule does not exist, or cannot do these sizes.
+    """
+    return program_of(job)
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """One rank's part.
+
+    Attributes:
+        rank: Its number in the world.
+        coordinates: Its place in the mesh.
+        label: The place as text: `pp0-fsdp1`.
+        stages: Stages it holds.
+        layers: First and last layer of each of its stages.
+    """
+
+    rank: int
+    coordinates: Coordinates
+    label: str
+    stages: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will do and cost.
+
+    Attributes:
+        name: The job's.
+        world: Number of ranks.
+        axes: Length of every mesh axis, and ep.
+        ranks: The rank map, by rank.
+        cut: Layers of every stage.
+        input_weight: What the embedding counts in the cut, in layers.
+        output_weight: What norm, projection and loss count, in layers.
+        placement: Stages of every pipeline rank.
+        schedule: Name of the schedule; auto resolved.
+        lookahead: Extra warm-up forwards; auto resolved.
+        microbatches: Per replica and step.
+        program: Actions of every pipeline rank on one line: `0F0 0F1 0B0 …`.
+        timeline: The program with equal stages, a backward twice its forward, free links; times in forwards.
+        picture: The same as text.
+        bubble_fraction: Idle share of a step by the textbook, (P - 1) / (v·m + P - 1).
+        bubble_overhead: Idle time relative to work by the textbook, (P - 1) / (v·m).
+        simulated_bubble: Idle share of a step of this program with this cut's stage costs, links free.
+        in_flight: Most microbatches in flight, by stage.
+        memory: Bytes by tensor class, of every pipeline rank.
+        boundaries: What crosses between stages.
+        link_bytes_per_step: Bytes over the busiest boundary of one pipeline in a step, in its busier direction.
+        link_gbps: The rate that was given, Gbit/s.
+        link_s_per_microbatch: Seconds of the largest message at that rate; None without one.
+        parameters: Of the whole model.
+        tokens_per_step: With every row full, all replicas.
+        flops_per_token: Forward and backward.
+        flops_per_step: The same, of a step's tokens.
+        predictions: Step times under stated assumptions, one per kind of device in question.
+    """
+
+    name: str
+    world: int
+    axes: Mapping[str, int]
+    ranks: tuple[PlannedRank, ...]
+    cut: tuple[int, ...]
+    input_weight: float
+    output_weight: float
+    placement: tuple[tuple[int, ...], ...]
+    schedule: str
+    lookahead: int
+    microbatches: int
+    program: tuple[str, ...]
+    timeline: Mapping[int, Sequence[Slot]]
+    picture: str
+    bubble_fraction: float
+    bubble_overhead: float
+    simulated_bubble: float
+    in_flight: tuple[int, ...]
+    memory: tuple[RankMemory, ...]
+    boundaries: tuple[Boundary, ...]
+    link_bytes_per_step: int
+    link_gbps: float | None
+    link_s_per_microbatch: float | None
+    parameters: int
+    tokens_per_step: int
+    flops_per_token: float
+    flops_per_step: float
+    predictions: tuple[Prediction, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values, without the timeline (the program says the same)."""
+        plain: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if field.name != "timeline":
+                plain[field.name] = _plain(getattr(self, field.name))
+        return plain
+
+
+def make_plan(job: Job, link_gbps: float | None = None) -> Plan:
+    """Plans a job that `check_plan` finds nothing wrong with.
+
+    Args:
+        job: The job.
+        link_gbps: Rate of the link between two pipeline ranks, Gbit/s per direction.
+
+    Raises:
+        JobError: It has a problem that `check_plan` would have named.
+    """
+    mesh, cut = Mesh.of(job.mesh), layer_cut(job)
+    placement, program = stage_program(job)
+    first, last = end_weights(job)
+    crossing = boundaries(job, placement)
+    drawn = simulate(program, StageTimes.equal(len(cut)))
+    costed = simulate(program, stage_times(cut, first, last))
+    largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
+    tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
+    per_token = flops_per_token(job)
+    pp, stages_per_rank, microbatches = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
+    return Plan(
+        name=job.name,
+        world=mesh.world,
+        axes={**mesh.sizes.as_dict(), "ep": mesh.ep},
+        ranks=tuple(_rank_map(mesh, placement, cut)),
+        cut=tuple(cut),
+        input_weight=first,
+        output_weight=last,
+        placement=tuple(map(tuple, placement)),
+        schedule=schedule_of(job),
+        lookahead=lookahead_of(job),
+        microbatches=microbatches,
+        program=tuple(printed(program[rank]) for rank in range(pp)),
+        timeline=drawn.slots,
+        picture=draw(program),
+        bubble_fraction=bubble_fraction(pp, microbatches, stages_per_rank),
+        bubble_overhead=bubble_overhead(pp, microbatches, stages_per_rank),
+        simulated_bubble=costed.bubble,
+        in_flight=tuple(drawn.in_flight),
+        memory=tuple(rank_memory(job, stages, cut, drawn.in_flight) for stages in placement),
+        boundaries=tuple(crossing),
+        link_bytes_per_step=microbatches * largest,
+        link_gbps=link_gbps,
+        link_s_per_microbatch=largest * 8 / (link_gbps * 1e9) if link_gbps else None,
+        parameters=model_parameters(job.model),
+        tokens_per_step=tokens,
+        flops_per_token=per_token,
+        flops_per_step=per_token * tokens,
+        predictions=tuple(predict(job, cut, program, largest, link_gbps)),
+    )
+
+
+def _rank_map(mesh: Mesh, placement: Sequence[Sequence[int]], cut: Sequence[int]) -> list[PlannedRank]:
+    layers = [(start, end - 1) for start, end in pairwise([0, *accumulate(cut)])]
+    found = []
+    for rank in range(mesh.world):
+        place = mesh.coordinates(rank)
+        stages = tuple(placement[place.pp])
+        spans = tuple(layers[stage] for stage in stages)
+        found.append(PlannedRank(rank, place, place.label(mesh.sizes), stages, spans))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RankMemory):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,33 +1,63 @@
 """What the two ends of the model cost, in decoder layers: from FLOPs and bytes.
 
-FLOPs of a forward, per token: 2 per weight of a matrix (PaLM, arXiv:2204.02311, appendix B), and 4 · T/2 · heads · width for causal
-attention over T tokens. The loss reads and writes the logits several times in fp32; a byte is counted as `FLOPS_PER_BYTE`.
+Every part is given a time: its FLOPs, and the bytes it moves outside of matrix products times `FLOPS_PER_BYTE`. The
+last stage's norm, projection and loss are then worth so many layers, the embedding another number. The ratios depend
+little on `FLOPS_PER_BYTE`, because layers move bytes, too.
 """
 
 from __future__ import annotations
 
+from raypp.planning.flops import BACKWARD_PER_FORWARD, head_flops, layer_flops, recompute_factor
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import MoeOptions
 
-# Passes over the fp32 logits in forward and backward of the loss, and what a processor computes while it moves a byte
-# (about 5 on a CPU core; GPUs have a larger ratio, but there the loss is a smaller part of a larger whole).
-_LOGIT_PASSES = 8
-_FLOPS_PER_BYTE = 5
+FLOPS_PER_BYTE = 10.0
+"""What a processor computes in the time it moves a byte: a CPU core about 5, a GPU in fp32 about 15. Fixed, because
+the cut must not depend on the machine a job is read on."""
 
-
-def layer_flops(model: DecoderOptions, seq_len: int) -> float:
-    """FLOPs of one decoder layer's forward, per token."""
-    head = model.dim_per_head
-    attention_weights = model.hidden_size * head * (2 * model.num_heads + 2 * model.kv_heads)
-    return 2.0 * (attention_weights + 3 * model.hidden_size * model.ffn_size) + 2.0 * seq_len * model.num_heads * head
+_FP32 = 4
+# Tensor reads and writes of elementwise work, forward and backward together.
+_PASSES_OVER_RESIDUAL = 26  # two norms, two residual additions
+_PASSES_OVER_QKV = 12  # rotary encoding, layout changes
+_PASSES_OVER_INNER = 16  # silu, product
+_PASSES_OVER_LOGITS = 8  # cast, maximum, exponentials, sum, and back
+_PASSES_OVER_EMBEDDING = 6  # read a row, write it; add the gradient back
+_PASSES_OVER_DENSE_GRADIENT = 3  # the embedding's gradient is made whole for each microbatch: zeroed, then added
 
 
 def end_weights(job: Job) -> tuple[float, float]:
-    """input_weight and output_weight of the job, "auto" resolved; in layers."""
-    pipeline, model = job.pipeline, job.model
-    layer = layer_flops(model, job.data.seq_len)
-    logits = 2.0 * model.hidden_size * model.vocab_size + _LOGIT_PASSES * 4.0 * model.vocab_size * _FLOPS_PER_BYTE
-    lookup = 3 * 4.0 * model.hidden_size * _FLOPS_PER_BYTE
-    first = lookup / layer if pipeline.input_weight == "auto" else pipeline.input_weight
-    last = logits / layer if pipeline.output_weight == "auto" else pipeline.output_weight
-    return round(first, 4), round(last, 4)
+    """`pipeline.input_weight` and `output_weight` with "auto" resolved; in decoder layers, forward and backward."""
+    pipeline = job.pipeline
+    first = input_weight(job) if pipeline.input_weight == "auto" else float(pipeline.input_weight)
+    last = output_weight(job) if pipeline.output_weight == "auto" else float(pipeline.output_weight)
+    return first, last
+
+
+def layer_cost(job: Job) -> float:
+    """Cost of one layer's forward and backward per token, in FLOPs; bytes counted in."""
+    model = job.model
+    inner = model.experts_per_token * model.expert_ffn_size if isinstance(model, MoeOptions) else model.ffn_size
+    heads = model.dim_per_head * (model.num_heads + 2 * model.kv_heads)
+    moved = _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + _PASSES_OVER_INNER * inner
+    flops = layer_flops(model, job.data.seq_len) * (1 + recompute_factor(job))
+    return flops + moved * activation_bytes(job) * FLOPS_PER_BYTE
+
+
+def input_weight(job: Job) -> float:
+    """What the embedding costs, in layers: a lookup, and a dense gradient per microbatch. Nearly free."""
+    model, tokens = job.model, job.train.micro_batch_size * job.data.seq_len
+    lookup = _PASSES_OVER_EMBEDDING * model.hidden_size * activation_bytes(job)
+    dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * _FP32 / tokens
+    return round((lookup + dense) * FLOPS_PER_BYTE / layer_cost(job), 4)
+
+
+def output_weight(job: Job) -> float:
+    """What norm, projection and loss cost, in layers: the projection's FLOPs, and the bytes of the softmax (fp32)."""
+    flops = head_flops(job.model) * (1 + BACKWARD_PER_FORWARD)
+    moved = _PASSES_OVER_LOGITS * job.model.vocab_size * _FP32
+    return round((flops + moved * FLOPS_PER_BYTE) / layer_cost(job), 4)
+
+
+def activation_bytes(job: Job) -> int:
+    """Bytes of one number of the activations."""
+    return 2 if job.train.precision == "bf16" else _FP32

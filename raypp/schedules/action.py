@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -11,7 +11,7 @@ Kind = Literal["F", "B", "I", "W"]
 _FORM = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One computation.
 
@@ -43,3 +43,17 @@ class Action:
 
 Program = Mapping[int, Sequence[Action]]
 """What every pipeline rank computes, in order; communication is derived."""
+
+
+def printed(actions: Iterable[Action]) -> str:
+    """The actions of a rank on one line: `0F0 0F1 0B0`."""
+    return " ".join(map(str, actions))
+
+
+def parse_actions(text: str) -> list[Action]:
+    """The actions of one line, separated by blanks or commas.
+
+    Raises:
+        ValueError: A word is no action.
+    """
+    return [Action.parse(word) for word in text.replace(",", " ").split()]

@@ -1,13 +1,22 @@
-"""GPipe (arXiv:1811.06965): all forwards, then all backwards, both in microbatch order."""
+"""GPipe: all forwards, then all backwards, both in microbatch order."""
 
 from __future__ import annotations
 
 from raypp.schedules.action import Action, Program
+from raypp.schedules.info import ScheduleInfo
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
     """The program of every rank; one stage each. All microbatches are in flight at once."""
+    forwards = {rank: [Action(rank, "F", index) for index in range(microbatches)] for rank in range(pp)}
     return {
-        rank: [Action(rank, kind, index) for kind in ("F", "B") for index in range(microbatches)]  # type: ignore[arg-type]
-        for rank in range(pp)
+        rank: [*ahead, *(Action(rank, "B", index) for index in range(microbatches))] for rank, ahead in forwards.items()
     }
+
+
+SCHEDULE = ScheduleInfo(
+    name="gpipe",
+    summary="all forwards, then all backwards: simple, and every microbatch's activations at once",
+    build=build,
+    source="arXiv:1811.06965",
+)

@@ -1,12 +1,17 @@
-"""1F1B (PipeDream-flush, arXiv:2006.09503): after a warm-up, one forward, one backward."""
+"""1F1B: after a warm-up, one forward, one backward in turn."""
 
 from __future__ import annotations
 
 from raypp.schedules.action import Action, Program
+from raypp.schedules.info import ScheduleInfo
 
 
 def warmup(pp: int, rank: int, microbatches: int, lookahead: int = 0) -> int:
-    """Forwards before the first backward, and microbatches in flight: min(m, P - r), and `lookahead` more per rank below."""
+    """Forwards before the first backward, which is also how many microbatches are in flight.
+
+    Classic: min(m, P - r). Each stage below adds `lookahead` more, so that an activation has that many forwards' time
+    to cross each link before it is waited for.
+    """
     return min(microbatches, pp - rank + lookahead * (pp - 1 - rank))
 
 
@@ -22,3 +27,13 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
                 actions.append(Action(rank, "F", ahead + index))
         program[rank] = actions
     return program
+
+
+SCHEDULE = ScheduleInfo(
+    name="1f1b",
+    summary="one forward, one backward: at most pp microbatches in flight",
+    build=build,
+    microbatches_per_rank=1,
+    reason="with fewer some ranks never have work at the same time; gpipe does the same there",
+    source="PipeDream-Flush, arXiv:2006.09503",
+)

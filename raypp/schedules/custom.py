@@ -1,0 +1,96 @@
+"""A user's own schedule: a function, or a table of actions. Checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from raypp.errors import JobError, Problem
+from raypp.schedules.action import Action, Program, parse_actions
+from raypp.schedules.check import check_program
+from raypp.schedules.info import ScheduleInfo
+
+_KEY = "pipeline.schedule"
+_SHOWN = 5
+
+
+def from_function(name: str, function: Callable[..., Any]) -> ScheduleInfo:
+    """A schedule from `function(pp, stages_per_rank, microbatches, lookahead=0)`.
+
+    The function gives, for every rank, a list of actions (`Action`, or text such as `0F1`). An attribute
+    `placement = "v"` of the function chooses the V placement; else stages lie in a loop.
+    """
+    if not callable(function):
+        fix = "it must be a function of pp, stages_per_rank, microbatches and lookahead"
+        raise JobError(Problem(_KEY, f"{name} is no function", fix))
+    placement: Literal["loop", "v"] = "v" if getattr(function, "placement", "loop") == "v" else "loop"
+
+    def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+        made = function(pp, stages_per_rank, microbatches, lookahead)
+        try:
+            rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
+        except (TypeError, ValueError) as error:
+            fix = "give {rank: ['0F0', '0B0', ...], ...}"
+            raise JobError(Problem(_KEY, f"{name} gave something that is no program: {error}", fix)) from error
+        return _checked(name, rows, pp, stages_per_rank, microbatches, placement)
+
+    return ScheduleInfo(name, "your own", build, placement=placement, stages_per_rank=(1, 64))
+
+
+def from_csv(path: str) -> ScheduleInfo:
+    """A schedule from a file: one row per rank, in rank order, of actions such as `0F1`, separated by commas.
+
+    Empty cells are allowed (they show where a rank waits). Stages may lie in a loop or in a V; the rows tell.
+
+    Raises:
+        JobError: The file is not there, or a cell is no action.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "name a file that every node can read")) from error
+    rows: dict[int, list[Action]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip(" ,"):
+            continue
+        try:
+            rows[len(rows)] = parse_actions(line)
+        except ValueError as error:
+            raise JobError(
+                Problem(_KEY, f"{path}:{number}: {error}", "one row per rank, e.g. 0F0,0F1,0B0,0B1")
+            ) from error
+    last = 1 + max((action.stage for actions in rows.values() for action in actions), default=0)
+    first_row = {action.stage for action in rows.get(0, ())}
+    placement: Literal["loop", "v"] = "v" if last > len(rows) > 1 and last - 1 in first_row else "loop"
+
+    def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+        return _checked(path, rows, pp, stages_per_rank, microbatches, placement)
+
+    return ScheduleInfo(path, "your own", build, placement=placement, stages_per_rank=(1, 64))
+
+
+def _action(item: Any) -> Action:
+    return item if isinstance(item, Action) else Action.parse(str(item))
+
+
+def _checked(
+    name: str,
+    rows: dict[int, list[Action]],
+    pp: int,
+    stages_per_rank: int,
+    microbatches: int,
+    placement: Literal["loop", "v"],
+) -> Program:
+    wrong = check_program(rows, _stages(pp, stages_per_rank, placement), microbatches)
+    if wrong:
+        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+        what = f"{name} cannot run with {pp} ranks of {stages_per_rank} stages and {microbatches} microbatches: "
+        fix = "each stage needs F then B (or I and W) of every microbatch, on its own rank"
+        raise JobError(Problem(_KEY, what + "; ".join(wrong[:_SHOWN]) + more, fix))
+    return rows
+
+
+def _stages(pp: int, stages_per_rank: int, placement: Literal["loop", "v"]) -> Sequence[Sequence[int]]:
+    turns = range(stages_per_rank)
+    return [[t * pp + (pp - 1 - r if placement == "v" and t % 2 else r) for t in turns] for r in range(pp)]

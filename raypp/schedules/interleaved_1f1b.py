@@ -1,0 +1,54 @@
+"""Interleaved 1F1B: several stages per rank, depth first, one forward and one backward in turn."""
+
+from __future__ import annotations
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.info import ScheduleInfo
+
+
+def rounds_of(pp: int, microbatches: int) -> list[range]:
+    """Microbatches that pass through all stages of a rank together: at least `pp` each, as even as can be.
+
+    The longer rounds come first: the warm-up, which is sized by the first round, then suffices for all.
+    """
+    count = max(1, microbatches // pp)
+    each, longer = divmod(microbatches, count)
+    rounds, start = [], 0
+    for index in range(count):
+        size = each + (index < longer)
+        rounds.append(range(start, start + size))
+        start += size
+    return rounds
+
+
+def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+    """The program of every rank; stage s is on rank s mod pp.
+
+    Warm-up of rank r: a round through all stages but the last, and two forwards for each rank below, and `lookahead`
+    more of them.
+    """
+    rounds = rounds_of(pp, microbatches)
+    program: dict[int, list[Action]] = {}
+    for rank in range(pp):
+        turns = [rank + turn * pp for turn in range(stages_per_rank)]
+        forwards = [Action(s, "F", i) for part in rounds for s in turns for i in part]
+        backwards = [Action(s, "B", i) for part in rounds for s in reversed(turns) for i in part]
+        ahead = (stages_per_rank - 1) * len(rounds[0]) + (2 + lookahead) * (pp - 1 - rank) + 1
+        ahead = min(ahead, len(forwards))
+        actions = forwards[:ahead]
+        for index, backward in enumerate(backwards):
+            actions.append(backward)
+            actions += forwards[ahead + index : ahead + index + 1]
+        program[rank] = actions
+    return program
+
+
+SCHEDULE = ScheduleInfo(
+    name="interleaved_1f1b",
+    summary="1F1B over several stages per rank: the bubble shrinks by their number, messages grow by it",
+    build=build,
+    stages_per_rank=(1, 64),
+    microbatches_per_rank=1,
+    reason="a round takes at least one microbatch per rank through all of a rank's stages",
+    source="arXiv:2104.04473",
+)

@@ -1,0 +1,29 @@
+"""Looped breadth-first: every microbatch through a rank's first stage, then through its next, and back the same way."""
+
+from __future__ import annotations
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.info import ScheduleInfo
+
+
+def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+    """The program of every rank.
+
+    Backwards run in microbatch order, as in every schedule here: gradients are then added in the order of one process.
+    """
+    program: dict[int, list[Action]] = {}
+    for rank in range(pp):
+        stages = [rank + turn * pp for turn in range(stages_per_rank)]
+        forwards = [Action(stage, "F", index) for stage in stages for index in range(microbatches)]
+        backwards = [Action(stage, "B", index) for stage in reversed(stages) for index in range(microbatches)]
+        program[rank] = [*forwards, *backwards]
+    return program
+
+
+SCHEDULE = ScheduleInfo(
+    name="looped_bfs",
+    summary="breadth first over a rank's stages: few gathers of sharded weights, all microbatches in flight",
+    build=build,
+    stages_per_rank=(1, 64),
+    source="arXiv:2211.05953",
+)

@@ -1,0 +1,59 @@
+"""A small text picture of a program: ranks are rows, time goes to the right."""
+
+from __future__ import annotations
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.simulate import StageTimes, Timeline, simulate
+
+
+def draw(program: Program, max_width: int = 110) -> str:
+    """A picture of a program with equal stages, a backward twice as long as a forward, and free links.
+
+    `F0` is the forward of microbatch 0, `B0` its backward, `I0` and `W0` the parts of a split one; with several stages
+    on a rank the stage comes first (`4F0`). `─` goes on with the action before it, `·` is a rank that waits.
+
+    Args:
+        program: One that `check_program` finds nothing wrong with.
+        max_width: Characters of a line; what is right of it is cut off, and said.
+    """
+    stages = 1 + max(action.stage for actions in program.values() for action in actions)
+    return draw_timeline(simulate(program, StageTimes.equal(stages)), 1.0, max_width)
+
+
+def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
+    """A picture of a timeline, one column per `unit` of time."""
+    ranks = sorted(timeline.slots)
+    actions = [slot.action for rank in ranks for slot in timeline.slots[rank]]
+    several = any(len({slot.action.stage for slot in timeline.slots[rank]}) > 1 for rank in ranks)
+    width = 1 + max(len(_label(action, several)) for action in actions)
+    head = max(len(f"pp{rank}") for rank in ranks) + 1
+    columns = round(timeline.makespan / unit)
+    shown = min(columns, max(1, (max_width - head) // width))
+    lines = []
+    for rank in ranks:
+        cells = ["·"] * columns
+        for slot in timeline.slots[rank]:
+            first, last = round(slot.start / unit), round(slot.end / unit)
+            cells[first:last] = ([_label(slot.action, several)] + ["─" * width] * columns)[: last - first]
+        row = "".join(
+            cell.ljust(width, "─" if after.startswith("─") else " ")
+            for cell, after in zip(cells, [*cells[1:], ""], strict=True)
+        )
+        # The last column of an action ends in a blank, so that neighbours stay apart.
+        lines.append(f"pp{rank}".ljust(head) + _apart(cells, row, width)[: shown * width].rstrip())
+    if shown < columns:
+        lines.append(f"{'':{head}}… the first {shown} of {columns} slots")
+    return "\n".join(lines)
+
+
+def _apart(cells: list[str], row: str, width: int) -> str:
+    characters = list(row)
+    for index, cell in enumerate(cells):
+        ends = index + 1 == len(cells) or not cells[index + 1].startswith("─")
+        if cell.startswith("─") and ends:
+            characters[(index + 1) * width - 1] = " "
+    return "".join(characters)
+
+
+def _label(action: Action, several: bool) -> str:
+    return str(action) if several else f"{action.kind}{action.microbatch}"

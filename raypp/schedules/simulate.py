@@ -1,0 +1,164 @@
+"""What happens when, if every action takes a known time: a program run on paper."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.check import missing_input
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds (or any unit) of one microbatch on every stage.
+
+    Attributes:
+        forward: Of F, by stage.
+        backward: Of B, by stage.
+        input_share: Part of B that I takes; W takes the rest.
+        link: Of one message between two ranks.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    input_share: float = 0.5
+    link: float = 0.0
+
+    @classmethod
+    def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
+        """The same for all stages; the textbook's backward takes twice its forward."""
+        return cls([forward] * num_stages, [backward] * num_stages, link=link)
+
+    def of(self, action: Action) -> float:
+        match action.kind:
+            case "F":
+                return self.forward[action.stage]
+            case "B":
+                return self.backward[action.stage]
+            case "I":
+                return self.backward[action.stage] * self.input_share
+            case "W":
+                return self.backward[action.stage] * (1 - self.input_share)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One action with its start and end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program with times.
+
+    Attributes:
+        slots: What every rank did, in order.
+        makespan: End of the last action.
+        idle: Time every rank stood still between 0 and the makespan.
+        in_flight: Most microbatches of each stage with a forward whose backward (B, or W) was not over.
+        in_flight_on_rank: The same, summed over a rank's stages at one time.
+    """
+
+    slots: Mapping[int, Sequence[Slot]]
+    makespan: float
+    idle: Sequence[float]
+    in_flight: Sequence[int]
+    in_flight_on_rank: Sequence[int]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time as a share of all ranks' time."""
+        return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
+
+
+def simulate(program: Program, times: StageTimes) -> Timeline:
+    """Runs a program on paper.
+
+    A rank does its actions in order, each as soon as its input is there. Sends never hold a rank up. Messages between
+    two ranks of the same direction follow one another; the two directions do not disturb each other. Stages on one
+    rank hand over at once.
+
+    Args:
+        program: Actions of every rank (`check_program` finds nothing wrong with it).
+        times: Of every stage, and of a message.
+
+    Raises:
+        ValueError: The ranks wait for each other for ever.
+    """
+    num_stages = 1 + max(action.stage for actions in program.values() for action in actions)
+    run = _Run(program, times, num_stages)
+    while any(run.position[rank] < len(actions) for rank, actions in program.items()):
+        if not any(run.advance(rank) for rank in program):
+            waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
+            raise ValueError(f"the program cannot be run: its ranks wait for ever at {', '.join(waits)}")
+    makespan = max(run.clock.values())
+    idle = [makespan - sum(slot.end - slot.start for slot in run.slots[rank]) for rank in sorted(program)]
+    in_flight = [_peak(actions, stage) for stage, actions in sorted(_by_stage(program).items())]
+    on_rank = [_peak(program[rank]) for rank in sorted(program)]
+    return Timeline(run.slots, makespan, idle, in_flight, on_rank)
+
+
+class _Run:
+    """The state of a simulation: how far every rank is, and when what arrives."""
+
+    def __init__(self, program: Program, times: StageTimes, num_stages: int) -> None:
+        self.program, self.times, self.num_stages = program, times, num_stages
+        self.rank_of = {action.stage: rank for rank, actions in program.items() for action in actions}
+        self.position = dict.fromkeys(program, 0)
+        self.clock = dict.fromkeys(program, 0.0)
+        self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
+        self.done: set[Action] = set()
+        self.arrival: dict[tuple[str, int, int], float] = {}
+        self.link_free: dict[tuple[int, int], float] = defaultdict(float)
+
+    def advance(self, rank: int) -> bool:
+        """Does what a rank can do now; whether it could do anything."""
+        actions, begun = self.program[rank], self.position[rank]
+        while self.position[rank] < len(actions):
+            action = actions[self.position[rank]]
+            if missing_input(action, self.done, self.num_stages):
+                break
+            direction = "F" if action.kind == "F" else "B"
+            ready = 0.0 if action.kind == "W" else self.arrival.get((direction, action.stage, action.microbatch), 0.0)
+            start = max(self.clock[rank], ready)
+            self.clock[rank] = start + self.times.of(action)
+            self.slots[rank].append(Slot(action, start, self.clock[rank]))
+            self.done.add(action)
+            self.position[rank] += 1
+            if action.kind != "W":
+                self._send(action, rank, direction)
+        return self.position[rank] > begun
+
+    def _send(self, action: Action, rank: int, direction: str) -> None:
+        to = action.stage + (1 if direction == "F" else -1)
+        if not 0 <= to < self.num_stages:
+            return
+        peer, arrives = self.rank_of[to], self.clock[rank]
+        if peer != rank:
+            # A link has one sender, whose actions come in order: messages queue in the order they are made here.
+            arrives = max(arrives, self.link_free[rank, peer]) + self.times.link
+            self.link_free[rank, peer] = arrives
+        self.arrival[direction, to, action.microbatch] = arrives
+
+
+def _by_stage(program: Program) -> dict[int, list[Action]]:
+    stages: dict[int, list[Action]] = defaultdict(list)
+    for actions in program.values():
+        for action in actions:
+            stages[action.stage].append(action)
+    return stages
+
+
+def _peak(actions: Sequence[Action], stage: int | None = None) -> int:
+    """Most forwards without their backward at one time, of one stage or of all."""
+    now = peak = 0
+    for action in actions:
+        if stage is None or action.stage == stage:
+            now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            peak = max(peak, now)
+    return peak
