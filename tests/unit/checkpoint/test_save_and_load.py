@@ -193,8 +193,9 @@ def test_a_missing_or_torn_object_is_named(store: DirectoryStore) -> None:
     saved(store)
     path = store.root / rank_key(RUN, 3, 1, 0)
     path.write_bytes(path.read_bytes()[:-100])
+    fresh = model()
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is torn"):
-        load_checkpoint(store, RUN, 3, [model()], None)
+        load_checkpoint(store, RUN, 3, [fresh], adamw(fresh))
     path.unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
         load_checkpoint(store, RUN, 3, [model()], None)

@@ -1,0 +1,117 @@
+"""checkpoints list, verify and prune, on checkpoints in a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypp.checkpoint.commit import Commit, ObjectRecord, write_commit
+from raypp.checkpoint.layout import commit_key, rank_key
+from raypp.checkpoint.runs import write_spec
+from raypp.cli.main import run
+from raypp.control.runs import RunPlace, remember_run
+from raypp.storage.directory import DirectoryStore
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryStore:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
+    store = DirectoryStore(tmp_path / "store")
+    write_spec(store, "kjv", {"checkpoint": {"keep": 2}})
+    for step in (10, 20, 30):
+        records = []
+        for rank in range(2):
+            key, data = rank_key("kjv", step, 1, rank), f"{step} {rank}".encode() * 100
+            store.put(key, data)
+            records.append(ObjectRecord(key, len(data), hashlib.sha256(data).hexdigest(), rank))
+        mesh = {"pp": 2, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+        write_commit(store, Commit("kjv", step, 1, mesh, {}, {}, tuple(records)))
+    return store
+
+
+def damage(store: DirectoryStore, key: str) -> None:
+    path = store.root / key
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+
+
+def test_list_shows_what_is_committed(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    store.put(commit_key("kjv", 40), b"garbage")
+    assert run(["checkpoints", "list", f"{store.url}/kjv", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == [10, 20, 30, 40]
+    assert rows[0]["checkpoint"] == f"{store.url}/kjv/step-00000010"
+    assert (rows[0]["objects"], rows[0]["attempt"], rows[0]["bytes"]) == (2, 1, 800)
+    assert "is not a commit" in rows[3]["error"]
+    assert run(["checkpoints", "list", f"{store.url}/kjv"]) == 0
+    shown = capsys.readouterr().out
+    assert "pp" in shown and "0.0 MB" in shown and "is not a commit" in shown
+
+
+def test_a_runs_bare_name_is_enough_where_it_was_submitted(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remember_run(RunPlace(store.url, "kjv", None))
+    assert run(["checkpoints", "verify", "kjv/step-10"]) == 0
+    assert "step 10: whole" in capsys.readouterr().out
+
+
+def test_verify_of_whole_checkpoints_succeeds(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+
+
+def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = rank_key("kjv", 20, 1, 1)
+    damage(store, bad)
+    assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 1
+    said = capsys.readouterr()
+    assert f"{bad}: is corrupt" in said.err
+    assert said.out.count("whole") == 2
+    assert run(["checkpoints", "verify", f"{store.url}/kjv/step-00000030"]) == 0
+    capsys.readouterr()
+    assert run(["checkpoints", "verify", f"{store.url}/kjv/step-20", "--json"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["ok"], [problem["object"] for problem in result["problems"]]) == (False, [bad])
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("{}/kjv/step-99", "committed steps: 10, 20, 30"), ("{}/other", "there is no run 'other'"), ("{}/No", "'No'")],
+)
+def test_what_is_not_there_is_told(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str], argument: str, said: str
+) -> None:
+    assert run(["checkpoints", "verify", argument.format(store.url)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_prune_keeps_as_many_as_the_job_says(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoints", "prune", f"{store.url}/kjv", "--dry-run"]) == 0
+    assert "would remove 3 objects" in capsys.readouterr().out
+    assert run(["checkpoints", "prune", f"{store.url}/kjv"]) == 0
+    assert "removed 3 objects" in capsys.readouterr().out
+    assert run(["checkpoints", "verify", f"{store.url}/kjv", "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [20, 30]
+
+
+def test_prune_removes_nothing_when_the_newest_is_damaged(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(store, rank_key("kjv", 30, 1, 0))
+    assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "1"]) == 1
+    assert "nothing was removed" in capsys.readouterr().err
+    assert len(list(store.list("kjv/step-"))) == 9
+
+
+def test_the_commands_import_no_torch() -> None:
+    code = "import sys, raypp.cli.checkpoint_commands; print('torch' in sys.modules, 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"
