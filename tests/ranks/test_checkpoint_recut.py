@@ -1,0 +1,169 @@
+"""Checkpoints written by one mesh and loaded by another, over real gloo ranks: every bit comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = pytest.mark.ranks
+RUN = "recut"
+LAYERS = 4
+# Odd sizes: 2, 3 and 4 ranks get uneven shards, and the norm of 2 elements leaves some with none.
+WIDTH = 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+        self.gain = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.gain.sum()
+
+
+class Stage(nn.Module):
+    """Some layers of the whole, under their global names."""
+
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Block() for index in layers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def phase(self, name: str, detail: str = "") -> None:
+        pass
+
+    def step(self, report: Any) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def requests(self) -> Requests:
+        return Requests()
+
+
+def rank_life(rank: int, world: int, port: int, sizes: tuple[int, int, int], root: str, save: bool) -> dict[str, Any]:
+    """Builds this rank's stage on a pp × dp_replicate × fsdp mesh; trains and saves it, or loads it.
+
+    Returns:
+        Every tensor of its state, whole, by global name, and the events told.
+    """
+    pp, replicate, fsdp = sizes
+    server = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("train", server), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp"))
+    place = mesh.get_coordinate()
+    assert place is not None
+    coordinates = Coordinates(pp=place[0], dp_replicate=place[1], fsdp=place[2])
+    torch.manual_seed(100 if save else 200)
+    blocks = Stage(range(LAYERS))
+    per_stage = LAYERS // pp
+    stage = Stage(range(place[0] * per_stage, (place[0] + 1) * per_stage))
+    own = {name: value for name, value in blocks.state_dict().items() if name in stage.state_dict()}
+    stage.load_state_dict(own)
+    if replicate * fsdp > 1:
+        for layer in stage.layers.values():
+            fully_shard(layer, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
+        fully_shard(stage, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    store, quiet = DirectoryStore(Path(root)), Quiet()
+    seat = Seat(RUN, 1, rank, world, coordinates, Coordinates(*sizes, 1))
+    saved = None
+    if save:
+        for step in range(2):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            stage(torch.randn(3, WIDTH)).square().sum().backward()
+            optimizer.step()
+        saver = CheckpointSaver(store, RUN, {}, seat, StoreAnnouncements(server, 1), quiet, 3, commit_timeout_s=60)
+        saver.save(2, [stage], optimizer, {"data_position": {"row": 24}})
+        saved = saver.wait()
+        saver.close()
+    else:
+        loaded = load_checkpoint(store, RUN, None, [stage], optimizer)
+        assert loaded is not None
+        assert loaded.data_position == {"row": 24}
+        saved = loaded.step
+    state: dict[str, Any] = {}
+    for name, parameter in stage.named_parameters():
+        state[name] = whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            state[f"{name}/{key}"] = whole(value)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"state": state, "step": saved, "events": [event.kind for event in quiet.events]}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, value in result["state"].items():
+            assert name not in state or torch.equal(state[name], value)
+            state[name] = value
+    return state
+
+
+def world_of(sizes: tuple[int, int, int]) -> int:
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, 1, 2), (1, 1, 1)),
+        ((1, 1, 1), (1, 1, 2)),
+        ((1, 1, 3), (1, 1, 2)),
+        ((2, 1, 2), (1, 1, 2)),
+        ((1, 2, 2), (2, 1, 1)),
+    ],
+    ids=lambda sizes: "pp{}-dp{}-fsdp{}".format(*sizes),
+)
+def test_what_one_mesh_saved_another_loads_bit_for_bit(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    wrote = run_ranks(world_of(before), rank_life, before, str(tmp_path), True)
+    assert [result["step"] for result in wrote] == [2] * len(wrote)
+    assert wrote[0]["events"] == ["committed"]
+    read = run_ranks(world_of(after), rank_life, after, str(tmp_path), False)
+    assert [result["step"] for result in read] == [2] * len(read)
+    expected, found = merged(wrote), merged(read)
+    assert expected.keys() == found.keys() and len(expected) == LAYERS * 5 * 4
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_what_replicas_hold_alike_is_written_once(tmp_path: Path) -> None:
+    run_ranks(4, rank_life, (1, 2, 2), str(tmp_path), True)
+    commit = read_commit(DirectoryStore(tmp_path), RUN, 2)
+    assert [record.rank for record in commit.objects] == [0, 1]
