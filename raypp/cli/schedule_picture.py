@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.text import Text
+
+from raypp.schedules.simulate import Slot
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 FILLS = {"F": "", "B": "━", "I": "╌", "W": "═"}
@@ -13,55 +14,51 @@ NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gr
 IDLE = "·"
 
 
-@dataclass(frozen=True)
-class Span:
-    """One computation in time: `start` and `end` in units of the shortest one."""
+def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
+    """Draws what each pipeline rank does when.
 
-    kind: str
-    microbatch: int
-    start: float
-    end: float
+    A forward is its microbatch's number (`stage.number` where a rank has several stages), a backward its number and a
+    bar, idle time dots. A chart wider than `width` columns is cut, with `…`.
 
-
-def schedule_picture(ranks: Mapping[int, Sequence[Span]], width: int) -> Text:
-    """Draws what each rank does when.
-
-    A forward is its microbatch's number, a backward its number and a bar, idle time dots. A chart wider than `width`
-    columns is cut at a column, with `…`.
+    Args:
+        ranks: Each rank's actions, times in units of a forward.
+        width: Columns there are.
     """
-    spans = [span for row in ranks.values() for span in row]
-    end = max((span.end for span in spans), default=0.0)
-    label = max((len(f"pp{rank}") for rank in ranks), default=0) + 2
-    room = max(width - label - 1, 8)
-    digits = len(str(max((span.microbatch for span in spans), default=0)))
-    # Columns per unit of time: room for a number and a blank, and one more where the whole chart still fits.
-    scale = digits + 2 if end * (digits + 2) <= room else digits + 1
+    several = any(len({slot.action.stage for slot in row}) > 1 for row in ranks.values())
+    rows = {rank: [(slot, _label(slot, several)) for slot in row] for rank, row in ranks.items()}
+    end = max((slot.end for row in ranks.values() for slot in row), default=0.0)
+    head = max((len(f"pp{rank}") for rank in ranks), default=0) + 2
+    room = max(width - head, 8)
+    longest = max((len(label) for row in rows.values() for _, label in row), default=1)
+    # Columns per unit of time: room for a label and a blank, and one more where the whole chart still fits.
+    scale = longest + 2 if end * (longest + 2) <= room else longest + 1
     text = Text(no_wrap=True)
-    for rank, row in ranks.items():
-        if text:
-            text.append("\n")
-        text.append(f"{f'pp{rank}':<{label}}", style="bold")
+    for rank, row in rows.items():
         line = _line(row, round(end * scale), scale)
-        text.append_text(line if len(line) <= room else Text.assemble(line[: room - 1], "…"))
-    kinds = [kind for kind in FILLS if any(span.kind == kind for span in spans)]
-    text.append("\n" + " " * label)
-    for kind in kinds:
-        text.append(f"0{FILLS[kind] * 2}", style=STYLES[kind])
-        text.append(f" {NAMES[kind]}   ", style="dim")
-    text.append(f"{IDLE} idle", style="dim")
-    if end * scale > room:
-        text.append("   … goes on", style="dim")
+        shown = line if len(line) <= room else Text.assemble(line[: room - 1], "…")
+        text.append_text(Text.assemble((f"{f'pp{rank}':<{head}}", "bold"), shown, "\n"))
+    text.append(" " * head)
+    for kind in FILLS:
+        if any(slot.action.kind == kind for row in ranks.values() for slot in row):
+            text.append(f"0{FILLS[kind] * 2}", style=STYLES[kind])
+            text.append(f" {NAMES[kind]}   ", style="dim")
+    text.append(f"{IDLE} idle" + ("   … goes on" if end * scale > room else ""), style="dim")
     return text
 
 
-def _line(row: Sequence[Span], columns: int, scale: int) -> Text:
+def _label(slot: Slot, several: bool) -> str:
+    action = slot.action
+    return f"{action.stage}.{action.microbatch}" if several else str(action.microbatch)
+
+
+def _line(row: Sequence[tuple[Slot, str]], columns: int, scale: int) -> Text:
     line = Text()
-    for span in row:
-        start, end = round(span.start * scale), round(span.end * scale)
+    for slot, label in row:
+        start, end = round(slot.start * scale), round(slot.end * scale)
         line.append(_idle(len(line), start, scale), style="dim")
-        number = str(span.microbatch)
-        cell = number if span.kind == "F" else number.ljust(max(end - start - 1, len(number)), FILLS[span.kind])
-        line.append(cell.ljust(end - start)[: max(end - start, 1)], style=STYLES[span.kind])
+        fill = FILLS[slot.action.kind]
+        cell = label.ljust(end - start - 1, fill) if fill else label
+        line.append(cell.ljust(end - start), style=STYLES[slot.action.kind])
     line.append(_idle(len(line), columns, scale), style="dim")
     return line
 

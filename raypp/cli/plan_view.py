@@ -1,0 +1,187 @@
+"""A plan on the terminal: `raypp plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from raypp.cli.schedule_picture import schedule_picture
+from raypp.planning.plan import Plan, PlannedRank
+from raypp.planning.predict import Prediction
+from raypp.spec.job import Job
+
+MOST_RANKS = 16
+"""Worlds larger than this are shown one line per pipeline rank."""
+
+_UNITS = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"))
+
+
+def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
+    """Everything a plan says, in sections.
+
+    Args:
+        job: The job.
+        plan: Its plan.
+        width: Columns of the terminal.
+    """
+    parts: list[RenderableType] = [_title(job, plan)]
+    for name, remark, body in (
+        ("Mesh", _mesh(plan), _rank_map(plan)),
+        ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
+        ("Bubble", "", _bubble(plan)),
+        ("Memory per rank", f"in {_unit(plan)[1]}; an estimate, with every row full", _memory(plan)),
+        ("Links", "", _links(plan)),
+        ("Predicted step time", "", _predictions(plan.predictions)),
+    ):
+        heading = Text.assemble(("\n" + name, "bold"), (f"  {remark}" if remark else "", ""))
+        parts += [heading, Padding(body, (0, 0, 0, 2), expand=False)]
+    return Group(*parts)
+
+
+def _title(job: Job, plan: Plan) -> Text:
+    facts = f"{job.model.kind}, {_count(plan.parameters)} parameters, {plan.tokens_per_step:,} tokens per step"
+    return Text.assemble((plan.name, "bold cyan"), f"  {facts}")
+
+
+def _mesh(plan: Plan) -> str:
+    axes = {name: size for name, size in plan.axes.items() if size > 1 and name != "ep"}
+    ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''}"
+    product = " × ".join(f"{name} {size}" for name, size in axes.items())
+    folded = f", ep {plan.axes['ep']} inside" if plan.axes.get("ep", 1) > 1 else ""
+    return (f"{product} = {ranks}" if product else ranks) + folded
+
+
+def _rank_map(plan: Plan) -> RenderableType:
+    table = _table("ranks" if plan.world > MOST_RANKS else "rank", "place", "stage", "layers")
+    for ranks in _lines(plan):
+        first, last = ranks[0], ranks[-1]
+        numbers = str(first.rank) if first is last else f"{first.rank}–{last.rank}"
+        place = first.label if first is last else f"{first.label} … {last.label}"
+        table.add_row(numbers, place, ", ".join(map(str, first.stages)), _layers(first, len(plan.cut)))
+    weights = f"the embedding counts as {plan.input_weight:.2g} layers, the head and loss as {plan.output_weight:.2g}"
+    cut = Text(f"cut {' + '.join(map(str, plan.cut))}; {weights}", style="dim")
+    return Group(table, cut) if len(plan.cut) > 1 else table
+
+
+def _lines(plan: Plan) -> Iterable[Sequence[PlannedRank]]:
+    if plan.world <= MOST_RANKS:
+        yield from ([rank] for rank in plan.ranks)
+        return
+    for pp in range(plan.axes["pp"]):
+        yield [rank for rank in plan.ranks if rank.coordinates.pp == pp]
+
+
+def _layers(rank: PlannedRank, num_stages: int) -> str:
+    spans = []
+    for stage, (first, last) in zip(rank.stages, rank.layers, strict=True):
+        count = last - first + 1
+        layers = f"{first}–{last} ({count})" if count > 1 else f"{first} (1)" if count else ""
+        ends = ["embedding"] if stage == 0 else []
+        ends += [layers] if layers else []
+        ends += ["head"] if stage == num_stages - 1 else []
+        spans.append(" + ".join(ends))
+    return ", ".join(spans)
+
+
+def _schedule(job: Job, plan: Plan) -> str:
+    rows = f"{job.train.micro_batch_size} × {job.data.seq_len} tokens"
+    ahead = f", lookahead {plan.lookahead}" if plan.lookahead else ""
+    return f"{plan.schedule}, {plan.microbatches} microbatches of {rows}{ahead}"
+
+
+def _bubble(plan: Plan) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right")
+    rounds = "m" if len(plan.cut) == len(plan.placement) else "v·m"
+    table.add_row(f"{plan.bubble_fraction:.2%}", "fraction", Text(f"idle share of a step, (P-1)/({rounds}+P-1)", "dim"))
+    table.add_row(f"{plan.bubble_overhead:.2%}", "overhead", Text(f"idle relative to the work, (P-1)/{rounds}", "dim"))
+    text = "idle share of a step with the costs of this cut, links free"
+    table.add_row(f"{plan.simulated_bubble:.2%}", "simulated", Text(text, "dim"))
+    return table
+
+
+def _memory(plan: Plan) -> RenderableType:
+    rows = [memory.as_dict() for memory in plan.memory]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
+    table = _table("", *shown, justify="right")
+    divisor, _ = _unit(plan)
+    for pp, row in enumerate(rows):
+        cells = [Text(_figures(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
+        table.add_row(f"pp{pp}", *cells)
+    return table
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    """The unit of the memory table: the largest in which the largest total is at least 1."""
+    largest = max(memory.total for memory in plan.memory)
+    return next(((1024**power, unit) for power, unit in _UNITS if largest >= 1024**power), (1, "bytes"))
+
+
+def _links(plan: Plan) -> RenderableType:
+    crossing = [boundary for boundary in plan.boundaries if boundary.crosses_ranks]
+    if not crossing:
+        return Text("nothing crosses between pipeline ranks")
+    table = _table("", "per microbatch, each way", "per step, both ways", justify="right")
+    places = [(f"pp{boundary.from_rank} – pp{boundary.to_rank}", boundary) for boundary in crossing]
+    sizes = {(boundary.bytes_per_microbatch, boundary.bytes_per_step) for boundary in crossing}
+    if len(places) > 4 and len(sizes) == 1:
+        places = [(f"each of {places[0][0]} … {places[-1][0]}", crossing[0])]
+    for place, boundary in places:
+        table.add_row(place, _size(boundary.bytes_per_microbatch), _size(boundary.bytes_per_step))
+    if plan.link_gbps is None or plan.link_s_per_microbatch is None:
+        return Group(table, Text("--link-gbps X adds the time this takes", style="dim"))
+    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {_time(plan.link_s_per_microbatch)} per message"))
+
+
+def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
+    if not predictions:
+        return Text("none for this job")
+    table = Table.grid(padding=(0, 2))
+    for column in range(4):
+        table.add_column(justify="right" if column in (1, 2) else "left")
+    shared = [text for text in predictions[0].assumptions if all(text in other.assumptions for other in predictions)]
+    for prediction in predictions:
+        own = "; ".join(text for text in prediction.assumptions if text not in shared)
+        speed = f"{_count(prediction.tokens_per_s)} tokens/s"
+        table.add_row(prediction.device, _time(prediction.step_s), speed, Text(own, style="dim"))
+    return Group(table, Text(f"assuming that {'; '.join(shared)}", style="dim")) if shared else table
+
+
+def _table(*columns: str, justify: str = "left") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="left" if position == 0 or justify == "left" else "right")
+    return table
+
+
+def _size(count: float) -> str:
+    """Bytes in three figures: 320 KiB, 1.73 MiB."""
+    for power, unit in _UNITS:
+        if count >= 1024**power:
+            return f"{_figures(count / 1024**power)} {unit}"
+    return f"{count:.0f} B"
+
+
+def _count(count: float) -> str:
+    """A number in three figures: 1.81 M, 11.4 k, 8."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{_figures(count / limit)} {unit}"
+    return f"{count:.0f}"
+
+
+def _figures(value: float) -> str:
+    """Three figures, or all in front of the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    """Seconds in three figures: 2.62 ms, 0.72 s, 12.3 s."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{_figures(seconds * 1e3)} ms" if seconds < 0.1 else f"{_figures(seconds)} s"
