@@ -15,6 +15,9 @@ for _name, _module in (
     ("1f1b", "one_f_one_b"),
     ("interleaved_1f1b", "interleaved_1f1b"),
     ("looped_bfs", "looped_bfs"),
+    ("interleaved_zero_bubble", "interleaved_zero_bubble"),
+    ("zbv", "zbv"),
+    ("dualpipev", "dualpipev"),
 ):
     SCHEDULES.register(_name, f"raypp.schedules.{_module}:SCHEDULE")
 
@@ -74,7 +77,7 @@ def size_problems(schedule: ScheduleInfo, pp: int, stages_per_rank: int, microba
         problems.append(
             Problem(
                 "pipeline.microbatches",
-                f"{microbatches} are too few for {schedule.name} on {pp} pipeline ranks: {schedule.reason}",
+                f"{microbatches} {'is' if microbatches == 1 else 'are'} too few for {schedule.name} on {pp} pipeline ranks: {schedule.reason}",
                 f"use pipeline.microbatches ≥ {fewest}, or mesh.pp ≤ {smaller}, or pipeline.schedule gpipe",
             )
         )

@@ -1,0 +1,88 @@
+"""DualPipeV: two stages per rank in a V; forwards of one stage paired with backwards of the other.
+
+Eight phases, whose lengths depend on the rank (DeepSeek-V3, arXiv:2412.19437, and the "cut in half" variant of it by
+Sea AI Lab). Pairs are one after the other here: what is left of the pairing is that a rank always has independent work
+while a message is on its way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from raypp.schedules.action import Action, Kind, Program
+from raypp.schedules.info import ScheduleInfo
+
+
+def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+    """The program of every rank; rank r holds the stages r and 2·pp - 1 - r. Needs at least 2·pp microbatches."""
+    return {rank: _rank(pp, rank, microbatches) for rank in range(pp)}
+
+
+def _rank(pp: int, rank: int, microbatches: int) -> list[Action]:
+    below, up_to = pp - 1 - rank, rank + 1
+    line = _Line(down=rank, up=2 * pp - 1 - rank)
+    line.repeat(2 * below, "down F")
+    line.repeat(up_to, "down F, up F")
+    line.repeat(below, "up I, W, up F")
+    line.repeat(microbatches - 2 * pp + up_to, "down F, up B, up F, down B")
+    line.repeat(below, "up B, up F, down B")
+    # From the middle of the last backwards on, they are split; the parts left over fill the gaps behind them.
+    whole = up_to // 2
+    line.repeat(whole, "up B, down B")
+    if up_to % 2:
+        line.repeat(1, "up B, down I")
+        whole += 1
+    line.repeat(up_to - whole, "up I, down I")
+    line.repeat(below, "W, down I")
+    line.drain()
+    return line.actions
+
+
+class _Line:
+    """Writes a rank's actions: counts microbatches, and remembers which weight gradients are owed."""
+
+    def __init__(self, down: int, up: int) -> None:
+        self.stage = {"down": down, "up": up}
+        self.actions: list[Action] = []
+        self._count: Counter[tuple[str, int]] = Counter()
+        self._owed: deque[tuple[int, int]] = deque()
+
+    def repeat(self, times: int, phase: str) -> None:
+        """Appends a phase, written as `down F, up B, W`, so many times."""
+        for _ in range(times):
+            for step in phase.split(", "):
+                self._append(step)
+
+    def drain(self) -> None:
+        """Appends all weight gradients still owed."""
+        while self._owed:
+            self._append("W")
+
+    def _append(self, step: str) -> None:
+        if step == "W":
+            if self._owed:
+                stage, microbatch = self._owed.popleft()
+                self.actions.append(Action(stage, "W", microbatch))
+            return
+        way, kind = step.split()
+        stage = self.stage[way]
+        direction = "forward" if kind == "F" else "backward"
+        microbatch = self._count[direction, stage]
+        self._count[direction, stage] += 1
+        known: dict[str, Kind] = {"F": "F", "B": "B", "I": "I"}
+        self.actions.append(Action(stage, known[kind], microbatch))
+        if kind == "I":
+            self._owed.append((stage, microbatch))
+
+
+SCHEDULE = ScheduleInfo(
+    name="dualpipev",
+    summary="DualPipe cut in half: forwards and backwards of two stages of a V in pairs",
+    build=build,
+    placement="v",
+    stages_per_rank=(2, 2),
+    microbatches_per_rank=2,
+    reason="its phases need two microbatches per rank, one for each of its stages",
+    splits_backward=True,
+    source="arXiv:2412.19437",
+)

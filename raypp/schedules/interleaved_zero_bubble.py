@@ -1,0 +1,40 @@
+"""Interleaved zero bubble: several stages per rank in a loop, split backwards, weight gradients in the gaps."""
+
+from __future__ import annotations
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.greedy import greedy_program
+from raypp.schedules.info import ScheduleInfo
+from raypp.schedules.interleaved_1f1b import rounds_of
+
+
+def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+    """The program of every rank; stage s is on rank s mod pp.
+
+    A rank may hold what the first rank of interleaved 1F1B holds: a round through all stages but the last, and two
+    more forwards for each rank below the first.
+    """
+    rounds = rounds_of(pp, microbatches)
+    round_of = {index: number for number, part in enumerate(rounds) for index in part}
+    placement = [[rank + turn * pp for turn in range(stages_per_rank)] for rank in range(pp)]
+    most = (stages_per_rank - 1) * len(rounds[0]) + 2 * (pp - 1) + 1
+    room = [max(stages_per_rank, most) + lookahead * (pp - 1 - rank) for rank in range(pp)]
+
+    def urgency(action: Action) -> tuple[int, ...]:
+        """Depth first: a round goes through all of a rank's stages before the next one starts."""
+        turn = action.stage if action.kind == "F" else -action.stage
+        return (round_of[action.microbatch], turn, action.microbatch)
+
+    return greedy_program(placement, microbatches, room, urgency)
+
+
+SCHEDULE = ScheduleInfo(
+    name="interleaved_zero_bubble",
+    summary="interleaved, with backwards split in two: the weight gradients fill the gaps",
+    build=build,
+    stages_per_rank=(1, 64),
+    microbatches_per_rank=1,
+    reason="a round takes at least one microbatch per rank through all of a rank's stages",
+    splits_backward=True,
+    source="arXiv:2401.10241",
+)

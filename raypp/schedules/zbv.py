@@ -1,0 +1,34 @@
+"""ZBV: two stages per rank in a V, split backwards; almost no bubble, and the memory of 1F1B on every rank."""
+
+from __future__ import annotations
+
+from raypp.schedules.action import Action, Program
+from raypp.schedules.greedy import greedy_program
+from raypp.schedules.info import ScheduleInfo
+
+
+def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+    """The program of every rank; rank r holds the stages r and 2·pp - 1 - r.
+
+    A rank holds at most 2·pp half-size activations, as much as 1F1B's first rank. `lookahead` lets it hold so many
+    more for every rank below.
+    """
+    placement = [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
+    room = [2 * pp + lookahead * (pp - 1 - rank) for rank in range(pp)]
+    return greedy_program(placement, microbatches, room, lambda action: _urgency(action, pp))
+
+
+def _urgency(action: Action, pp: int) -> tuple[int, ...]:
+    """Work on the way back up the V first: it leads to the backwards that the other ranks wait for."""
+    return (0 if action.stage >= pp else 1, action.microbatch)
+
+
+SCHEDULE = ScheduleInfo(
+    name="zbv",
+    summary="zero bubble in a V: backwards split in two, the weight gradients fill the gaps",
+    build=build,
+    placement="v",
+    stages_per_rank=(2, 2),
+    splits_backward=True,
+    source="arXiv:2401.10241, section 6",
+)
