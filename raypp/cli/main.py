@@ -104,9 +104,6 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         show_error(error)
         return error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return EXIT_USAGE
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE

@@ -153,7 +153,7 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
 
 
 def _table(*columns: str, justify: str = "left") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for position, name in enumerate(columns):
         table.add_column(name, justify="left" if position == 0 or justify == "left" else "right")
     return table

@@ -105,7 +105,7 @@ class PipelineSection(Section):
     """What the embedding costs, in layers; auto = from FLOPs and bytes."""
     output_weight: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
     """What the last norm, the output projection and the loss cost, in layers; auto = from FLOPs and bytes."""
-    wire: WireOptions = WireOptions()
+    wire: WireOptions = Field(default_factory=WireOptions)
     """How activations and gradients travel between stages."""
 
 
@@ -146,9 +146,9 @@ class TrainSection(Section):
     """Rows per microbatch."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation and data order; the mesh does not enter."""
-    optimizer: OptimizerOptions = OptimizerOptions()
+    optimizer: OptimizerOptions = Field(default_factory=OptimizerOptions)
     """The optimizer."""
-    lr_schedule: LrSchedule = LrSchedule()
+    lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
     """The learning rate over the steps."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; null: no clipping."""
@@ -204,21 +204,21 @@ class Job(Section):
 
     name: str = Field(pattern=RUN_NAME)
     """The run's name: a-z, 0-9 and -, at most 40."""
-    model: ModelSection = DecoderOptions()
+    model: ModelSection = Field(default_factory=DecoderOptions)
     """What is trained."""
-    data: DataSection = DataSection()
+    data: DataSection = Field(default_factory=DataSection)
     """Where the tokens come from."""
-    mesh: MeshSection = MeshSection()
+    mesh: MeshSection = Field(default_factory=MeshSection)
     """How many ranks along each axis."""
-    pipeline: PipelineSection = PipelineSection()
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
     """The schedule and the cut."""
-    train: TrainSection = TrainSection()
+    train: TrainSection = Field(default_factory=TrainSection)
     """How long, how much, how."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     """Where the state goes, and how often."""
-    recovery: RecoverySection = RecoverySection()
+    recovery: RecoverySection = Field(default_factory=RecoverySection)
     """What to do when something breaks."""
-    resources: ResourcesSection = ResourcesSection()
+    resources: ResourcesSection = Field(default_factory=ResourcesSection)
     """What each rank gets."""
 
     @property

@@ -14,6 +14,7 @@ import yaml
 
 from raypp.cli import main as frame
 from raypp.cli.main import COMMANDS, FAMILIES, cli, run
+from raypp.cli.schedule_picture import schedule_picture
 from raypp.errors import (
     JobError,
     Problem,
@@ -22,6 +23,8 @@ from raypp.errors import (
     RunFailedError,
     UnreachableError,
 )
+from raypp.schedules.registry import build_program
+from raypp.schedules.simulate import StageTimes, simulate
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
@@ -114,6 +117,47 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
     assert f"{job}:7 mesh.cp: 2 is not available yet; available: 1\n  fix:" in printed
     assert "--set pipeline.microbatches=2: " in printed
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "settings", [[], ["mesh.pp=1", "mesh.fsdp=1"], ["mesh.pp=6", "mesh.fsdp=8"], ["pipeline.schedule=gpipe"]]
+)
+def test_the_plan_says_everything_within_the_terminals_width(
+    settings: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    options = [option for setting in settings for option in ("--set", setting)]
+    assert run(["plan", QUICKSTART, "--link-gbps", "1", *options]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    assert [word for word in ("Mesh", "Schedule", "Bubble", "Memory per rank", "Links") if word not in printed] == []
+    assert [word for word in ("fraction", "overhead", "activations", "head", "step time") if word not in printed] == []
+
+
+def test_the_plan_as_json_has_the_textbooks_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", QUICKSTART, "--set", "pipeline.microbatches=3", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["world"], sum(plan["cut"]), plan["bubble_fraction"]) == (4, 6, 0.25)
+    assert plan["bubble_overhead"] == pytest.approx(1 / 3)
+    assert plan["program"][0] == "0F0 0F1 0B0 0F2 0B1 0B2"
+
+
+def test_a_schedules_chart_shows_who_waits_when() -> None:
+    program = build_program("1f1b", 2, 1, 3)
+    chart = schedule_picture(simulate(program, StageTimes.equal(2)).slots, 80).plain
+    assert [line.rstrip() for line in chart.splitlines()] == [
+        "pp0  0  1  ·  ·  0━━━━ 2  1━━━━ ·  2━━━━",
+        "pp1  ·  0  0━━━━ 1  1━━━━ 2  2━━━━ ·  ·",
+        "     0 forward   0━━ backward   · idle",
+    ]
+
+
+def test_a_chart_that_is_too_wide_is_cut_and_says_so() -> None:
+    slots = simulate(build_program("gpipe", 4, 1, 32), StageTimes.equal(4)).slots
+    lines = schedule_picture(slots, 60).plain.splitlines()
+    assert all(line.endswith("…") and len(line) == 60 for line in lines[:-1])
+    assert lines[-1].endswith("… goes on")
 
 
 @pytest.mark.parametrize(
