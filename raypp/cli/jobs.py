@@ -35,7 +35,8 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     file = load_job(path, overrides)
     problems = check_spec(file.job, file.directory)
     reported = {problem.key for problem in problems}
-    problems += [problem for problem in _plan_problems(file) if problem.key not in reported]
+    # What is refused already is not told twice, also not by what builds on it (a schedule that cannot be imported).
+    problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     return file

@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Every word the language has for the keys whose type is plain text."""
 
-OWN_KINDS = ("model.kind",)
-"""Keys whose word may also be the user's own `module.path:factory`."""
+OWN_KINDS = ("model.kind", "pipeline.schedule")
+"""Keys whose word may also be the user's own: `module.path:object`."""
 
 SUMMARIES: dict[tuple[str, str], str] = {
     **{("model.kind", kind.name): kind.summary for kind in MODELS},
