@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from raypp.cli.look_up import find_run, open_reader, present_status
-from raypp.cli.render import event_text, log_tag, log_text, loss_text, quantity, runs_table, status_view
+from raypp.cli.render import log_tag, log_text, loss_text, quantity, runs_table, show_event, status_view
 from raypp.control import runs
 from raypp.control.runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
@@ -91,7 +91,7 @@ def events_command(run: str, as_json: bool) -> None:
     else:
         console = _console()
         for event in events:
-            console.print(event_text(event, date=True), soft_wrap=not console.is_terminal)
+            show_event(console, event, date=True)
     _warn_of_damage(reader)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypp.cli.look_up import recorded_status
-from raypp.cli.render import curve, date_and_clock, duration, event_text, facts, loss_text, quantity, state_text
+from raypp.cli.render import curve, date_and_clock, duration, facts, loss_text, quantity, show_event, state_text
 from raypp.control.runs import RunPlace
 from raypp.errors import RayppError
 from raypp.observe.reader import RunReader
@@ -123,7 +123,7 @@ class LiveView:
         for event in events:
             if _key(event) not in self._told_events:
                 self._told_events.add(_key(event))
-                self._print(event_text(event))
+                show_event(self.console, event)
         if status["state"] != self._told_state:
             # The first and the last state need no line of their own: what follows says them.
             if not is_final(status) and (self._told_state is not None or status["state"] != "PENDING"):

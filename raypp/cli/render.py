@@ -180,9 +180,19 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> 
     return Group(table, Text(""), *errors) if errors else table
 
 
-def event_text(event: Event, *, date: bool = False) -> Text:
-    """One event in one line (more when its words hold line ends): time, kind, where, words, cause."""
+def show_event(console: Console, event: Event, *, date: bool = False) -> None:
+    """Prints one event: time, kind, words and cause, where. Off a terminal it is one line, for grep."""
     when = date_and_clock(event.time) if date else clock(event.time)
+    kind = Text(f"{event.kind:<15}", style=_EVENT_STYLES.get(event.kind, "cyan"))
+    if console.is_terminal:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(Text(when, style="dim"), kind, _event_words(event))
+        console.print(grid)
+    else:
+        console.print(Text("  ").join([Text(when), kind, _event_words(event)]), soft_wrap=True)
+
+
+def _event_words(event: Event) -> Text:
     place = [f"step {event.step}"] if event.step is not None else []
     place += [f"rank {event.rank}"] if event.rank is not None else []
     place += [f"on {event.node}"] if event.node else []
@@ -190,10 +200,7 @@ def event_text(event: Event, *, date: bool = False) -> Text:
     cause = str(event.details.get("cause") or "")
     if cause and cause not in words:
         words = f"{words}: {cause}" if words else cause
-    where = f"  ({', '.join(place)})" if place else ""
-    return Text.assemble(
-        (when, "dim"), "  ", (f"{event.kind:<15}", _EVENT_STYLES.get(event.kind, "cyan")), " ", words, (where, "dim")
-    )
+    return Text.assemble(words, (f"  ({', '.join(place)})" if place else "", "dim"))
 
 
 def log_text(line: LogLine, widest: int) -> Text:
