@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ from typing import Any
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
+_AGENT_PATIENCE_S = 30.0
 
 
 class DashboardError(RayppError):
@@ -163,8 +165,16 @@ class Dashboard:
         Raises:
             DashboardError: Refused, for instance because the id is taken (Ray answers 500 to that).
         """
-        answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
-        return str(answer.get("submission_id") or answer["job_id"])
+        end = time.monotonic() + _AGENT_PATIENCE_S
+        while True:
+            try:
+                answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
+                return str(answer.get("submission_id") or answer["job_id"])
+            except DashboardError as error:
+                # The agent that runs drivers comes up seconds after a fresh head answers.
+                if "No available agent" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.3)
 
     def job(self, submission_id: str) -> dict[str, Any] | None:
         """A job's record (`status`, `message`, `driver_exit_code` …); None when there is none."""

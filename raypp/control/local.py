@@ -90,7 +90,7 @@ def find() -> LocalCluster | None:
 
 
 def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
-    """Starts the embedded cluster unless it runs already; returns when jobs can be submitted.
+    """Starts the embedded cluster unless it runs already; returns when both servers answer.
 
     Returns:
         The cluster, and whether it was started now.
@@ -193,6 +193,7 @@ def _start_ray_head(
         f"--ray-client-server-port={client_port}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard_port}",
+        "--dashboard-agent-listen-port=0",
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={num_cpus}",

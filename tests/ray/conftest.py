@@ -1,0 +1,123 @@
+"""One embedded cluster for all tests of this directory, with a home of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.control import client, local
+from raypp.control.clusters import Cluster, find_cluster
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.spec.load import job_document, parse_job
+from raypp.storage import open_store
+
+_HERE = Path(__file__).parent
+_PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "RAY_", "RAYPP_"))]:
+        del os.environ[name]
+    os.environ["RAYPP_HOME"] = str(tmp_path_factory.mktemp("home"))
+    os.environ["PYTHONPATH"] = str(_HERE)
+    try:
+        local.up(16)
+        yield find_cluster()
+    finally:
+        local.down(delete_data=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@dataclass
+class Started:
+    """A run of stand-in ranks."""
+
+    name: str
+    cluster: Cluster
+    submission_id: str
+    reader: RunReader
+    place: Path
+    told: list[str] = field(default_factory=list)
+
+    def status(self) -> dict[str, Any]:
+        return self.reader.status() or {}
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while not condition():
+            if time.monotonic() > end:
+                log = self.cluster.dashboard.job_logs(self.submission_id)
+                pytest.fail(f"{what} did not come about; status {self.status()}; the job's log:\n{log[-3000:]}")
+            time.sleep(0.1)
+
+    def wait_step(self, step: int) -> None:
+        self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
+
+    def wait_end(self) -> dict[str, Any]:
+        self.wait(lambda: is_final(self.reader.status()), "the end")
+        return self.status()
+
+    def exit_code(self) -> int | None:
+        def over() -> bool:
+            return (self.job() or {}).get("status") in ("SUCCEEDED", "FAILED", "STOPPED")
+
+        self.wait(over, "the end of the Ray job")
+        code = self.job()["driver_exit_code"]
+        assert code is None or isinstance(code, int)
+        return code
+
+    def job(self) -> dict[str, Any]:
+        return self.cluster.dashboard.job(self.submission_id) or {}
+
+    def command(self, command: str) -> dict[str, Any]:
+        return client.command_run(self.cluster, self.name, command)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.reader.events()]
+
+    def actors(self) -> list[dict[str, Any]]:
+        answer = self.cluster.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
+        actors = answer["data"]["result"]["result"]
+        return [actor for actor in actors if actor["name"].startswith(f"raypp/{self.name}")]
+
+
+StartRun = Callable[..., Started]
+
+
+@pytest.fixture
+def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
+    started: list[Started] = []
+
+    def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:
+        environment = {"STAND_IN_DIR": str(tmp_path / name)} | ({"STAND_IN_FAULT": fault} if fault else {})
+        job = parse_job(
+            {
+                "name": name,
+                "mesh": {"pp": 2, "fsdp": 2},
+                "train": {"steps": steps},
+                "checkpoint": {"url": url or str(tmp_path / "store"), "every_steps": every},
+                "resources": {"env": environment, "cpus_per_rank": 1},
+                **more,
+            }
+        )
+        store = open_store(job.checkpoint.url)
+        store.put(f"{name}/spec.json", str(job_document(job)).encode())
+        submission = client.submit_run(job, cluster, store.url, rank_function="stand_in:run_rank")
+        run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        if not is_final(run.reader.status()):
+            run.command("stop-now")

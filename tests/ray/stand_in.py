@@ -1,0 +1,83 @@
+"""A rank that trains nothing: it takes steps, commits and faults on command, without torch.
+
+The ranks of a run share a directory (`STAND_IN_DIR` of `resources.env`): rank 0 writes how far it is, `commit`
+holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is `kind:rank:step:times`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from raypp.errors import DataError
+from raypp.records import Event, RankResult, Reporter, Seat, StepReport
+from raypp.spec.job import Job
+
+_STEP_S = 0.05
+
+
+def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+    place = Path(os.environ["STAND_IN_DIR"])
+    place.mkdir(parents=True, exist_ok=True)
+    print(f"hello from {seat.label}", flush=True)  # noqa: T201
+    os.write(2, f"native words of {seat.label}\n".encode())
+    (place / f"environment-{seat.rank}").write_text("\n".join(f"{key}={value}" for key, value in os.environ.items()))
+    return _lead(job, seat, reporter, place) if seat.rank == 0 else _attend(job, seat, reporter, place)
+
+
+def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
+    step = committed = _read(place / "commit")
+    stopped = False
+    while step < job.train.steps and not stopped:
+        requests = reporter.requests()
+        stopped = requests.stop
+        if not stopped:
+            step += 1
+            reporter.phase("step", str(step))
+            (place / "step").write_text(str(step))
+            time.sleep(_STEP_S)
+            _fault(seat, step, place)
+            reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
+        due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
+        if step > committed and (
+            requests.save or due or step == job.train.steps or (stopped and requests.save_before_stop)
+        ):
+            committed = step
+            (place / "commit").write_text(str(step))
+            reporter.event(Event("committed", f"step {step}", attempt=seat.attempt, step=step))
+    (place / f"over-{seat.attempt}").write_text(str(step))
+    return RankResult(0, step, stopped, committed)
+
+
+def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
+    over = place / f"over-{seat.attempt}"
+    while not over.exists():
+        step = _read(place / "step")
+        reporter.phase("step", str(step))
+        reporter.requests()
+        _fault(seat, step, place)
+        time.sleep(0.02)
+    step = _read(over)
+    return RankResult(seat.rank, step, step < job.train.steps, None)
+
+
+def _fault(seat: Seat, step: int, place: Path) -> None:
+    if "STAND_IN_FAULT" not in os.environ:
+        return
+    kind, rank, at, times = os.environ["STAND_IN_FAULT"].split(":")
+    if (seat.rank, step) != (int(rank), int(at)) or seat.attempt > int(times):
+        return
+    if kind == "raise":
+        raise ValueError("the sun is too bright")
+    if kind == "data":
+        raise DataError("the data is all wrong")
+    if kind == "exit":
+        os._exit(7)
+
+
+def _read(path: Path) -> int:
+    try:
+        return int(path.read_text() or 0)
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,148 @@
+"""A run's life under a real Ray: seats, faults, commands, and what is left afterwards. The ranks are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.ray.conftest import StartRun
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+
+def _environment(run, rank: int) -> dict[str, str]:
+    lines = (run.place / f"environment-{rank}").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) -> None:
+    run = start_run("plain", steps=60)
+    run.wait_step(2)
+    pids = [rank["pid"] for rank in run.status()["ranks"]]
+    titles = [" ".join(psutil.Process(pid).cmdline()).strip() for pid in pids]
+    assert titles == [f"ray::raypp/plain/pp{pp}-fsdp{fsdp}" for pp in range(2) for fsdp in range(2)]
+    assert {actor["name"] for actor in run.actors()} >= {
+        "raypp/plain",
+        "raypp/plain/pp0-fsdp0",
+        "raypp/plain/pp1-fsdp1",
+    }
+    assert {actor["repr_name"] for actor in run.actors()} >= {"raypp/plain/pp1-fsdp0"}
+
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
+    assert run.exit_code() == 0
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
+    run.wait(lambda: all(actor["state"] == "DEAD" for actor in run.actors()), "the end of every actor")
+    run.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of every process")
+    groups = run.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
+    assert [group["state"] for group in groups if group["name"] == "raypp/plain"] == ["REMOVED"]
+
+
+def test_every_rank_gets_the_environment_torchrun_would_give_it(start_run: StartRun) -> None:
+    run = start_run("seats", steps=2)
+    run.wait_end()
+    environments = [_environment(run, rank) for rank in range(4)]
+    assert [env["RANK"] for env in environments] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1", "2", "3"]
+    assert {env["WORLD_SIZE"] for env in environments} == {env["LOCAL_WORLD_SIZE"] for env in environments} == {"4"}
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
+    assert {env["GLOO_SOCKET_IFNAME"] for env in environments} == {"lo"}
+    assert {env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] for env in environments} == {"1"}
+
+
+def test_what_a_rank_prints_is_kept_with_its_seat_native_output_too(start_run: StartRun) -> None:
+    run = start_run("logs", steps=2)
+    run.wait_end()
+    lines = [line for line in run.reader.logs() if line.rank == 3]
+    assert ("hello from pp1-fsdp1", "pp1-fsdp1", "out") in [(line.text, line.label, line.stream) for line in lines]
+    assert ("native words of pp1-fsdp1", "err") in [(line.text, line.stream) for line in lines]
+
+
+def test_a_killed_rank_leads_to_a_new_attempt_from_the_newest_commit(start_run: StartRun) -> None:
+    run = start_run("killed", steps=100)
+    run.wait_step(12)
+    victim = run.status()["ranks"][2]
+    os.kill(victim["pid"], signal.SIGKILL)
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 100, 1, 2)
+    assert f"pid {victim['pid']}" in status["error"] and "pp1-fsdp0" in status["error"]
+    failed = next(event for event in run.reader.events() if event.kind == "rank_failed")
+    assert (failed.rank, failed.details["kind"], failed.details["pid"]) == (2, "killed", victim["pid"])
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 101))
+
+
+def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) -> None:
+    run = start_run("hopeless", every=0, fault="exit:3:2:99", recovery={"max_restarts": 1})
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("FAILED", 1)
+    assert "recovery.max_restarts" in status["error"]
+    assert run.exit_code() == 1
+
+
+def test_an_exception_at_the_same_step_twice_is_not_tried_a_third_time(start_run: StartRun) -> None:
+    run = start_run("same", every=0, fault="raise:1:3:99")
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("FAILED", 1)
+    assert "the sun is too bright" in status["error"] and "twice" in status["error"]
+
+
+def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
+    run = start_run("data", fault="data:1:3:99")
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("FAILED", 0)
+    assert run.exit_code() == 2
+
+
+def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: StartRun) -> None:
+    run = start_run("save", steps=400, every=0)
+    run.wait_step(3)
+    answer = run.command("save")
+    assert answer["found"] and answer["committed"] >= 3
+    assert run.kinds().count("committed") <= 1
+    assert not run.status()["state"] == "STOPPED"
+
+
+def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
+    run = start_run("stop", steps=4000, every=0)
+    run.wait_step(3)
+    answer = run.command("stop")
+    assert answer["state"] == "STOPPED" and answer["checkpoint"].endswith(f"step-{answer['step']:08d}")
+    assert run.status()["state"] == "STOPPED"
+    assert run.exit_code() == 0
+    assert run.command("stop") == {"found": False}
+
+
+def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
+    run = start_run("stopnow", steps=4000, every=0)
+    run.wait_step(3)
+    answer = run.command("stop-now")
+    assert (answer["state"], answer["checkpoint"]) == ("STOPPED", None)
+
+
+def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
+    run = start_run("jobstop", steps=4000, every=0)
+    run.wait_step(3)
+    run.cluster.dashboard.stop_job(run.submission_id)
+    assert run.wait_end()["state"] == "STOPPED"
+
+
+def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
+    run = start_run("driver", steps=120)
+    run.wait_step(5)
+    os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
+
+
+def test_a_killed_controller_comes_back_and_finishes_the_run(start_run: StartRun) -> None:
+    run = start_run("phoenix", steps=150)
+    run.wait_step(12)
+    pids = [rank["pid"] for rank in run.status()["ranks"]]
+    os.kill(run.command("facts")["controller_pid"], signal.SIGKILL)
+    run.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the old workers")
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 150, 2, 1)
+    assert run.exit_code() == 0
