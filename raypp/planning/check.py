@@ -55,7 +55,8 @@ def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
     if len(cut) != stages:
         per_rank = job.pipeline.stages_per_rank
         of = f"mesh.pp {job.mesh.pp}" + (f" · {per_rank} stages per rank" if per_rank > 1 else "")
-        yield Problem(key, f"{len(cut)} numbers for {stages} stages ({of})", f"give {stages} numbers, {example}")
+        given = f"{len(cut)} number{'' if len(cut) == 1 else 's'} for {stages} stages ({of})"
+        yield Problem(key, given, f"give {stages} numbers, {example}")
         return
     empty = [stage for stage, count in enumerate(cut) if count == 0]
     if empty:

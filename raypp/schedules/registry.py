@@ -74,11 +74,14 @@ def size_problems(schedule: ScheduleInfo, pp: int, stages_per_rank: int, microba
     fewest = schedule.least_microbatches(pp)
     if microbatches < fewest:
         smaller = max((p for p in range(1, pp) if schedule.least_microbatches(p) <= microbatches), default=1)
+        few = (
+            f"{microbatches} {'is' if microbatches == 1 else 'are'} too few for {schedule.name} on {pp} pipeline ranks"
+        )
         problems.append(
             Problem(
                 "pipeline.microbatches",
-                f"{microbatches} {'is' if microbatches == 1 else 'are'} too few for {schedule.name} on {pp} pipeline ranks: {schedule.reason}",
-                f"use pipeline.microbatches ≥ {fewest}, or mesh.pp ≤ {smaller}, or pipeline.schedule gpipe",
+                f"{few}: {schedule.reason}",
+                f"use at least {fewest}, or mesh.pp {smaller}, or pipeline.schedule gpipe",
             )
         )
     return problems

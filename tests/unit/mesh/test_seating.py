@@ -1,0 +1,110 @@
+"""Ranks to nodes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.errors import ResourcesError
+from raypp.mesh.geometry import Mesh
+from raypp.mesh.seating import seat_order
+from raypp.records import Coordinates, NodeFacts
+from raypp.spec.job import MeshSection
+
+
+def workers(*devices: int, ip: str = "10.0.0.{}") -> list[NodeFacts]:
+    """`devices` workers on each node, nodes in the order of their addresses."""
+    return [
+        NodeFacts(f"node{node}", ip.format(node + 1), f"host{node}", 100 + device, "eth0", device, count)
+        for node, count in enumerate(devices)
+        for device in range(count)
+    ]
+
+
+def mesh_of(**axes: int) -> Mesh:
+    return Mesh.of(MeshSection(**axes))
+
+
+def nodes_of_ranks(mesh: Mesh, facts: list[NodeFacts]) -> list[str]:
+    """The node of each rank."""
+    order = seat_order(mesh, facts)
+    assert sorted(order) == list(range(mesh.world))
+    return [facts[order.index(rank)].node_id for rank in range(mesh.world)]
+
+
+def crossing(mesh: Mesh, facts: list[NodeFacts], axis: str | tuple[str, ...]) -> int:
+    """How many groups of an axis have ranks on several nodes."""
+    nodes = nodes_of_ranks(mesh, facts)
+    return sum(len({nodes[rank] for rank in group}) > 1 for group in mesh.groups(axis))
+
+
+def test_pp_crosses_nodes_and_fsdp_stays_inside_one() -> None:
+    mesh = mesh_of(pp=2, fsdp=4)
+    assert nodes_of_ranks(mesh, workers(4, 4)) == ["node0"] * 4 + ["node1"] * 4
+
+
+def test_replicas_of_a_stage_stay_on_one_node_where_there_is_room() -> None:
+    mesh = mesh_of(pp=2, dp_replicate=2, fsdp=2)
+    assert crossing(mesh, workers(4, 4), ("dp_replicate", "fsdp")) == 0
+
+
+def test_more_stages_than_nodes_put_neighbours_together() -> None:
+    mesh = mesh_of(pp=4, fsdp=2)
+    assert nodes_of_ranks(mesh, workers(4, 4)) == ["node0"] * 4 + ["node1"] * 4
+
+
+def test_a_replica_larger_than_a_node_keeps_its_shards_together() -> None:
+    mesh = mesh_of(pp=2, dp_replicate=2, fsdp=4)
+    assert crossing(mesh, workers(4, 4, 4, 4), "fsdp") == 0
+
+
+def test_shards_larger_than_a_node_keep_their_context_groups_together() -> None:
+    mesh = mesh_of(fsdp=2, cp=4)
+    assert crossing(mesh, workers(4, 4), "cp") == 0
+
+
+def test_uneven_nodes_break_as_few_groups_as_they_must() -> None:
+    mesh = mesh_of(pp=4, fsdp=2)
+    assert crossing(mesh, workers(3, 3, 2), "fsdp") == 1
+    assert crossing(mesh, workers(3, 5), "fsdp") == 1
+    assert crossing(mesh, workers(6, 2), "fsdp") == 0
+    assert crossing(mesh, workers(1, 2, 2, 2, 1), "fsdp") == 1
+
+
+def test_addresses_sort_as_numbers() -> None:
+    facts = workers(*[1] * 12)
+    assert nodes_of_ranks(mesh_of(pp=12), facts) == [f"node{node}" for node in range(12)]
+
+
+def test_devices_of_a_node_get_ranks_in_their_order() -> None:
+    assert seat_order(mesh_of(pp=2, fsdp=2), list(reversed(workers(2, 2)))) == [3, 2, 1, 0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([(2, 1, 2, 1), (2, 2, 2, 1), (3, 1, 2, 2), (4, 1, 1, 1)]))
+def test_seats_do_not_depend_on_the_order_in_which_workers_come(
+    shuffle: random.Random, shape: tuple[int, int, int, int]
+) -> None:
+    mesh, counts = Mesh(Coordinates(*shape)), [1, 1, 1]
+    while sum(counts) < mesh.world:
+        counts[shuffle.randrange(3)] += 1
+    if mesh.world == 4:
+        counts = [1, 1, 2]
+    facts = workers(*counts)
+    rank_of = dict(zip(facts, seat_order(mesh, facts), strict=True))
+    mixed = list(facts)
+    shuffle.shuffle(mixed)
+    assert dict(zip(mixed, seat_order(mesh, mixed), strict=True)) == rank_of
+
+
+def test_workers_without_a_device_index_still_get_distinct_ranks() -> None:
+    facts = [NodeFacts("node0", "127.0.0.1", "host", 0, "")] * 4
+    assert seat_order(mesh_of(pp=2, fsdp=2), facts) == [0, 1, 2, 3]
+
+
+def test_another_number_of_workers_than_ranks_is_an_error() -> None:
+    with pytest.raises(ResourcesError, match="4 ranks, but 3 workers"):
+        seat_order(mesh_of(pp=4), workers(3))

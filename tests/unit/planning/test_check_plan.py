@@ -1,0 +1,105 @@
+"""Problems of mesh, cut and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.planning.check import check_plan
+
+MOE = {"kind": "qwen3_moe", "num_experts": 8}
+
+
+def problem(**sections: Any) -> tuple[str, str, str]:
+    found = check_plan(job_with(**sections))
+    assert len(found) == 1, found
+    return found[0].key, found[0].what, found[0].fix
+
+
+def test_a_good_job_has_no_problem() -> None:
+    assert check_plan(job_with()) == []
+    assert check_plan(job_with(model=MOE, mesh={"fsdp": 4, "ep": 2})) == []
+
+
+def test_too_few_microbatches_for_1f1b() -> None:
+    key, what, fix = problem(pipeline={"microbatches": 3}, mesh={"pp": 4})
+    assert key == "pipeline.microbatches"
+    assert "3 are too few for 1f1b on 4 pipeline ranks" in what
+    assert "at least 4" in fix and "mesh.pp 3" in fix and "gpipe" in fix
+
+
+def test_gpipe_does_with_any_number_of_microbatches() -> None:
+    assert check_plan(job_with(pipeline={"microbatches": 1, "schedule": "gpipe"}, mesh={"pp": 4})) == []
+
+
+def test_more_stages_than_layers() -> None:
+    key, what, fix = problem(mesh={"pp": 9}, pipeline={"microbatches": 9})
+    assert key == "mesh.pp"
+    assert what == "9 stages for 8 layers leave stage 8 without a layer"
+    assert fix == "use mesh.pp ≤ 8"
+
+
+def test_weights_that_leave_a_stage_without_a_layer() -> None:
+    ones = {"input_weight": 1, "output_weight": 1}
+    key, _, fix = problem(mesh={"pp": 8}, pipeline=ones)
+    assert key == "mesh.pp"
+    assert "mesh.pp ≤ 5" in fix and "lower pipeline.input_weight/output_weight (now 1/1)" in fix
+
+
+def test_the_fix_counts_stages_per_rank() -> None:
+    pipeline = {"schedule": "interleaved_1f1b", "stages_per_rank": 3}
+    key, _, fix = problem(mesh={"pp": 4}, pipeline=pipeline)
+    assert (key, fix) == ("mesh.pp", "use mesh.pp ≤ 2 with 3 stages per rank")
+    _, _, fix = problem(mesh={"pp": 1}, pipeline={"schedule": "looped_bfs", "stages_per_rank": 9})
+    assert fix == "use pipeline.stages_per_rank ≤ 8"
+
+
+@pytest.mark.parametrize(
+    ("cut", "what"),
+    [
+        ([8], "1 number for 2 stages"),
+        ([3, 3, 2], "3 numbers for 2 stages"),
+        ([4, 5], "4 + 5 = 9 layers, 1 more than model.num_layers (8)"),
+        ([3, 3], "3 + 3 = 6 layers, 2 fewer than model.num_layers (8)"),
+        ([8, 0], "stage 1 has no layer"),
+    ],
+)
+def test_a_cut_that_does_not_fit(cut: list[int], what: str) -> None:
+    key, found, fix = problem(pipeline={"layers_per_stage": cut})
+    assert key == "pipeline.layers_per_stage"
+    assert what in found
+    assert "[4, 4]" in fix
+
+
+def test_experts_that_do_not_divide() -> None:
+    assert problem(model=MOE, mesh={"fsdp": 4, "ep": 3})[0] == "mesh.ep"
+    assert "use 2 or 4" in problem(model=MOE, mesh={"fsdp": 4, "ep": 3})[2]
+    assert "does not divide model.num_experts" in problem(model={**MOE, "num_experts": 6}, mesh={"fsdp": 4, "ep": 4})[1]
+    assert "no experts" in problem(mesh={"fsdp": 2, "ep": 2})[1]
+
+
+def test_heads_that_ulysses_cannot_share_out() -> None:
+    key, _, fix = problem(mesh={"cp": 3, "cp_style": "ulysses"})
+    assert key == "mesh.cp" and "use 2 or 4" in fix and "ring" in fix
+    assert check_plan(job_with(mesh={"cp": 3, "cp_style": "ring"})) == []
+
+
+def test_stages_per_rank_against_the_schedule() -> None:
+    key, what, fix = problem(pipeline={"stages_per_rank": 2})
+    assert key == "pipeline.stages_per_rank"
+    assert "1f1b takes 1 per rank, not 2" in what
+    assert "interleaved_1f1b" in fix and "zbv" in fix
+    assert problem(pipeline={"schedule": "zbv"})[0] == "pipeline.stages_per_rank"
+
+
+def test_an_unknown_schedule() -> None:
+    key, what, fix = problem(pipeline={"schedule": "1f1bb"})
+    assert key == "pipeline.schedule"
+    assert "interleaved_1f1b" in what and fix == "did you mean '1f1b'?"
+
+
+def test_all_problems_are_told_at_once() -> None:
+    job = job_with(mesh={"pp": 9, "ep": 2}, pipeline={"microbatches": 2})
+    assert [p.key for p in check_plan(job)] == ["pipeline.microbatches", "mesh.pp", "mesh.ep"]

@@ -1,0 +1,124 @@
+"""Plans: ranks, memory, links, times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.models.stage import build_stage
+from raypp.planning.flops import flops_per_token, layer_parameters, model_parameters
+from raypp.planning.plan import Plan, make_plan
+from raypp.schedules.registry import SCHEDULES, schedule_named
+
+
+def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
+    plan = make_plan(job_with(mesh={"fsdp": 2}))
+    assert plan.world == 4
+    assert plan.axes == {"pp": 2, "dp_replicate": 1, "fsdp": 2, "cp": 1, "ep": 1}
+    assert [rank.label for rank in plan.ranks] == ["pp0-fsdp0", "pp0-fsdp1", "pp1-fsdp0", "pp1-fsdp1"]
+    assert plan.cut == (5, 3)
+    assert [(rank.stages, rank.layers) for rank in plan.ranks[::2]] == [((0,), ((0, 4),)), ((1,), ((5, 7),))]
+    assert plan.program[0].startswith("0F0 0F1 0B0")
+    assert plan.picture.startswith("pp0 F0 F1")
+
+
+def test_a_plan_is_json() -> None:
+    plan = make_plan(job_with(), link_gbps=1.0)
+    document = json.loads(json.dumps(plan.as_dict()))
+    assert document["cut"] == [5, 3]
+    assert document["ranks"][1]["coordinates"] == {"pp": 1, "dp_replicate": 0, "fsdp": 0, "cp": 0}
+    assert document["memory"][0]["total"] == plan.memory[0].total
+    assert "timeline" not in document
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_every_schedule_can_be_planned(name: str) -> None:
+    stages_per_rank = 2 if name != "gpipe" and name != "1f1b" else 1
+    plan = make_plan(job_with(pipeline={"schedule": name, "stages_per_rank": stages_per_rank}))
+    crossing = [b for b in plan.boundaries if b.crosses_ranks]
+    assert len(plan.boundaries) == 2 * stages_per_rank - 1
+    # In a V the last rank hands over to itself.
+    assert len(crossing) == len(plan.boundaries) - (schedule_named(name).placement == "v")
+    assert 0 < plan.simulated_bubble < 0.5
+
+
+def test_the_parameters_are_those_of_the_model_that_is_built() -> None:
+    job = job_with(model={"num_kv_heads": 2})
+    whole = build_stage(job.model, range(8), first=True, last=True)
+    assert model_parameters(job.model) == sum(p.numel() for p in whole.parameters())
+    middle = build_stage(job.model, range(1), first=False, last=False)
+    assert layer_parameters(job.model) == sum(p.numel() for p in middle.parameters())
+
+
+def test_flops_are_six_per_weight_and_the_attention() -> None:
+    job = job_with()
+    matrices = model_parameters(job.model) - 4096 * 256 - (2 * 8 + 1) * 256
+    attention = 3 * 8 * 2 * 256 * 256
+    assert flops_per_token(job) == 6 * matrices + attention
+
+
+def test_link_bytes_are_rows_times_tokens_times_width() -> None:
+    plan = make_plan(job_with(train={"micro_batch_size": 2}), link_gbps=1.0)
+    (boundary,) = plan.boundaries
+    assert boundary.bytes_per_microbatch == 2 * 256 * 256 * 4
+    assert boundary.bytes_per_step == 2 * 8 * boundary.bytes_per_microbatch
+    assert plan.link_bytes_per_step == 8 * boundary.bytes_per_microbatch
+    assert plan.link_s_per_microbatch == pytest.approx(boundary.bytes_per_microbatch * 8e-9)
+    assert make_plan(job_with()).link_s_per_microbatch is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "divisor"),
+    [({"train": {"precision": "bf16"}}, 2), ({"mesh": {"cp": 2}}, 2), ({"pipeline": {"wire": {"dtype": "bf16"}}}, 2)],
+)
+def test_half_precision_and_context_parallel_halve_the_messages(sections: dict[str, object], divisor: int) -> None:
+    whole, part = make_plan(job_with()), make_plan(job_with(**sections))
+    assert part.boundaries[0].bytes_per_microbatch * divisor == whole.boundaries[0].bytes_per_microbatch
+
+
+def memory_of(**sections: object) -> Plan:
+    return make_plan(job_with(**sections))
+
+
+def test_weights_gradients_and_adamw_are_four_four_and_eight_bytes_per_parameter() -> None:
+    plan = memory_of()
+    assert sum(rank.weights for rank in plan.memory) == 4 * plan.parameters
+    assert all(rank.gradients == rank.weights and rank.optimizer == 2 * rank.weights for rank in plan.memory)
+    assert all(rank.gathered == 0 for rank in plan.memory)
+
+
+def test_fsdp_divides_weights_and_states_and_gathers_the_rest() -> None:
+    plain, sharded = memory_of().memory[0], memory_of(mesh={"fsdp": 2}).memory[0]
+    assert (sharded.weights, sharded.optimizer) == (plain.weights // 2, plain.optimizer // 2)
+    assert sharded.gathered == 2 * plain.weights
+    resharded = memory_of(mesh={"fsdp": 2, "reshard_after_forward": True}).memory[0]
+    assert resharded.gathered < sharded.gathered
+
+
+def test_activations_count_the_microbatches_in_flight() -> None:
+    one = memory_of(pipeline={"schedule": "1f1b", "layers_per_stage": [4, 4]})
+    all_of_them = memory_of(pipeline={"schedule": "gpipe", "layers_per_stage": [4, 4]})
+    assert one.in_flight == (2, 1) and all_of_them.in_flight == (8, 8)
+    assert all_of_them.memory[0].activations == 4 * one.memory[0].activations
+
+
+def test_checkpointing_and_bf16_save_activations() -> None:
+    plain = memory_of().memory[0].activations
+    assert memory_of(train={"activation_checkpointing": "full"}).memory[0].activations < plain / 3
+    assert memory_of(train={"precision": "bf16"}).memory[0].activations == plain // 2
+
+
+def test_only_the_last_stage_has_logits() -> None:
+    assert [rank.logits > 0 for rank in memory_of().memory] == [False, True]
+
+
+def test_step_times_are_told_with_their_assumptions() -> None:
+    free = make_plan(job_with(resources={"device": "cpu"}))
+    (guess,) = free.predictions
+    assert guess.device == "cpu" and any("assumed" in words for words in guess.assumptions)
+    assert guess.tokens_per_s == pytest.approx(free.tokens_per_step / guess.step_s)
+    (slow,) = make_plan(job_with(resources={"device": "cpu"}), link_gbps=0.1).predictions
+    assert slow.step_s > guess.step_s and slow.bubble > guess.bubble
+    assert [p.device for p in make_plan(job_with()).predictions] == ["cpu", "cuda"]
