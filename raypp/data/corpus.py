@@ -1,71 +1,66 @@
-"""Documents as one flat array of ids and the places where each begins."""
+"""Documents as flat arrays of ids and the places where each begins."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.errors import DataError, Problem
+Ids = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised documents; each ends with the tokenizer's end id.
+    """Tokenised documents, each ended by the tokenizer's end id (the last of a `tokens` file may lack it).
 
     Attributes:
-        tokens: All ids, one after another, `[total]` (the smallest dtype that holds them; possibly memory-mapped).
-        offsets: Where each document begins, and the end: int64 `[documents + 1]`.
+        shards: All ids, one after another, each shard `[n]`, possibly memory-mapped. No document crosses two shards.
+        offsets: Where each document begins, counted over all shards, and the end: int64 `[documents + 1]`.
+        digest: Changes when a document does.
+        chosen: Which documents belong to this corpus, int64 `[len]`; None: all.
     """
 
-    tokens: NDArray[np.integer]
+    shards: tuple[Ids, ...]
     offsets: NDArray[np.int64]
+    digest: str
+    chosen: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def document(self, index: int) -> NDArray[np.int64]:
-        """The ids of one document, int64."""
-        return np.asarray(self.tokens[self.offsets[index] : self.offsets[index + 1]], dtype=np.int64)
+        return len(self.offsets) - 1 if self.chosen is None else len(self.chosen)
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
+    def _shard_starts(self) -> list[int]:
+        return [0, *np.cumsum([len(shard) for shard in self.shards]).tolist()]
 
-    @cached_property
-    def digest(self) -> str:
-        """Tells two corpora apart: of the lengths and a sample of the ids."""
-        digest = hashlib.sha256(self.offsets.tobytes())
-        stride = max(1, len(self.tokens) // 1_000_000)
-        digest.update(np.ascontiguousarray(self.tokens[::stride]).tobytes())
-        return digest.hexdigest()[:16]
+    def lengths(self, documents: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Tokens of some documents (None: of all), int64."""
+        if documents is None:
+            documents = self.chosen
+        elif self.chosen is not None:
+            documents = self.chosen[documents]
+        if documents is None:
+            return np.diff(self.offsets)
+        return np.asarray(self.offsets[documents + 1] - self.offsets[documents])
+
+    def ids(self, document: int, start: int = 0, end: int | None = None) -> Ids:
+        """The ids `[start, end)` of a document, cut off at its end; a view, in the dtype they are held in."""
+        index = document if self.chosen is None else int(self.chosen[document])
+        first, last = int(self.offsets[index]), int(self.offsets[index + 1])
+        shard = bisect_right(self._shard_starts, first) - 1
+        base = self._shard_starts[shard]
+        until = last if end is None else min(last, first + end)
+        return self.shards[shard][first + start - base : until - base]
 
     def select(self, documents: NDArray[np.int64]) -> Corpus:
-        """Some of the documents, in the order given."""
-        parts = [self.tokens[self.offsets[i] : self.offsets[i + 1]] for i in documents]
-        return Corpus(np.concatenate(parts), np.concatenate(([0], np.cumsum(self.lengths[documents]))))
+        """Some of the documents, in the order given; no id is copied."""
+        chosen = documents if self.chosen is None else self.chosen[documents]
+        return Corpus(self.shards, self.offsets, self.digest, chosen)
 
 
-def small_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+def small_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest dtype that holds ids below `vocab_size`."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
-
-
-def from_documents(documents: Iterable[NDArray[np.int64]], eos_id: int, vocab_size: int, place: str) -> Corpus:
-    """A corpus of documents given one by one, without their ends.
-
-    Raises:
-        DataError: There is none.
-    """
-    dtype, end = small_dtype(vocab_size), np.array([eos_id])
-    parts, lengths = [], []
-    for document in documents:
-        parts.append(np.concatenate((document, end)).astype(dtype))
-        lengths.append(len(document) + 1)
-    if not parts:
-        raise DataError(Problem("data.path", f"{place} holds no document", "give files with text in them"))
-    return Corpus(np.concatenate(parts), np.concatenate(([0], np.cumsum(np.array(lengths, dtype=np.int64)))))
+    return np.min_scalar_type(max(0, vocab_size - 1))

@@ -1,49 +1,153 @@
-"""Which files a `data.path` means."""
+"""Which files a `data.path` means, here or in an S3 bucket, and how they are read piece by piece."""
 
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypp.errors import DataError, Problem
-from raypp.storage import open_store
+from raypp.storage import NotFound, ObjectStore, StoreError, open_store
+
+_CHUNK = 16 << 20
+
+ENDINGS = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl", ".json", ".ndjson"), "tokens": (".npy",)}
+"""Which files of a directory each kind reads."""
 
 
-def local_files(path: str, endings: tuple[str, ...]) -> list[Path]:
-    """The files of a path, a directory (those with one of the endings) or a glob, sorted by name.
+@dataclass(frozen=True)
+class SourceFile:
+    """A file or an object that holds data.
+
+    Attributes:
+        name: As errors call it: a path or a URL.
+        size: Bytes.
+        modified: Seconds since 1970.
+        store, key: Where an object is; None and the path for a local file.
+        place: The key of the job file that named it.
+    """
+
+    name: str
+    size: int
+    modified: float
+    store: ObjectStore | None
+    key: str
+    place: str
+
+    def chunks(self) -> Iterator[bytes]:
+        """The content, at most 16 MiB at a time.
+
+        Raises:
+            DataError: It cannot be read, or is gone.
+            StoreError: The store does not answer.
+        """
+        try:
+            if self.store is None:
+                with Path(self.key).open("rb") as file:
+                    while chunk := file.read(_CHUNK):
+                        yield chunk
+            else:
+                for start in range(0, self.size, _CHUNK):
+                    with _named(self.place):
+                        chunk = self.store.get(self.key, start, min(self.size, start + _CHUNK))
+                    yield chunk
+        except (OSError, NotFound) as error:
+            raise unreadable(self.place, self.name, error) from error
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Number (from 1) and text of each line, without its end.
+
+        Raises:
+            DataError: It cannot be read, or a line is not UTF-8.
+        """
+        for number, line in enumerate(self._raw_lines(), start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    Problem(
+                        self.place, f"{self.name}:{number} is not UTF-8", "convert the file, for example with iconv"
+                    )
+                ) from error
+
+    def _raw_lines(self) -> Iterator[bytes]:
+        begun: list[bytes] = []
+        for chunk in self.chunks():
+            first, *others = chunk.split(b"\n")
+            begun.append(first)
+            if others:
+                yield b"".join(begun)
+                yield from others[:-1]
+                begun = [others[-1]]
+        if any(begun):
+            yield b"".join(begun)
+
+
+def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") -> list[SourceFile]:
+    """The files of a path, a directory or prefix (those with one of the endings), or a glob, sorted by name.
+
+    Args:
+        path: Local, or `s3://bucket/key-or-prefix`.
+        endings: With their dot, lower case.
+        place: The key of the job file, for errors.
 
     Raises:
-        DataError: There is none.
+        DataError: There is none, or all are empty.
+        StoreError: The store does not answer, or refuses.
     """
-    place = Path(path).expanduser()
-    if any(character in path for character in "*?["):
-        found = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
-        found = [file for file in found if file.is_file()]
-    elif place.is_dir():
-        found = sorted(file for file in place.rglob("*") if file.suffix in endings and file.is_file())
+    files = _objects(path, endings, place) if path.startswith("s3://") else _local(path, endings, place)
+    if not any(file.size for file in files):
+        raise DataError(Problem(place, f"{path} is empty", "give files with data in them"))
+    return files
+
+
+def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
+    root = Path(path).expanduser()
+    wanted = ""
+    if root.is_dir():
+        found = [file for file in root.rglob("*") if file.suffix.lower() in endings]
+        wanted = f" with the ending {' or '.join(endings)}"
+    elif root.exists():
+        found = [root]
     else:
-        found = [place] if place.is_file() else []
+        found = [Path(name) for name in glob.glob(str(root), recursive=True)]  # noqa: PTH207 - absolute globs
+    files = []
+    for file in sorted(found):
+        if file.is_file():
+            stat = file.stat()
+            files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
+    if not files:
+        raise DataError(
+            Problem(place, f"no file{wanted} at {path} on this node", "give one that is there on every node")
+        )
+    return files
+
+
+def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
+    bucket, _, name = path.removeprefix("s3://").strip("/").partition("/")
+    with _named(place):
+        store = open_store(f"s3://{bucket}")
+        infos = sorted(store.list(name), key=lambda info: info.key)
+    folder = f"{name}/" if name else ""
+    found = [i for i in infos if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))]
     if not found:
-        wanted = f" with the ending {' or '.join(endings)}" if place.is_dir() else ""
-        raise DataError(Problem("data.path", f"no file{wanted} at {path} on this node", "give a file, a directory or a glob that exists on every node"))
-    return found
+        what = f"no object at {path}, nor below it with the ending {' or '.join(endings)}"
+        raise DataError(Problem(place, what, "give the URL of an object, or of a prefix with objects below it"))
+    return [SourceFile(f"s3://{bucket}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
 
 
-def read_all(path: str, endings: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Name and content of every file of a local path or an `s3://bucket/prefix`.
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """A store's error names the key of the job file that led to it."""
+    try:
+        yield
+    except StoreError as error:
+        raise type(error)([replace(problem, key=place) for problem in error.problems]) from error
 
-    Raises:
-        DataError: There is none, or one is empty.
-    """
-    if path.startswith("s3://"):
-        parent, _, name = path.rstrip("/").rpartition("/")
-        store = open_store(parent)
-        keys = sorted(info.key for info in store.list(name) if info.key == name or info.key.startswith(f"{name}/"))
-        if not keys:
-            raise DataError(Problem("data.path", f"no object at {path}", "give the URL of an object, or of a prefix with objects below it"))
-        found = [(f"{parent}/{key}", store.get(key)) for key in keys]
-    else:
-        found = [(str(file), file.read_bytes()) for file in local_files(path, endings)]
-    if not any(content.strip() for _, content in found):
-        raise DataError(Problem("data.path", f"{path} is empty", "give files with text in them"))
-    return found
+
+def unreadable(place: str, name: str, error: Exception) -> DataError:
+    """A file that was found but cannot be read."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return DataError(Problem(place, f"cannot read {name}: {reason}", "check that it is there and may be read"))

@@ -5,37 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
-from raypp.data.corpus import Corpus, from_documents
-from raypp.data.files import read_all
-from raypp.data.tokenizer import Tokenizer
+from raypp.data.corpus import Corpus
+from raypp.data.files import ENDINGS, SourceFile, find_files
+from raypp.data.tokenised import Request, Text, tokenise
 from raypp.errors import DataError, Problem
-from raypp.spec.job import DataSection
 
 
-def read(data: DataSection, path: str, tokenizer: Tokenizer, seed: int) -> Corpus:
-    """All lines of all files, in order of file name."""
-    return from_documents(_documents(path, data.text_key, tokenizer), tokenizer.eos_id, tokenizer.vocab_size, path)
+def read(request: Request) -> Corpus:
+    """All lines of all files, in order of file name; blank lines are passed over.
+
+    Raises:
+        DataError: No file, no line, or a line that is no such object; it names file and line.
+    """
+    files = find_files(request.path, ENDINGS["jsonl"], request.place)
+    return tokenise(request, files, lambda: (text for file in files for text in _documents(file, request)))
 
 
-def _documents(path: str, key: str, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
-    for name, content in read_all(path, (".jsonl", ".json")):
-        for number, line in enumerate(content.split(b"\n"), start=1):
-            if line.strip():
-                yield tokenizer.encode(_text(line, key, f"{name}:{number}"))
+def _documents(file: SourceFile, request: Request) -> Iterator[Text]:
+    for number, line in file.lines():
+        if line.strip():
+            place = f"{file.name}:{number}"
+            yield Text(place, _text(line, place, request))
 
 
-def _text(line: bytes, key: str, place: str) -> str:
+def _text(line: str, place: str, request: Request) -> str:
+    key = request.data.text_key
     try:
         entry = json.loads(line)
-    except ValueError as error:
-        raise DataError(Problem("data.path", f"{place} is not JSON: {error}")) from error
-    text = entry.get(key) if isinstance(entry, dict) else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(Problem(request.place, f"{place} is not JSON: {error}", "repair or remove the line")) from error
+    if not isinstance(entry, dict):
+        raise DataError(Problem(request.place, f"{place} is no JSON object", "each line must be {…} with a text in it"))
+    text = entry.get(key)
     if not isinstance(text, str):
-        keys = ", ".join(map(repr, entry)) if isinstance(entry, dict) else "no object"
-        raise DataError(Problem("data.path", f"{place} has no text under {key!r} (it has {keys})", "set data.text_key to the field that holds the text"))
-    if not text.strip():
-        raise DataError(Problem("data.path", f"{place} is a document without a token", "remove the line"))
+        has = f"there is {', '.join(map(repr, entry))}" if key not in entry else f"it is {type(text).__name__}"
+        what = f"{place} has no text under {key!r} ({has})"
+        raise DataError(Problem(request.place, what, "set data.text_key to the field that holds the text"))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            Problem(request.place, f"{place}: the text is no Unicode: {error}", "repair the line")
+        ) from error
     return text

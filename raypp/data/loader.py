@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from raypp.data.corpus import Corpus
-from raypp.data.packing import Piece, Row, RowPlan, make_row
-from raypp.data.sources import open_documents
-from raypp.errors import JobError, Problem
+from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
+from raypp.data.prefetch import Prefetch
+from raypp.data.sources import Documents, open_documents
+from raypp.errors import DataError, JobError, Problem
 from raypp.spec.job import Job
 
 _AHEAD = 2  # steps prepared in the background
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Microbatch:
     """The rows of one microbatch of one replica."""
 
@@ -33,129 +35,157 @@ class Cursor:
     row: int = 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which rows of a step a replica reads: the `replica`-th contiguous share of `replicas` equal ones."""
+
+    replica: int
+    replicas: int
+    microbatches: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(f"replica {self.replica} of {self.replicas}")
+
+    @property
+    def rows(self) -> int:
+        """Of each replica and step."""
+        return self.microbatches * self.micro_batch_size
+
+    def of(self, step: Sequence[list[Piece]]) -> Sequence[list[Piece]]:
+        """This replica's share of all rows of a step."""
+        return step[self.replica * self.rows : (self.replica + 1) * self.rows]
+
+    def microbatched(self, rows: Sequence[Row]) -> list[Microbatch]:
+        each = self.micro_batch_size
+        return [Microbatch(tuple(rows[i : i + each])) for i in range(0, self.rows, each)]
+
+
 def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Cursor]]:
     """All rows from a cursor on, for ever, each with the cursor behind it."""
-    epoch, block, row = cursor.epoch, cursor.block, cursor.row
+    epoch, block, first = cursor.epoch, cursor.block, cursor.row
     while True:
+        following = Cursor(epoch, block + 1) if block + 1 < plan.blocks else Cursor(epoch + 1)
         rows = plan.block(epoch, block)
-        for index in range(row, len(rows)):
-            last = index + 1 == len(rows)
-            if not last:
-                behind = Cursor(epoch, block, index + 1)
-            elif block + 1 < plan.blocks:
-                behind = Cursor(epoch, block + 1)
-            else:
-                behind = Cursor(epoch + 1)
-            yield rows[index], behind
-        row = 0
-        epoch, block = (epoch, block + 1) if block + 1 < plan.blocks else (epoch + 1, 0)
+        for index in range(first, len(rows)):
+            yield rows[index], Cursor(epoch, block, index + 1) if index + 1 < len(rows) else following
+        epoch, block, first = following.epoch, following.block, 0
+
+
+def steps_from(plan: RowPlan, share: Share, cursor: Cursor) -> Iterator[tuple[list[Microbatch], Cursor]]:
+    """A replica's microbatches of every step from a cursor on, each with the cursor behind the step."""
+    rows = rows_from(plan, cursor)
+    while True:
+        step = list(islice(rows, share.replicas * share.rows))
+        own = [make_row(plan.corpus, pieces) for pieces in share.of([pieces for pieces, _ in step])]
+        yield share.microbatched(own), step[-1][1]
 
 
 class Loader:
     """Reads one replica's share of every step; the next steps are prepared by a thread.
 
     A step takes replicas · microbatches · micro_batch_size rows of the global order; replica r takes the r-th
-    contiguous share of them.
+    contiguous share of them. Rows go on across the ends of blocks and epochs; none is dropped. Not for several threads
+    at once.
 
     Args:
-        corpus: The documents.
-        plan: How they become rows.
-        identity: Of the data; a position of other data is refused.
-        replica: This one, of `replicas`.
-        microbatches, rows_each: Of each replica and step.
+        documents: What is read.
+        plan: How `documents.train` becomes rows.
+        share: This replica's.
     """
 
-    def __init__(
-        self, corpus: Corpus, plan: RowPlan, identity: str, replica: int, replicas: int, microbatches: int, rows_each: int
-    ) -> None:
-        self._corpus, self._plan, self.identity = corpus, plan, identity
-        self._replica, self._replicas = replica, replicas
-        self._microbatches, self._rows_each = microbatches, rows_each
+    def __init__(self, documents: Documents, plan: RowPlan, share: Share) -> None:
+        self._documents, self._plan, self._share = documents, plan, share
         self._cursor = Cursor()
-        self._prepared: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._steps: Prefetch[tuple[list[Microbatch], Cursor]] | None = None
+
+    @property
+    def identity(self) -> str:
+        """A digest of the rows and their order (`data_identity`)."""
+        return self._documents.identity
 
     def next_step(self) -> list[Microbatch]:
-        """The next step's microbatches of this replica.
+        """The next step's microbatches of this replica: `pipeline.microbatches` of `train.micro_batch_size` rows.
 
         Raises:
-            DataError: What went wrong while it was read.
+            RayppError: What went wrong while it was read.
         """
-        if self._thread is None:
-            self._start()
-        step = self._prepared.get()
-        if isinstance(step, BaseException):
-            raise step
-        microbatches, self._cursor = step
-        return list(microbatches)
+        if self._steps is None:
+            self._steps = Prefetch(steps_from(self._plan, self._share, self._cursor), _AHEAD)
+        microbatches, self._cursor = self._steps.take()
+        return microbatches
 
     def position(self) -> dict[str, Any]:
         """Where the next step begins: plain JSON, the same on every rank and for every mesh."""
-        c = self._cursor
-        return {"epoch": c.epoch, "block": c.block, "row": c.row, "data": self.identity}
+        cursor = self._cursor
+        return {"epoch": cursor.epoch, "block": cursor.block, "row": cursor.row, "data": self.identity}
 
-    def seek(self, position: dict[str, Any]) -> None:
+    def seek(self, position: Mapping[str, Any]) -> None:
         """Goes on at a position.
 
         Raises:
-            JobError: It is a position in other data.
+            JobError: It is a position in other data, or none.
         """
-        if position["data"] != self.identity:
+        try:
+            data = str(position["data"])
+            cursor = Cursor(int(position["epoch"]), int(position["block"]), int(position["row"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise JobError(Problem("data.path", f"the checkpoint's data position is none: {position!r}")) from error
+        if data != self.identity:
             raise JobError(
                 Problem(
                     "data.path",
-                    f"the checkpoint was made with other data (digest {position['data']}, now {self.identity})",
-                    "give the same files, tokenizer, seq_len and packing, or start a run under another name",
+                    f"the checkpoint was made with other data (digest {data}, now {self.identity})",
+                    "give the same files, tokenizer, data settings and train.seed, or start a run under another name",
                 )
             )
         self.close()
-        self._cursor = Cursor(position["epoch"], position["block"], position["row"])
+        self._cursor = cursor
+
+    def held_out(self) -> Iterator[list[Microbatch]]:
+        """This replica's share of the held-out part, once through, in steps like those of training.
+
+        The number of steps is the same for every replica: where the rows run out, rows of one token without a label
+        fill up the last step.
+
+        Raises:
+            DataError: The job has no `data.eval`.
+        """
+        corpus = self._documents.held_out
+        if corpus is None:
+            raise DataError(Problem("data.eval", "is not set", "for example `eval: {fraction: 0.02}`"))
+        return self._held_out_steps(corpus)
+
+    def _held_out_steps(self, corpus: Corpus) -> Iterator[list[Microbatch]]:
+        share, plan = self._share, self._plan
+        plan = RowPlan(corpus, plan.seq_len, plan.packing, plan.shuffle, plan.seed)
+        filler = Row(np.array([self._documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))
+        rows = (pieces for block in range(plan.blocks) for pieces in plan.block(0, block))
+        while step := list(islice(rows, share.replicas * share.rows)):
+            own = [make_row(corpus, pieces) for pieces in share.of(step)]
+            yield share.microbatched(own + [filler] * (share.rows - len(own)))
 
     def close(self) -> None:
-        """Ends the thread. The loader can go on afterwards."""
-        if self._thread is None:
-            return
-        self._stop.set()
-        while self._thread.is_alive():
-            try:
-                self._prepared.get(timeout=0.05)
-            except queue.Empty:
-                pass
-        self._thread = None
-
-    def _start(self) -> None:
-        self._stop = threading.Event()
-        self._prepared = queue.Queue(maxsize=_AHEAD)
-        arguments = (self._cursor, self._stop, self._prepared)
-        self._thread = threading.Thread(target=self._prepare, args=arguments, name="raypp-data", daemon=True)
-        self._thread.start()
-
-    def _prepare(self, cursor: Cursor, stop: threading.Event, out: queue.Queue[Any]) -> None:
-        try:
-            rows = rows_from(self._plan, cursor)
-            while not stop.is_set():
-                out.put(self._read_step(rows))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the step
-            out.put(error)
-
-    def _read_step(self, rows: Iterator[tuple[list[Piece], Cursor]]) -> tuple[list[Microbatch], Cursor]:
-        share = self._microbatches * self._rows_each
-        taken = [next(rows) for _ in range(share * self._replicas)]
-        own = [make_row(self._corpus, pieces) for pieces, _ in taken[self._replica * share : (self._replica + 1) * share]]
-        each = self._rows_each
-        microbatches = [Microbatch(tuple(own[i * each : (i + 1) * each])) for i in range(self._microbatches)]
-        return microbatches, taken[-1][1]
+        """Ends the thread. The loader can go on afterwards, where it was."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
 
 def open_loader(job: Job, replica: int, replicas: int) -> Loader:
-    """The loader of one replica of a job.
+    """The loader of one replica of a job. Whoever opens it must close it.
+
+    Args:
+        job: The job, with resolved paths.
+        replica: This one, `0 <= replica < replicas`.
+        replicas: How many share the rows of a step.
 
     Raises:
         DataError: The data cannot be used.
+        UnreachableError: The data are in a store that does not answer, or refuses.
     """
-    documents = open_documents(job)
-    plan = RowPlan(documents.train.lengths, job.data.seq_len, job.data.packing, job.data.shuffle, job.train.seed)
-    return Loader(
-        documents.train, plan, documents.identity, replica, replicas, job.pipeline.microbatches, job.train.micro_batch_size
-    )
+    documents, data = open_documents(job), job.data
+    plan = RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    share = Share(replica, replicas, job.pipeline.microbatches, job.train.micro_batch_size)
+    return Loader(documents, plan, share)

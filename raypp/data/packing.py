@@ -1,7 +1,8 @@
 """Documents into rows of at most seq_len tokens, block by block, the same on every rank.
 
-An epoch visits the documents in an order drawn from (seed, epoch), in blocks of `BLOCK` documents. A block is packed by
-itself, so that seeking costs one block and memory is bounded. Documents longer than a row are cut into pieces.
+Documents longer than a row are cut into pieces. An epoch visits all pieces in an order that (seed, epoch) names, in
+blocks of about `BLOCK` pieces. A block is packed by itself, so that seeking costs one block, whatever the size of the
+data.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus
+from raypp.data.order import permuted
 
 BLOCK = 4096
 NO_LABEL = -100
+PLAN_VERSION = 2
+"""Changes when the same data would give other rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Part of a document: `length` tokens from `start` (positions in the document)."""
 
@@ -34,7 +38,8 @@ class Row:
 
     Attributes:
         tokens: Ids, int64 `[n]`.
-        labels: The next token of the same document, int64 `[n]`; -100 where there is none.
+        labels: The next token of the same document, int64 `[n]`; -100 where there is none. The last token of a piece
+            that goes on in another one keeps its label.
         documents: Lengths of the pieces in the row, in tokens; they sum to n. No piece attends to another.
     """
 
@@ -43,18 +48,48 @@ class Row:
     documents: tuple[int, ...]
 
 
-def document_order(count: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    """The order in which an epoch visits `count` documents."""
-    return np.random.default_rng([seed, epoch]).permutation(count) if shuffle else np.arange(count)
+class RowPlan:
+    """Which rows an epoch has. Nothing is read or copied here; it holds 8 bytes per document.
 
+    Args:
+        corpus: The documents.
+        seq_len: Most tokens of a row.
+        packing: Whether a row may hold several pieces.
+        shuffle: Whether the pieces are visited in a random order, a new one each epoch.
+        seed: Of that order.
+        block: About how many pieces are packed at a time.
+    """
 
-def cut_pieces(documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int) -> list[Piece]:
-    """Every document whole, or in pieces of seq_len tokens and a rest."""
-    return [
-        Piece(int(document), start, min(seq_len, int(lengths[document]) - start))
-        for document in documents
-        for start in range(0, int(lengths[document]), seq_len)
-    ]
+    def __init__(
+        self, corpus: Corpus, seq_len: int, packing: bool, shuffle: bool, seed: int, *, block: int = BLOCK
+    ) -> None:
+        self.corpus, self.seq_len, self.packing, self.shuffle, self.seed = corpus, seq_len, packing, shuffle, seed
+        self._first_piece = np.zeros(len(corpus) + 1, dtype=np.int64)
+        np.cumsum(-(-corpus.lengths() // seq_len), out=self._first_piece[1:])
+        self.pieces = int(self._first_piece[-1])
+        self.blocks = -(-self.pieces // block)
+
+    def block(self, epoch: int, index: int) -> list[list[Piece]]:
+        """The rows of one block, `0 <= index < blocks`. All blocks of an epoch are about equally large."""
+        begin, end = (self.pieces * i // self.blocks for i in (index, index + 1))
+        visited = np.arange(begin, end)
+        if self.shuffle:
+            visited = permuted(visited, self.pieces, self.seed, epoch)
+        pieces = self._pieces(visited)
+        if not self.packing:
+            return [[piece] for piece in pieces]
+        if not self.shuffle:
+            return pack_in_order(pieces, self.seq_len)
+        rows = pack(pieces, self.seq_len)
+        # Packing goes by length; the rows are mixed again so that no stretch of training sees only long documents.
+        mixed = permuted(np.arange(len(rows)), len(rows), self.seed, epoch, index)
+        return [rows[i] for i in mixed.tolist()]
+
+    def _pieces(self, numbers: NDArray[np.int64]) -> list[Piece]:
+        documents = np.searchsorted(self._first_piece, numbers, side="right") - 1
+        starts = (numbers - self._first_piece[documents]) * self.seq_len
+        lengths = np.minimum(self.seq_len, self.corpus.lengths(documents) - starts)
+        return [Piece(*piece) for piece in zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def pack(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
@@ -87,45 +122,20 @@ def pack_in_order(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
     return rows
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """Which rows an epoch has; nothing is tokenised or copied here.
-
-    Attributes:
-        lengths: Of all documents, in tokens.
-        seq_len, packing, shuffle, seed: As in the job.
-    """
-
-    lengths: NDArray[np.int64]
-    seq_len: int
-    packing: bool
-    shuffle: bool
-    seed: int
-
-    @property
-    def blocks(self) -> int:
-        return -(-len(self.lengths) // BLOCK)
-
-    def block(self, epoch: int, index: int) -> list[list[Piece]]:
-        """The rows of one block."""
-        order = document_order(len(self.lengths), self.seed, epoch, self.shuffle)
-        pieces = cut_pieces(order[index * BLOCK : (index + 1) * BLOCK], self.lengths, self.seq_len)
-        if not self.packing:
-            return [[piece] for piece in pieces]
-        if not self.shuffle:
-            return pack_in_order(pieces, self.seq_len)
-        rows = pack(pieces, self.seq_len)
-        # Packing sorts by length; the rows are mixed again so that no stretch of training sees only long documents.
-        return [rows[i] for i in np.random.default_rng([self.seed, epoch, index + 1]).permutation(len(rows))]
+def fill_ratio(rows: Sequence[Sequence[Piece]], seq_len: int) -> float:
+    """Tokens in the rows as a share of those they could hold."""
+    return sum(piece.length for row in rows for piece in row) / (len(rows) * seq_len)
 
 
 def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
     """The tokens and labels of a row."""
-    tokens, labels = [], []
+    total = sum(piece.length for piece in pieces)
+    tokens = np.empty(total, dtype=np.int64)
+    labels = np.full(total, NO_LABEL, dtype=np.int64)
+    at = 0
     for piece in pieces:
-        whole = corpus.document(piece.document)
-        end = piece.start + piece.length
-        tokens.append(whole[piece.start : end])
-        following = whole[piece.start + 1 : end + 1]
-        labels.append(following if len(following) == piece.length else np.append(following, NO_LABEL))
-    return Row(np.concatenate(tokens), np.concatenate(labels), tuple(piece.length for piece in pieces))
+        ids = corpus.ids(piece.document, piece.start, piece.start + piece.length + 1)
+        tokens[at : at + piece.length] = ids[: piece.length]
+        labels[at : at + len(ids) - 1] = ids[1:]
+        at += piece.length
+    return Row(tokens, labels, tuple(piece.length for piece in pieces))

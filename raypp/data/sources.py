@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 
 import numpy as np
 
 from raypp.data.corpus import Corpus
+from raypp.data.files import ENDINGS, find_files
+from raypp.data.order import permuted
+from raypp.data.packing import PLAN_VERSION
 from raypp.data.synthetic import CountingTokenizer
+from raypp.data.tokenised import Request
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
-from raypp.errors import DataError, Problem
+from raypp.errors import DataError, Problem, RayppError
 from raypp.registry import Registry
-from raypp.spec.job import Job
+from raypp.spec.job import DataSection, Job
 
 SOURCES = Registry("data source")
+"""Builders: `read(request: Request) -> Corpus`."""
 SOURCES.register("text", "raypp.data.text:read", summary="plain text; a document is a paragraph")
 SOURCES.register("jsonl", "raypp.data.jsonl:read", summary="JSON lines with the text under data.text_key")
 SOURCES.register("tokens", "raypp.data.tokens:read", summary=".npy arrays of ids")
@@ -23,10 +29,18 @@ SOURCES.register("synthetic", "raypp.data.synthetic:read", summary="made-up docu
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """A job's documents, split: `held_out` is None without `data.eval`."""
+    """A job's documents, split.
+
+    Attributes:
+        train: To train on.
+        held_out: None without `data.eval`.
+        tokenizer: The job's.
+        identity: Of the rows that training sees: documents, tokenizer, and every setting that orders them.
+    """
 
     train: Corpus
     held_out: Corpus | None
+    tokenizer: Tokenizer
     identity: str
 
 
@@ -50,26 +64,89 @@ def open_documents(job: Job) -> Documents:
 
     Raises:
         DataError: Something about the data, named with its place.
+        UnreachableError: The data are in a store that does not answer, or refuses.
     """
     data, tokenizer = job.data, job_tokenizer(job)
-    read = SOURCES.get(data.kind, key="data.kind").build()
-    if data.kind != "synthetic" and not data.path:
-        raise DataError(Problem("data.path", f"kind {data.kind} needs a path", "give a file, a directory or a glob"))
-    whole: Corpus = read(data, data.path or "", tokenizer, job.train.seed)
-    highest = int(whole.tokens.max())
-    if highest >= job.model.vocab_size:
-        raise DataError(Problem("data.path", f"holds the id {highest}, model.vocab_size is {job.model.vocab_size}", f"set model.vocab_size to at least {highest + 1}"))
-    identity = hashlib.sha256(f"{whole.digest}:{tokenizer.identity}:{data.seq_len}:{data.packing}:{data.eval}".encode()).hexdigest()[:16]
-    if data.eval is None:
-        return Documents(whole, None, identity)
+    whole = _read(job, tokenizer, data.path or "", "data.path")
+    if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
+        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None))
     if data.eval.path is not None:
-        return Documents(whole, read(data, data.eval.path, tokenizer, job.train.seed), identity)
-    return _split(whole, data.eval.fraction or 0.0, job.train.seed, identity)
+        if data.kind not in ENDINGS:
+            what = f"kind {data.kind} reads no files"
+            raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
+        held_out = _read(job, tokenizer, data.eval.path, "data.eval.path")
+        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None))
+    fraction = data.eval.fraction or 0.0
+    train, held_out = split(whole, fraction, job.train.seed)
+    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction))
 
 
-def _split(whole: Corpus, fraction: float, seed: int, identity: str) -> Documents:
+def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+    """The documents to train on and those held out, drawn from the seed, each in their first order.
+
+    Raises:
+        DataError: None would be left to train on.
+    """
     count = max(1, round(len(whole) * fraction))
     if count >= len(whole):
-        raise DataError(Problem("data.eval.fraction", f"{fraction:g} of {len(whole)} documents leaves none to train on", "use a smaller fraction, or more data"))
-    order = np.random.default_rng([seed, 11]).permutation(len(whole))
-    return Documents(whole.select(np.sort(order[count:])), whole.select(np.sort(order[:count])), identity)
+        what = f"{fraction:g} of {len(whole)} documents leaves none to train on"
+        raise DataError(Problem("data.eval.fraction", what, "use a smaller fraction, or more data"))
+    drawn = permuted(np.arange(count), len(whole), seed, "held out")
+    held_out = np.zeros(len(whole), dtype=bool)
+    held_out[drawn] = True
+    return whole.select(np.flatnonzero(~held_out)), whole.select(np.flatnonzero(held_out))
+
+
+def data_identity(job: Job) -> str:
+    """A digest of the rows that training sees, in their order; the same for every mesh and on every machine.
+
+    Reads the data like `open_documents`, and raises like it.
+    """
+    return open_documents(job).identity
+
+
+def check_data(job: Job) -> list[Problem]:
+    """What is wrong with a job's data, as far as this machine can tell without reading it.
+
+    Looks whether the source is known, its files are here and not empty, and the tokenizer's ids fit the model. Data in
+    a store are not looked at. Call it only where the job's paths mean something: with a cluster elsewhere, on its nodes.
+    """
+    problems: list[Problem] = []
+    try:
+        SOURCES.get(job.data.kind, key="data.kind")
+        job_tokenizer(job)
+    except RayppError as error:
+        problems += error.problems
+    if job.data.kind not in ENDINGS:
+        return problems
+    wanted = [("data.path", job.data.path)]
+    if job.data.eval is not None and job.data.eval.path is not None:
+        wanted.append(("data.eval.path", job.data.eval.path))
+    for place, path in wanted:
+        try:
+            if path is None:
+                raise _no_path(job.data)
+            if not path.startswith("s3://"):
+                find_files(path, ENDINGS[job.data.kind], place)
+        except RayppError as error:
+            problems += error.problems
+    return problems
+
+
+def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
+    read = SOURCES.get(job.data.kind, key="data.kind").build()
+    if job.data.kind in ENDINGS and not path:
+        raise _no_path(job.data)
+    corpus: Corpus = read(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
+    return corpus
+
+
+def _no_path(data: DataSection) -> DataError:
+    fix = "give a file, a directory, a glob or an s3:// URL; or `kind: synthetic` to try without data"
+    return DataError(Problem("data.path", f"is missing: kind {data.kind} reads files", fix))
+
+
+def _identity(whole: Corpus, tokenizer: Tokenizer, job: Job, fraction: float | None) -> str:
+    data = job.data
+    parts = [PLAN_VERSION, whole.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
+    return hashlib.sha256(json.dumps([*parts, fraction]).encode()).hexdigest()[:16]

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus, from_documents
-from raypp.data.tokenizer import Tokenizer
-from raypp.spec.job import DataSection
+from raypp.data.corpus import Corpus, small_dtype
+from raypp.data.tokenised import Request
+from raypp.errors import DataError, Problem
+
+_STRIDES = 3
 
 
-def read(data: DataSection, path: str, tokenizer: Tokenizer, seed: int) -> Corpus:
-    """`data.num_documents` documents with lengths drawn evenly from `data.document_len` (with their end)."""
-    generator = np.random.default_rng([seed, 7])
-    low, high = data.document_len
-    lengths = generator.integers(low, high + 1, size=data.num_documents)
-    starts = generator.integers(0, tokenizer.eos_id, size=data.num_documents)
-    strides = generator.integers(1, 4, size=data.num_documents)
-    documents = (
-        (start + stride * np.arange(length - 1)) % tokenizer.eos_id
-        for start, stride, length in zip(starts, strides, lengths, strict=True)
-    )
-    return from_documents(documents, tokenizer.eos_id, tokenizer.vocab_size, "synthetic")
+def read(request: Request) -> Corpus:
+    """`data.num_documents` documents with lengths drawn evenly from `data.document_len` (with their end).
+
+    Document d counts start, start + stride, start + 2·stride … modulo the ids below the end id, with strides of 1 to 3.
+
+    Raises:
+        DataError: The shortest document is longer than the longest.
+    """
+    low, high = request.data.document_len
+    if low > high:
+        what = f"the shortest document ({low}) is longer than the longest ({high})"
+        raise DataError(Problem("data.document_len", what, f"write [{high}, {low}]"))
+    end, count = request.tokenizer.eos_id, request.data.num_documents
+    generator = np.random.default_rng([request.seed, 7])
+    lengths = generator.integers(low, high + 1, size=count)
+    starts = generator.integers(0, end, size=count)
+    strides = generator.integers(1, _STRIDES + 1, size=count)
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    tokens = np.empty(int(offsets[-1]), dtype=small_dtype(request.tokenizer.vocab_size))
+    for index in range(count):
+        document = tokens[offsets[index] : offsets[index + 1]]
+        document[:-1] = (starts[index] + strides[index] * np.arange(lengths[index] - 1)) % end
+        document[-1] = end
+    digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes()).hexdigest()[:16]
+    return Corpus((tokens,), offsets, digest)
 
 
 class CountingTokenizer:
-    """Ids for synthetic documents: all of the model's, the last ends a document."""
+    """Ids for synthetic documents: all of the model's; the last ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 2:
+            raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves no id beside the end", "use at least 2"))
         self.vocab_size, self.eos_id, self.identity = vocab_size, vocab_size - 1, f"synthetic-{vocab_size}"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> NDArray[np.int64]:
+        raise TypeError("synthetic data has no text")
+
+    def encode_batch(self, texts: Any) -> list[NDArray[np.int64]]:
         raise TypeError("synthetic data has no text")

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
-from raypp.data.corpus import Corpus, from_documents
-from raypp.data.files import read_all
-from raypp.data.tokenizer import Tokenizer
-from raypp.errors import DataError, Problem
-from raypp.spec.job import DataSection
-
-_BLANK = re.compile(r"\n[ \t\r]*\n\s*")
+from raypp.data.corpus import Corpus
+from raypp.data.files import ENDINGS, SourceFile, find_files
+from raypp.data.tokenised import Request, Text, tokenise
 
 
-def read(data: DataSection, path: str, tokenizer: Tokenizer, seed: int) -> Corpus:
-    """All paragraphs of all files, in order of file name."""
-    return from_documents(_paragraphs(path, tokenizer), tokenizer.eos_id, tokenizer.vocab_size, path)
+def read(request: Request) -> Corpus:
+    """All paragraphs of all files, in order of file name.
+
+    Raises:
+        DataError: No file, no paragraph, or a line that is not UTF-8.
+    """
+    files = find_files(request.path, ENDINGS["text"], request.place)
+    return tokenise(request, files, lambda: (text for file in files for text in paragraphs(file)))
 
 
-def _paragraphs(path: str, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
-    for name, content in read_all(path, (".txt", ".text", ".md")):
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = content[: error.start].count(b"\n") + 1
-            raise DataError(Problem("data.path", f"{name}:{line} is not UTF-8", "convert the file, e.g. with iconv")) from error
-        for paragraph in _BLANK.split(text.strip()):
-            if paragraph:
-                yield tokenizer.encode(paragraph)
+def paragraphs(file: SourceFile) -> Iterator[Text]:
+    """The paragraphs of a file; the lines of one are joined by `\\n`. A line of spaces counts as blank."""
+    lines: list[str] = []
+    first = 0
+    for number, line in file.lines():
+        if line.strip():
+            first = first if lines else number
+            lines.append(line)
+        elif lines:
+            yield Text(f"{file.name}:{first}", "\n".join(lines))
+            lines = []
+    if lines:
+        yield Text(f"{file.name}:{first}", "\n".join(lines))

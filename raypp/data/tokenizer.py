@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 
 from raypp.errors import DataError, Problem
 
-# End-of-text tokens of the usual tokenizers, in the order they are looked for.
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
+"""End-of-text tokens of the usual tokenizers, in the order they are looked for."""
 
 
 class Tokenizer(Protocol):
@@ -32,6 +33,10 @@ class Tokenizer(Protocol):
         """The ids of a text, without an end, int64 `[n]`."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The same of several texts at once, which may be faster."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes: ids 0 to 255; 256 ends a document."""
@@ -43,39 +48,65 @@ class ByteTokenizer:
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [self.encode(text) for text in texts]
+
 
 class FileTokenizer:
-    """A `tokenizer.json` of Hugging Face's tokenizers."""
+    """A `tokenizer.json` of Hugging Face's tokenizers.
+
+    Special tokens are never added, and truncation and padding that the file asks for are switched off.
+
+    Raises:
+        DataError: The file is missing, is none, or has no end-of-text token.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(
-                Problem("data.tokenizer", f"cannot read {path}: {error.strerror}", "give `bytes`, or the path of a tokenizer.json")
+                Problem(
+                    "data.tokenizer",
+                    f"cannot read {path}: {error.strerror}",
+                    "give `bytes`, or the path of a tokenizer.json that is there on every node",
+                )
             ) from error
-        from tokenizers import Tokenizer as Backend
-
-        try:
-            self._backend: Any = Backend.from_str(content.decode("utf-8"))
-        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
-            raise DataError(Problem("data.tokenizer", f"{path} is no tokenizer.json: {error}")) from error
-        self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
+        self._backend = _backend(content, path)
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.identity = hashlib.sha256(content).hexdigest()[:16]
-        ends = [self._backend.token_to_id(name) for name in _END_NAMES]
-        found = next((int(i) for i in ends if i is not None), None)
-        if found is None:
+        end = next((name for name in END_NAMES if name in vocabulary), None)
+        if end is None:
             raise DataError(
                 Problem(
                     "data.tokenizer",
                     f"{path} has no token that ends a text",
-                    f"add one of {', '.join(_END_NAMES)} to its special tokens",
+                    f"add one of {', '.join(END_NAMES)} to its special tokens",
                 )
             )
-        self.eos_id = found
+        self.eos_id = int(vocabulary[end])
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+def _backend(content: bytes, path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            Problem("data.tokenizer", f"{path} is no tokenizer.json: {error}", "give a file that tokenizers can load")
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def open_tokenizer(name: str) -> Tokenizer:

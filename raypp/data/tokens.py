@@ -1,33 +1,115 @@
-"""Ids that somebody has already made: `.npy` files of one dimension, documents separated by the tokenizer's end id."""
+"""Ids that somebody has already made: `.npy` files of one dimension, documents separated by the tokenizer's end id.
+
+The arrays are mapped, never read whole into memory. One pass finds where the documents begin; for large files what it
+found is kept in the node's cache.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
+from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus
-from raypp.data.files import local_files
-from raypp.data.tokenizer import Tokenizer
+from raypp.data.cache import cache_directory, made_once
+from raypp.data.corpus import Corpus, Ids
+from raypp.data.files import ENDINGS, SourceFile, find_files, unreadable
+from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
-from raypp.spec.job import DataSection
+
+_CHUNK = 4 << 20  # ids
 
 
-def read(data: DataSection, path: str, tokenizer: Tokenizer, seed: int) -> Corpus:
-    """All documents of all files, memory-mapped when there is one file."""
-    arrays = []
-    for file in local_files(path, (".npy",)):
-        try:
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            raise DataError(Problem("data.path", f"{file} is no .npy array: {error}")) from error
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or not len(array):
-            raise DataError(Problem("data.path", f"{file} holds {array.dtype} {list(array.shape)}", "one dimension of whole numbers is wanted, not empty"))
-        arrays.append(array)
-    tokens = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-    if not len(ends) or ends[-1] != len(tokens):
-        ends = np.append(ends, len(tokens))
-    offsets = np.concatenate(([0], ends)).astype(np.int64)
-    empty = np.flatnonzero(np.diff(offsets) < 2)
-    if len(empty):
-        raise DataError(Problem("data.path", f"{path}: document {int(empty[0])} is a document without a token", "remove the repeated end id"))
-    return Corpus(tokens, offsets)
+def read(request: Request) -> Corpus:
+    """All documents of all files, in order of file name; the end of a file ends a document, too.
+
+    Raises:
+        DataError: No file, not such an array, an id that the model does not have, or a document without a token.
+    """
+    files = find_files(request.path, ENDINGS["tokens"], request.place)
+    shards = [_mapped(file, request) for file in files]
+    if sum(file.size for file in files) <= IN_MEMORY_BYTES:
+        offsets, digest = _scan(files, shards, request)
+        return Corpus(tuple(shards), offsets, digest)
+
+    def make(room: Path) -> None:
+        offsets, digest = _scan(files, shards, request)
+        np.save(room / "offsets.npy", offsets)
+        (room / "meta.json").write_text(json.dumps({"digest": digest}), encoding="utf-8")
+
+    name = f"{entry_name(request, files)}-{request.tokenizer.eos_id}-{request.vocab_size}"
+    entry = made_once(cache_directory() / "tokens" / name, make)
+    try:
+        offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
+        digest = json.loads((entry / "meta.json").read_text(encoding="utf-8"))["digest"]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(Problem(request.place, f"its index cannot be read: {error}", f"delete {entry}")) from error
+    return Corpus(tuple(shards), offsets, digest)
+
+
+def _mapped(file: SourceFile, request: Request) -> Ids:
+    path = _fetched(file) if file.store is not None else Path(file.key)
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise unreadable(request.place, file.name, error) from error
+    except (ValueError, EOFError) as error:
+        raise DataError(
+            Problem(request.place, f"{file.name} is no .npy array: {error}", "write it with numpy.save")
+        ) from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
+        what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
+        raise DataError(Problem(request.place, what, "give whole numbers in one dimension, at least one"))
+    return ids  # type: ignore[no-any-return]
+
+
+def _fetched(file: SourceFile) -> Path:
+    """An object as a file of this node: memory can map only a file."""
+    name = hashlib.sha256(json.dumps([file.name, file.size, file.modified]).encode()).hexdigest()[:32]
+
+    def make(room: Path) -> None:
+        with (room / "object.npy").open("wb") as sink:
+            for chunk in file.chunks():
+                sink.write(chunk)
+
+    return made_once(cache_directory() / "objects" / name, make) / "object.npy"
+
+
+def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) -> tuple[NDArray[np.int64], str]:
+    """Where each document begins, and a digest of all ids."""
+    ends, digest = array("q", [0]), hashlib.sha256()
+    for file, shard in zip(files, shards, strict=True):
+        base, before = ends[-1], len(ends)
+        for start in range(0, len(shard), _CHUNK):
+            chunk = np.asarray(shard[start : start + _CHUNK])
+            _check_ids(chunk, start, file, request)
+            digest.update(np.ascontiguousarray(chunk, dtype=np.int64).data)
+            borders = np.flatnonzero(chunk == request.tokenizer.eos_id) + (base + start + 1)
+            ends.frombytes(borders.astype(np.int64).tobytes())
+        if ends[-1] != base + len(shard):
+            ends.append(base + len(shard))
+        _check_documents(np.array(ends[before - 1 :]) - base, shard, file, request)
+    offsets = np.frombuffer(ends, dtype=np.int64)
+    digest.update(offsets.data)
+    return offsets, digest.hexdigest()[:16]
+
+
+def _check_documents(borders: NDArray[np.int64], shard: Ids, file: SourceFile, request: Request) -> None:
+    lone = np.flatnonzero(np.diff(borders) == 1)
+    lone = lone[shard[borders[lone]] == request.tokenizer.eos_id]
+    if len(lone):
+        what = f"{file.name}: document {int(lone[0])} (at [{int(borders[lone[0]])}]) is a document without a token"
+        raise DataError(Problem(request.place, what, "remove the repeated end id"))
+
+
+def _check_ids(chunk: Ids, start: int, file: SourceFile, request: Request) -> None:
+    wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
+    if len(wrong):
+        place = int(wrong[0])
+        what = f"{file.name}[{start + place}] is {int(chunk[place])}, model.vocab_size is {request.vocab_size}"
+        fix = "set model.vocab_size to more than the highest id" if chunk[place] >= 0 else "ids begin at 0"
+        raise DataError(Problem(request.place, what, fix))

@@ -1,0 +1,82 @@
+"""Things made once on a node, by whichever process comes first, and mapped by all.
+
+The place is `$RAYPP_CACHE_DIR`, else `$XDG_CACHE_HOME/raypp`, else `~/.cache/raypp`. An entry is a directory named by
+the digest of everything it was made from; it appears whole or not at all. Any of it may be deleted while nothing runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from raypp.errors import DataError, Problem
+
+
+def cache_directory() -> Path:
+    """Where this node's entries are."""
+    own = os.environ.get("RAYPP_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "raypp"
+
+
+def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `entry`, made now when it is not there.
+
+    When several processes ask at once, one makes it and the others wait. One that dies while making it leaves nothing
+    in the way of the next.
+
+    Args:
+        entry: Its path, below `cache_directory()`.
+        make: Fills the directory it is given.
+
+    Raises:
+        DataError: The cache cannot be written.
+    """
+    if entry.is_dir():
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(entry.with_name(f"{entry.name}.lock")):
+            if not entry.is_dir():
+                _make(entry, make)
+    except OSError as error:
+        raise DataError(
+            Problem(
+                "data.path",
+                f"cannot write the cache at {entry.parent}: {error.strerror or error}",
+                "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a directory that can be written",
+            )
+        ) from error
+    return entry
+
+
+def _make(entry: Path, make: Callable[[Path], None]) -> None:
+    unfinished = f".{entry.name}-"
+    for left_over in entry.parent.glob(f"{unfinished}*"):  # of a process that died: the lock is ours
+        shutil.rmtree(left_over, ignore_errors=True)
+    room = Path(tempfile.mkdtemp(prefix=unfinished, dir=entry.parent))
+    try:
+        make(room)
+        for file in room.iterdir():
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
+        room.chmod(0o755)
+        room.rename(entry)
+    except BaseException:
+        shutil.rmtree(room, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock file; the system lets go of it when the process dies."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,130 @@
+"""Text into a corpus: in memory when there is little, in the node's cache when there is much."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from raypp.data.cache import cache_directory, made_once
+from raypp.data.corpus import Corpus, small_dtype
+from raypp.data.files import SourceFile
+from raypp.data.tokenizer import Tokenizer
+from raypp.errors import DataError, Problem
+from raypp.spec.job import DataSection
+
+FORMAT = 1
+"""Of the cache's entries; part of their name."""
+IN_MEMORY_BYTES = 32 << 20
+"""Up to so much text every rank tokenises for itself; more goes through the cache."""
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a source is asked for.
+
+    Attributes:
+        data: The job's section.
+        path: Where the data are (of training, or held out).
+        place: The key of the job file that says so.
+        tokenizer: The job's.
+        vocab_size: The model's; ids are below it.
+        seed: The job's.
+    """
+
+    data: DataSection
+    path: str
+    place: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document before it is tokenised, and where it was (`file:line`)."""
+
+    place: str
+    text: str
+
+
+def tokenise(request: Request, files: Sequence[SourceFile], documents: Callable[[], Iterable[Text]]) -> Corpus:
+    """The corpus of some documents.
+
+    Args:
+        request: What the source was asked for.
+        files: Where the documents are from; they name the entry of the cache.
+        documents: All of them, in order; called only when they must be read.
+
+    Raises:
+        DataError: There is none, one has no token, or the cache cannot be written.
+    """
+    if sum(file.size for file in files) <= IN_MEMORY_BYTES:
+        sink = io.BytesIO()
+        offsets, digest = _write(sink, request, documents())
+        dtype = small_dtype(request.tokenizer.vocab_size)
+        return Corpus((np.frombuffer(sink.getbuffer(), dtype=dtype),), offsets, digest)
+
+    def make(room: Path) -> None:
+        with (room / "tokens").open("wb") as sink:
+            offsets, digest = _write(sink, request, documents())
+        np.save(room / "offsets.npy", offsets)
+        meta = {"digest": digest, "tokens": int(offsets[-1]), "dtype": small_dtype(request.tokenizer.vocab_size).name}
+        (room / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    return _open(made_once(cache_directory() / "tokens" / entry_name(request, files), make), request)
+
+
+def entry_name(request: Request, files: Sequence[SourceFile]) -> str:
+    """The name of what is made from some files: of their names, sizes and times, the tokenizer and the settings."""
+    parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, request.tokenizer.identity]
+    parts += [[file.name, file.size, file.modified] for file in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _open(entry: Path, request: Request) -> Corpus:
+    try:
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
+        tokens = np.memmap(entry / "tokens", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            Problem(request.place, f"its tokens in the cache cannot be read: {error}", f"delete {entry}")
+        ) from error
+    return Corpus((tokens,), offsets, meta["digest"])
+
+
+def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple[np.ndarray[Any, Any], str]:
+    """Writes the ids of all documents, each with its end; returns the offsets and the digest."""
+    tokenizer = request.tokenizer
+    dtype, digest, ends = small_dtype(tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
+    for batch in _batches(documents):
+        encoded = tokenizer.encode_batch([document.text for document in batch])
+        for document, ids in zip(batch, encoded, strict=True):
+            if not len(ids):
+                what = f"{document.place} is a document without a token"
+                raise DataError(Problem(request.place, what, "remove it"))
+            content = np.append(ids, tokenizer.eos_id).astype(dtype).tobytes()
+            sink.write(content)
+            digest.update(content)
+            ends.append(ends[-1] + len(ids) + 1)
+    if len(ends) == 1:
+        raise DataError(Problem(request.place, f"{request.path} holds no document", "give files with text in them"))
+    offsets = np.frombuffer(ends, dtype=np.int64)
+    digest.update(offsets.data)
+    return offsets, digest.hexdigest()[:16]
+
+
+def _batches(documents: Iterable[Text]) -> Iterator[list[Text]]:
+    remaining = iter(documents)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
