@@ -18,7 +18,7 @@ from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
-from raypp.schedules.picture import draw
+from raypp.schedules.picture import draw_timeline
 from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
 
@@ -167,7 +167,7 @@ def make_plan(job: Job, link_gbps: float | None = None) -> Plan:
         microbatches=microbatches,
         program=tuple(printed(program[rank]) for rank in range(pp)),
         timeline=drawn.slots,
-        picture=draw(program),
+        picture=draw_timeline(drawn, unit=1.0),
         bubble_fraction=bubble_fraction(pp, microbatches, stages_per_rank),
         bubble_overhead=bubble_overhead(pp, microbatches, stages_per_rank),
         simulated_bubble=costed.bubble,

@@ -24,19 +24,20 @@ def rounds_of(pp: int, microbatches: int) -> list[range]:
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
     """The program of every rank; stage s is on rank s mod pp.
 
-    Warm-up of rank r: a round through all stages but the last, and two forwards for each rank below, and `lookahead`
-    more of them. It ends at the latest where the second round would need what the last rank can only do after rank 0's
-    first backward.
+    Warm-up of rank r: a round through all stages but the last, and two forwards for each rank below. `lookahead` adds
+    so many more for each rank below, as far as the round after does not need what the last rank can only do after
+    rank 0's first backward.
     """
     rounds = rounds_of(pp, microbatches)
-    most = stages_per_rank * len(rounds[0]) + (len(rounds[1]) if len(rounds) > 1 else 0)
+    most = (stages_per_rank + (len(rounds) > 1)) * len(rounds[-1])
     program: dict[int, list[Action]] = {}
     for rank in range(pp):
         turns = [rank + turn * pp for turn in range(stages_per_rank)]
         forwards = [Action(s, "F", i) for part in rounds for s in turns for i in part]
         backwards = [Action(s, "B", i) for part in rounds for s in reversed(turns) for i in part]
-        ahead = (stages_per_rank - 1) * len(rounds[0]) + (2 + lookahead) * (pp - 1 - rank) + 1
-        ahead = min(ahead, most)
+        below = pp - 1 - rank
+        classic = min((stages_per_rank - 1) * len(rounds[0]) + 2 * below + 1, len(forwards))
+        ahead = max(classic, min(classic + lookahead * below, most))
         actions = forwards[:ahead]
         for index, backward in enumerate(backwards):
             actions.append(backward)

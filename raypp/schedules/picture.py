@@ -34,7 +34,7 @@ def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
         cells = ["·"] * columns
         for slot in timeline.slots[rank]:
             first, last = round(slot.start / unit), round(slot.end / unit)
-            cells[first:last] = ([_label(slot.action, several)] + ["─" * width] * columns)[: last - first]
+            cells[first:last] = ([_label(slot.action, several)] + ["─" * width] * (last - first))[: last - first]
         row = "".join(
             cell.ljust(width, "─" if after.startswith("─") else " ")
             for cell, after in zip(cells, [*cells[1:], ""], strict=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypp.schedules.action import Action, Program
-from raypp.schedules.check import missing_input
 
 
 @dataclass(frozen=True)
@@ -112,27 +111,30 @@ class _Run:
         self.position = dict.fromkeys(program, 0)
         self.clock = dict.fromkeys(program, 0.0)
         self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
-        self.done: set[Action] = set()
         self.arrival: dict[tuple[str, int, int], float] = {}
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
 
     def advance(self, rank: int) -> bool:
         """Does what a rank can do now; whether it could do anything."""
         actions, begun = self.program[rank], self.position[rank]
-        while self.position[rank] < len(actions):
-            action = actions[self.position[rank]]
-            if missing_input(action, self.done, self.num_stages):
+        for position in range(begun, len(actions)):
+            action = actions[position]
+            ready = self._ready(action)
+            if ready is None:
                 break
-            direction = "F" if action.kind == "F" else "B"
-            ready = 0.0 if action.kind == "W" else self.arrival.get((direction, action.stage, action.microbatch), 0.0)
             start = max(self.clock[rank], ready)
             self.clock[rank] = start + self.times.of(action)
             self.slots[rank].append(Slot(action, start, self.clock[rank]))
-            self.done.add(action)
-            self.position[rank] += 1
+            self.position[rank] = position + 1
             if action.kind != "W":
-                self._send(action, rank, direction)
+                self._send(action, rank, "F" if action.kind == "F" else "B")
         return self.position[rank] > begun
+
+    def _ready(self, action: Action) -> float | None:
+        """When an action's input is on its rank; None while that is not known."""
+        if action.kind == "W" or action.stage == (0 if action.kind == "F" else self.num_stages - 1):
+            return 0.0
+        return self.arrival.get(("F" if action.kind == "F" else "B", action.stage, action.microbatch))
 
     def _send(self, action: Action, rank: int, direction: str) -> None:
         to = action.stage + (1 if direction == "F" else -1)
