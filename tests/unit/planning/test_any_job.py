@@ -1,0 +1,54 @@
+"""The check and the plan agree about every job."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_jobs import job_with
+
+from raypp.planning.check import check_plan
+from raypp.planning.plan import layer_cut, make_plan, stage_program
+from raypp.schedules.registry import SCHEDULES
+
+small = st.integers(1, 4)
+weight = st.one_of(st.just("auto"), st.integers(0, 4), st.floats(0, 4))
+meshes = st.fixed_dictionaries(
+    {"pp": st.integers(1, 6), "fsdp": small, "dp_replicate": small, "cp": small, "ep": small}
+)
+pipelines = st.fixed_dictionaries(
+    {
+        "schedule": st.sampled_from([*SCHEDULES.names(), "auto"]),
+        "stages_per_rank": st.integers(1, 3),
+        "microbatches": st.integers(1, 12),
+        "lookahead": st.one_of(st.just("auto"), st.integers(0, 2)),
+        "input_weight": weight,
+        "output_weight": weight,
+        "layers_per_stage": st.one_of(st.none(), st.lists(st.integers(0, 5), min_size=1, max_size=4)),
+    }
+)
+trains = st.fixed_dictionaries(
+    {
+        "precision": st.sampled_from(["fp32", "bf16"]),
+        "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
+    }
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(meshes, pipelines, trains, st.integers(1, 20), st.sampled_from(["llama", "qwen3_moe"]))
+def test_a_job_has_problems_with_fixes_or_a_plan(
+    mesh: dict, pipeline: dict, train: dict, layers: int, kind: str
+) -> None:
+    job = job_with(mesh=mesh, pipeline=pipeline, train=train, model={"num_layers": layers, "kind": kind})
+    problems = check_plan(job)
+    assert all(problem.key and problem.what and problem.fix for problem in problems)
+    if problems:
+        return
+    plan = make_plan(job, link_gbps=1.0)
+    placement, program = stage_program(job)
+    assert list(plan.cut) == layer_cut(job) and sum(plan.cut) == layers and min(plan.cut) > 0
+    assert len(plan.cut) == sum(map(len, placement)) == job.num_stages
+    assert len(program) == job.mesh.pp
+    assert len(plan.ranks) == job.mesh.world
+    assert all(rank.total > 0 for rank in plan.memory)
+    assert 0 <= plan.simulated_bubble < 1
