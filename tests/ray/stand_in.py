@@ -35,7 +35,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
         if not stopped:
             step += 1
             reporter.phase("step", str(step))
-            (place / "step").write_text(str(step))
+            _write(place / "step", step)
             time.sleep(_STEP_S)
             _fault(seat, step, place)
             reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
@@ -44,9 +44,9 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
             requests.save or due or step == job.train.steps or (stopped and requests.save_before_stop)
         ):
             committed = step
-            (place / "commit").write_text(str(step))
+            _write(place / "commit", step)
             reporter.event(Event("committed", f"step {step}", attempt=seat.attempt, step=step))
-    (place / f"over-{seat.attempt}").write_text(str(step))
+    _write(place / f"over-{seat.attempt}", step)
     return RankResult(0, step, stopped, committed)
 
 
@@ -74,6 +74,13 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
         raise DataError("the data is all wrong")
     if kind == "exit":
         os._exit(7)
+
+
+def _write(path: Path, step: int) -> None:
+    """Whole or not at all: others read it at any time."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(str(step))
+    fresh.replace(path)
 
 
 def _read(path: Path) -> int:

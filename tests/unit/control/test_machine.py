@@ -1,0 +1,134 @@
+"""The controller's state machine, for every order of events."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.control import machine as m
+from raypp.records import RankFailure, RunState
+from raypp.recovery.policy import Policy
+
+
+def failure(kind: str = "killed", step: int = 3) -> RankFailure:
+    return RankFailure(1, "pp1", "10.0.0.1", 7, kind, "gone", step)
+
+
+def play(machine: m.Machine, *events: m.Happening) -> tuple[m.Machine, list[m.Command]]:
+    commands: list[m.Command] = []
+    for event in events:
+        machine, more = m.step(machine, event)
+        commands += more
+    return machine, commands
+
+
+RUNNING = (m.Start(), m.Claimed(1), m.Seated())
+
+
+def test_a_run_that_meets_no_trouble_succeeds() -> None:
+    machine, commands = play(m.Machine(), *RUNNING, m.Committed(10), m.Finished(False), m.AttemptGone())
+    assert machine.state is RunState.SUCCEEDED and machine.restarts == 0
+    assert commands == [m.Launch(), m.EndAttempt(), m.Finish(RunState.SUCCEEDED)]
+
+
+def test_a_failed_rank_ends_the_attempt_and_starts_the_next_once_nothing_of_it_is_left() -> None:
+    machine, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure()))
+    assert machine.state is RunState.RECOVERING and commands[-1] == m.EndAttempt()
+    machine, commands = play(machine, m.RankFailed(failure("lost_peer")), m.AttemptGone())
+    assert commands == [m.Wait(0.0)] and len(machine.history[0].failures) == 2
+    machine, commands = play(machine, m.DelayOver())
+    assert commands == [m.Launch()] and machine.restarts == 1
+
+
+def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None:
+    machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True))
+    assert machine.state is RunState.STOPPING and isinstance(commands[-1], m.Ask)
+    machine, commands = play(machine, m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+
+
+def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
+    machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptGone())
+    assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
+
+
+def test_a_stop_before_the_ranks_are_seated_ends_the_run() -> None:
+    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.StopAsked(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
+
+
+def test_a_mesh_the_cluster_cannot_hold_fails_the_run_with_the_exit_code_of_missing_resources() -> None:
+    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.NoResources("too small"), m.AttemptGone())
+    assert machine.state is RunState.FAILED
+    assert commands[-1] == m.Finish(RunState.FAILED, "too small", 4)
+
+
+def test_a_later_life_of_the_controller_counts_as_a_restart() -> None:
+    machine, commands = play(m.Machine(), m.Start(attempt=2, committed_step=20, interrupted=True))
+    assert (machine.state, machine.restarts, commands) == (RunState.RECOVERING, 1, [m.Launch()])
+
+
+_EVENTS = st.one_of(
+    st.just(m.Start()),
+    st.builds(m.Claimed, st.integers(1, 9)),
+    st.just(m.Seated()),
+    st.builds(m.Committed, st.integers(1, 50)),
+    st.builds(m.RankFailed, st.builds(failure, st.sampled_from(["killed", "raised", "lost_peer"]), st.integers(0, 3))),
+    st.just(m.NoResources("too small")),
+    st.builds(m.Finished, st.booleans()),
+    st.just(m.AttemptGone()),
+    st.just(m.DelayOver()),
+    st.builds(m.StopAsked, st.booleans()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_EVENTS, max_size=60), st.integers(0, 3))
+def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_end(
+    events: list[m.Happening], max_restarts: int
+) -> None:
+    machine = m.Machine(policy=Policy(max_restarts))
+    alive = finished = False
+    for event in events:
+        before = machine
+        if isinstance(event, m.AttemptGone):
+            if before.phase is not m.Phase.ENDING:
+                continue  # what carries out commands says so only after EndAttempt
+            alive = False
+        machine, commands = m.step(machine, event)
+        for command in commands:
+            assert not finished, "a command after the end"
+            if isinstance(command, m.Launch):
+                assert not alive, "two attempts alive"
+                alive = True
+            if isinstance(command, m.EndAttempt):
+                assert alive
+            if isinstance(command, m.Finish):
+                assert not alive, "the run ended with a living attempt"
+                finished = True
+        assert finished == (machine.phase is m.Phase.DONE) == machine.state.final
+        assert alive == (machine.phase in (m.Phase.LAUNCHING, m.Phase.RUNNING, m.Phase.ENDING))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["killed", "raised", "lost_peer"]), st.booleans()), max_size=40), st.integers(0, 4))
+def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_often_than_allowed(
+    attempts: list[tuple[str, bool]], max_restarts: int
+) -> None:
+    machine, _ = play(m.Machine(policy=Policy(max_restarts)), m.Start())
+    step = in_vain = 0
+    for kind, progress in [*attempts, *[("killed", False)] * (max_restarts + 2)]:
+        machine, _ = play(machine, m.Claimed(machine.attempt + 1), m.Seated())
+        if progress:
+            step += 1
+            machine, _ = play(machine, m.Committed(step))
+        # Different steps: the rule against the same exception twice must not end it sooner.
+        machine, _ = play(machine, m.RankFailed(failure(kind, machine.attempt)), m.AttemptGone())
+        first = len(machine.history) == 1
+        in_vain = 0 if first or progress else in_vain + 1
+        if machine.phase is m.Phase.DONE:
+            break
+        assert in_vain < max(max_restarts, 1)
+        machine, _ = play(machine, m.DelayOver())
+    assert machine.state is RunState.FAILED
+    assert in_vain == max_restarts

@@ -1,0 +1,62 @@
+"""When a failed attempt is followed by another."""
+
+from __future__ import annotations
+
+from raypp.records import RankFailure
+from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, Restart, decide, restarts_without_progress, root_cause
+
+
+def failure(kind: str = "killed", cause: str = "gone", step: int = 5, rank: int = 1) -> RankFailure:
+    return RankFailure(rank, f"pp{rank}", "10.0.0.1", 100 + rank, kind, cause, step)
+
+
+def ends(*committed: int | None, kind: str = "killed", step: int = 5) -> list[AttemptEnd]:
+    return [AttemptEnd(n + 1, (failure(kind, step=step + n),), done) for n, done in enumerate(committed)]
+
+
+def test_the_first_failure_is_followed_by_a_restart_without_a_pause() -> None:
+    assert decide(ends(None), Policy(3)) == Restart(0.0)
+
+
+def test_restarts_that_bring_no_newer_commit_are_counted_and_paused_longer_each_time() -> None:
+    assert [decide(ends(*[10] * n), Policy(5)) for n in (2, 3, 4)] == [Restart(1.0), Restart(2.0), Restart(4.0)]
+
+
+def test_a_run_is_given_up_after_max_restarts_without_a_newer_commit() -> None:
+    assert isinstance(decide(ends(10, 10, 10), Policy(3)), Restart)
+    last = decide(ends(10, 10, 10, 10), Policy(3))
+    assert isinstance(last, GiveUp) and "3 restarts in a row" in last.reason and not last.user_error
+
+
+def test_a_newer_commit_starts_the_count_again() -> None:
+    assert restarts_without_progress(ends(None, None, None, 10)) == 0
+    assert restarts_without_progress(ends(None, 10, 10, 20, 20)) == 1
+    assert decide(ends(None, None, None, 10), Policy(3)) == Restart(0.0)
+
+
+def test_no_restart_at_all_when_the_job_allows_none() -> None:
+    assert isinstance(decide(ends(10), Policy(0)), GiveUp)
+
+
+def test_an_error_of_the_job_or_its_data_is_not_tried_again() -> None:
+    last = decide(ends(None, kind="user_error"), Policy(3))
+    assert isinstance(last, GiveUp) and last.user_error
+
+
+def test_the_same_exception_at_the_same_step_twice_in_a_row_is_not_tried_a_third_time() -> None:
+    same = [AttemptEnd(n, (failure("raised", "ValueError: no", 7),), 5) for n in (1, 2)]
+    assert isinstance(decide(same[:1], Policy(9)), Restart)
+    assert isinstance(decide(same, Policy(9)), GiveUp)
+    other = [same[0], AttemptEnd(2, (failure("raised", "ValueError: no", 8),), 5)]
+    assert isinstance(decide(other, Policy(9)), Restart)
+
+
+def test_a_killed_rank_at_the_same_step_twice_is_tried_again() -> None:
+    same = [AttemptEnd(n, (failure("killed", "gone", 7),), 5) for n in (1, 2)]
+    assert isinstance(decide(same, Policy(9)), Restart)
+
+
+def test_the_cause_is_the_rank_that_died_not_the_one_that_saw_it() -> None:
+    witness, dead = failure("lost_peer", "connection reset", rank=0), failure("killed", "gone", rank=3)
+    assert root_cause([witness, dead]) == dead
+    assert root_cause([witness]) == witness
