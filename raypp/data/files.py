@@ -144,7 +144,9 @@ def _named(place: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise type(error)([replace(problem, key=place) for problem in error.problems]) from error
+        raise type(error)(
+            [replace(p, key=place, what=f"{p.key}: {p.what}" if p.key else p.what) for p in error.problems]
+        ) from error
 
 
 def unreadable(place: str, name: str, error: Exception) -> DataError:

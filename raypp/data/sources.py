@@ -109,7 +109,7 @@ def check_data(job: Job) -> list[Problem]:
     """What is wrong with a job's data, as far as this machine can tell without reading it.
 
     Looks whether the source is known, its files are here and not empty, and the tokenizer's ids fit the model. Data in
-    a store are not looked at. Call it only where the job's paths mean something: with a cluster elsewhere, on its nodes.
+    a store are not looked at. Call it where the job's paths mean something: with a cluster elsewhere, on its nodes.
     """
     problems: list[Problem] = []
     try:

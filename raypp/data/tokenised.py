@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypp.data.cache import cache_directory, made_once
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.files import SourceFile
-from raypp.data.tokenizer import Tokenizer
+from raypp.data.tokenizer import NotEncodable, Tokenizer
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 
@@ -108,8 +109,7 @@ def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple
     tokenizer = request.tokenizer
     dtype, digest, ends = small_dtype(tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
     for batch in _batches(documents):
-        encoded = tokenizer.encode_batch([document.text for document in batch])
-        for document, ids in zip(batch, encoded, strict=True):
+        for document, ids in zip(batch, _encoded(request, batch), strict=True):
             if not len(ids):
                 what = f"{document.place} is a document without a token"
                 raise DataError(Problem(request.place, what, "remove it"))
@@ -122,6 +122,16 @@ def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
     return offsets, digest.hexdigest()[:16]
+
+
+def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]:
+    try:
+        return request.tokenizer.encode_batch([document.text for document in batch])
+    except NotEncodable as error:
+        if len(batch) > 1:  # which one?
+            return [ids for document in batch for ids in _encoded(request, [document])]
+        what = f"the tokenizer cannot encode {batch[0].place}: {error}"
+        raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that knows all of it")) from error
 
 
 def _batches(documents: Iterable[Text]) -> Iterator[list[Text]]:

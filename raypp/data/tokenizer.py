@@ -16,6 +16,10 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", 
 """End-of-text tokens of the usual tokenizers, in the order they are looked for."""
 
 
+class NotEncodable(Exception):
+    """A tokenizer has no ids for a text; `tokenised` says for which."""
+
+
 class Tokenizer(Protocol):
     """What the data pipeline needs of a tokenizer.
 
@@ -30,7 +34,11 @@ class Tokenizer(Protocol):
     identity: str
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, without an end, int64 `[n]`."""
+        """The ids of a text, without an end, int64 `[n]`.
+
+        Raises:
+            NotEncodable: The tokenizer has no ids for it.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -91,7 +99,10 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise NotEncodable(str(error)) from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 

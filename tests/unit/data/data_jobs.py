@@ -1,0 +1,66 @@
+"""Small jobs and corpora for the tests of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from raypp.data.corpus import Corpus
+from raypp.data.loader import Loader, open_loader
+from raypp.data.packing import Row
+from raypp.spec.job import Job
+
+END = 256
+
+
+def job(
+    *,
+    vocab_size: int = 320,
+    microbatches: int = 2,
+    micro_batch_size: int = 2,
+    seed: int = 0,
+    **data: Any,
+) -> Job:
+    return Job.model_validate(
+        {
+            "name": "data",
+            "model": {"vocab_size": vocab_size},
+            "data": data,
+            "pipeline": {"microbatches": microbatches},
+            "train": {"micro_batch_size": micro_batch_size, "seed": seed},
+        }
+    )
+
+
+@contextmanager
+def loading(job: Job, replica: int = 0, replicas: int = 1) -> Iterator[Loader]:
+    loader = open_loader(job, replica, replicas)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def rows_of(steps: Iterable[list[Any]]) -> list[Row]:
+    return [row for step in steps for microbatch in step for row in microbatch.rows]
+
+
+def as_lists(rows: Iterable[Row]) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
+    """Rows as something that can be compared."""
+    return [(row.tokens.tolist(), row.labels.tolist(), row.documents) for row in rows]
+
+
+def corpus_of(lengths: Iterable[int]) -> Corpus:
+    """Documents of the given lengths; no id appears twice."""
+    offsets = np.concatenate(([0], np.cumsum(list(lengths)))).astype(np.int64)
+    return Corpus((np.arange(offsets[-1], dtype=np.uint32),), offsets, "made")
+
+
+def texts_of(corpus: Corpus) -> list[str]:
+    """The documents of a corpus of bytes, without their ends."""
+    documents = [corpus.ids(i).tolist() for i in range(len(corpus))]
+    assert all(document[-1] == END for document in documents)
+    return [bytes(document[:-1]).decode() for document in documents]
