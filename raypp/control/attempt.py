@@ -28,6 +28,10 @@ _START_TIMEOUT_S = 180.0
 _WITNESS_GRACE_S = 2.0
 _END_TIMEOUT_S = 20.0
 
+# Every device stays visible and each rank sets its own: one visible device per process cripples NCCL. Ray takes
+# this variable out of a job's own settings, so it is given to the actors.
+_ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
 
@@ -214,6 +218,9 @@ class Attempt:
             for node in nodes
         ]
         order = seat_order(self.mesh, facts)
+        # Ray would leave one thread to every actor, whatever CPUs it reserves for it.
+        threads = {"OMP_NUM_THREADS": str(max(1, int(self.job.resources.cpus_per_rank)))}
+        environment = threads | self.job.resources.env
         suffix = f" (attempt {self.number})" if self.number > 1 else ""
         for bundle, number in enumerate(order):
             coordinates = self.mesh.coordinates(number)
@@ -230,8 +237,9 @@ class Attempt:
                     max_concurrency=4,
                     max_restarts=0,
                     scheduling_strategy=strategy,
+                    runtime_env={"env_vars": _ACTOR_ENVIRONMENT},
                 )
-                .remote(self.request.run, label, dict(self.job.resources.env), self.request.rank_function)
+                .remote(self.request.run, label, environment, self.request.rank_function)
             )
             rank = Rank(number, label, coordinates, actor, bundle, nodes[bundle], facts[bundle].ip)
             rank.pending = actor.where.remote()

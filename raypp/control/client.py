@@ -112,7 +112,6 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
     name, content = build_package(request, collect_secrets())
     environment = {
         **settings,
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "PYTHONUNBUFFERED": "1",
         **_paths_for_tests(rank_function),
     }

@@ -20,7 +20,7 @@ _STEP_S = 0.05
 def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
     place = Path(os.environ["STAND_IN_DIR"])
     place.mkdir(parents=True, exist_ok=True)
-    print(f"hello from {seat.label}", flush=True)  # noqa: T201
+    print(f"hello from {seat.label}", flush=True)
     os.write(2, f"native words of {seat.label}\n".encode())
     (place / f"environment-{seat.rank}").write_text("\n".join(f"{key}={value}" for key, value in os.environ.items()))
     return _lead(job, seat, reporter, place) if seat.rank == 0 else _attend(job, seat, reporter, place)

@@ -102,7 +102,7 @@ def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: Sta
     answer = run.command("save")
     assert answer["found"] and answer["committed"] >= 3
     assert run.kinds().count("committed") <= 1
-    assert not run.status()["state"] == "STOPPED"
+    assert run.status()["state"] != "STOPPED"
 
 
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
@@ -146,3 +146,27 @@ def test_a_killed_controller_comes_back_and_finishes_the_run(start_run: StartRun
     status = run.wait_end()
     assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 150, 2, 1)
     assert run.exit_code() == 0
+
+
+def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-access-key-of-mine")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-mine")
+    monkeypatch.setenv("AWS_REGION", "mars-1")
+    run = start_run("secret", steps=40)
+    run.wait_step(1)
+    seen = [
+        run.cluster.dashboard.request("GET", path).decode()
+        for path in (
+            "/api/jobs/",
+            "/api/v0/actors?detail=1",
+            "/api/v0/workers?detail=1",
+            "/api/v0/runtime_envs?detail=1",
+        )
+    ]
+    assert "mars-1" in seen[0]
+    assert not any("of-mine" in text for text in seen)
+    run.wait_end()
+    assert _environment(run, 2)["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-mine"
+    assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)

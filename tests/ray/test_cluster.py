@@ -1,0 +1,75 @@
+"""The embedded cluster and what a command learns of it before anything is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raypp.control import client, local, runs
+from raypp.control.clusters import Cluster, find_cluster
+from raypp.control.dashboard import Dashboard
+from raypp.control.home import raypp_home, write_private
+from raypp.errors import ResourcesError, UnreachableError
+from raypp.spec.load import parse_job
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+
+def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:
+    again, started = local.up()
+    assert not started and again == cluster.embedded
+
+
+def test_its_files_are_private(cluster: Cluster) -> None:
+    for name in ("state.json", "token"):
+        assert (local.directory() / name).stat().st_mode & 0o077 == 0
+
+
+def test_it_refuses_a_caller_without_its_token(cluster: Cluster) -> None:
+    with pytest.raises(UnreachableError, match="RAY_AUTH_TOKEN"):
+        Dashboard(cluster.address).jobs()
+    with pytest.raises(UnreachableError, match="refuses"):
+        Dashboard(cluster.address, "0" * 64).jobs()
+
+
+def test_its_address_may_be_given_as_host_and_port(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPP_ADDRESS", cluster.address.removeprefix("http://"))
+    assert find_cluster().dashboard.ray_version()
+
+
+def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(cluster: Cluster) -> None:
+    job = parse_job({"name": "big", "mesh": {"pp": 4, "fsdp": 8}, "resources": {"device": "cpu"}})
+    with pytest.raises(ResourcesError) as caught:
+        client.check_resources(job, cluster)
+    problem = caught.value.problems[0]
+    assert "32 ranks need 32" in problem.what and "16 are free" in problem.what and "127.0.0" in problem.what
+    assert "--set mesh.fsdp=4" in problem.fix
+    with pytest.raises(ResourcesError, match="0 are free"):
+        client.check_resources(parse_job({"name": "gpu", "resources": {"device": "cuda"}}), cluster)
+
+
+def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:
+    place = runs.RunPlace("/nowhere", "nobody", cluster.address)
+    assert runs.controller_alive(place) is False
+    assert client.command_run(cluster, "nobody", "save") == {"found": False}
+
+
+def test_a_command_needs_no_raylet_of_the_cluster_on_this_machine(cluster: Cluster) -> None:
+    remote = Cluster(cluster.address, cluster.dashboard)
+    assert client.command_run(remote, "nobody", "stop") == {"found": False}
+
+
+def test_a_state_file_whose_processes_are_gone_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, cluster: Cluster
+) -> None:
+    document = json.loads((local.directory() / "state.json").read_text())
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
+    document["ray"]["started"] -= 3600  # another process has the pid now
+    document["ray_dir"] = str(tmp_path / "gone")
+    document["s3"]["started"] -= 3600
+    write_private(raypp_home() / "local" / "state.json", json.dumps(document))
+    assert local.find() is None
+    assert local.down() is False
+    monkeypatch.undo()
+    assert cluster.dashboard.ray_version(), "a stale state file ended somebody else's processes"
