@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tup
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
     """Shows the run until its end; returns the run's exit code."""
     if as_json:
-        view.console.file = click.get_text_stream("stderr")
+        view.console.file = sys.stderr
     watch = _JobWatch(cluster, place.submission_id)
     try:
         try:
@@ -185,7 +186,6 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
             click.echo(f"the run's records cannot be read from here ({error}); showing the Ray job's log", err=True)
             return watch.tail_log()
         code = watch.exit_code(status)
-        # A controller that died with its driver leaves no end behind: what the records say is then put right.
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
         click.echo(f"\n{place.name} goes on without you", err=True)
@@ -223,14 +223,14 @@ class _JobWatch:
             self._ended = time.monotonic()
 
     def exit_code(self, status: dict[str, Any]) -> int:
-        """The run's exit code, by its driver's when that is known."""
-        if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
-            return EXIT_OK
-        for _ in range(20):
+        """The run's exit code, by its driver's when that is known. Waits a little for the driver's end."""
+        for _ in range(50):
             self._look()
             if self._ended is not None:
                 break
             time.sleep(0.1)
+        if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
+            return EXIT_OK
         code = (self.job or {}).get("driver_exit_code")
         if not is_final(status):
             message = (self.job or {}).get("message") or "it is gone"

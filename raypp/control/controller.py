@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _STORE_RETRY_S = 2.0
 _STORE_TRIES = 15
-_UNREAD_OUTCOME_S = 60.0
+_UNREAD_OUTCOME_S = 20.0
 
 Inbox: TypeAlias = "Batch | Requests"
 
@@ -127,6 +127,10 @@ class Controller:
     def facts(self) -> dict[str, Any]:
         """The present status, and who this is."""
         return {**self._record.status().as_dict(), "controller_pid": os.getpid()}
+
+    def over_for_another(self, submission_id: str) -> bool:
+        """Whether this controller has ended its run, and the asker is the Ray job of a later one of that name."""
+        return self._outcome is not None and submission_id != self._request.submission_id
 
     def dismiss(self) -> None:
         """The outcome has been read: the controller may go."""

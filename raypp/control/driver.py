@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -79,28 +78,41 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
     return {"found": True, "state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
 
 
-def _lead(request: RunRequest) -> int:
+def _controller(request: RunRequest) -> Any:
+    """The run's controller: a new one, or the one that is there (this driver is not its first)."""
     import ray
 
     from raypp.control.controller import Controller
 
-    controller: Any = (
-        ray.remote(Controller)
-        .options(
-            name=controller_name(request.run),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            num_cpus=0,
-            max_concurrency=128,
+    while True:
+        controller: Any = (
+            ray.remote(Controller)
+            .options(
+                name=controller_name(request.run),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                num_cpus=0,
+                max_concurrency=128,
+            )
+            .remote(request)
         )
-        .remote(request)
-    )
-    stopping = threading.Event()
+        try:
+            if not ray.get(controller.over_for_another.remote(request.submission_id)):
+                return controller
+            ray.get(controller.dismiss.remote())
+        except ray.exceptions.RayActorError:
+            pass  # it went just now
+        time.sleep(0.2)
+
+
+def _lead(request: RunRequest) -> int:
+    import ray
+
+    controller = _controller(request)
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:
-        stopping.set()
         controller.stop.remote(False)
 
     signal.signal(signal.SIGTERM, on_term)

@@ -73,9 +73,9 @@ def known_runs() -> list[RunPlace]:
         for place in _of_cluster(find_cluster(timeout_s=_QUICK_S)):
             found[place.url, place.name] = place
     for path in (raypp_home() / "runs").glob("*.json"):
-        place = _read(path)
-        if place is not None:
-            found.setdefault((place.url, place.name), place)
+        remembered = _read(path)
+        if remembered is not None:
+            found.setdefault((remembered.url, remembered.name), remembered)
     return sorted(found.values(), key=lambda place: place.submitted_at or 0.0, reverse=True)
 
 
@@ -92,15 +92,20 @@ def controller_alive(place: RunPlace) -> bool | None:
         actors = dashboard.get_json(query)["data"]["result"]["result"]
         if any(actor["state"] != "DEAD" for actor in actors):
             return True
-        return _job_may_start_it(dashboard, place)
+        return bool(living_jobs(dashboard, place))
     except (RayppError, KeyError, TypeError):
         return None
 
 
-def _job_may_start_it(dashboard: Dashboard, place: RunPlace) -> bool:
-    """The Ray job was accepted and has not come to making a controller yet."""
-    job = dashboard.job(place.submission_id) if place.submission_id else None
-    return job is not None and job["status"] not in FINAL_JOB_STATES
+def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
+    """The run's Ray jobs that have not ended; one that was just accepted has made no controller yet."""
+    return [
+        str(job["submission_id"])
+        for job in dashboard.jobs()
+        if (job.get("metadata") or {}).get("raypp_run") == place.name
+        and (job.get("metadata") or {}).get("raypp_url") == place.url
+        and job["status"] not in FINAL_JOB_STATES
+    ]
 
 
 def _of_cluster(cluster: Cluster) -> list[RunPlace]:
