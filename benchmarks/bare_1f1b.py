@@ -71,7 +71,9 @@ def main() -> None:
     schedule = Schedule1F1B(
         stage,
         MICROBATCHES,
-        loss_fn=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum") / tokens_per_step,
+        loss_fn=lambda out, target: (
+            F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum") / tokens_per_step
+        ),
         scale_grads=False,
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

@@ -71,7 +71,7 @@ def main() -> None:
 def report(figures: dict[str, list[tuple[float, float]]], parts: list[dict[str, float]]) -> None:
     print(describe())
     tokens = ROWS * MICROBATCHES * SEQ_LEN
-    print(f"\n| variant | tokens/s | CPU s per step |\n|---|---|---|")
+    print("\n| variant | tokens/s | CPU s per step |\n|---|---|---|")
     for name, values in figures.items():
         wall, cpu = (statistics.median(v[i] for v in values) for i in (0, 1))
         print(f"| {name} | {tokens / wall:,.0f} | {cpu:.3f} |")

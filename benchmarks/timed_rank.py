@@ -1,4 +1,4 @@
-"""raypp's rank runtime under torchrun, timed step by step like `bare_1f1b`: the same `run_rank` that Ray's workers call."""
+"""raypp's rank runtime under torchrun, timed step by step: the same `run_rank` that Ray's workers call."""
 
 from __future__ import annotations
 

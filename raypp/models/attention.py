@@ -10,6 +10,7 @@ takes them all at once; fp32 on CUDA, which that kernel does not do, goes docume
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +35,10 @@ def packed_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Pac
         return _varlen(q_SHD, k_SKD, v_SKD, documents)
     length = documents.uniform
     if length is not None:
-        return _attend(*(t.unflatten(0, (-1, length)) for t in (q_SHD, k_SKD, v_SKD))).flatten(0, 1)
+        return _attend(*(t.view(-1, length, *t.shape[1:]) for t in (q_SHD, k_SKD, v_SKD))).flatten(0, 1)
     sizes = list(documents.lengths)
     # One split and one cat: their backwards are a cat and a split, where slices would each zero a full tensor.
-    pieces = zip(q_SHD.split(sizes), k_SKD.split(sizes), v_SKD.split(sizes), strict=True)
+    pieces = zip(*(torch.split(t, sizes) for t in (q_SHD, k_SKD, v_SKD)), strict=True)
     return torch.cat([_attend(q[None], k[None], v[None])[0] for q, k, v in pieces])
 
 
@@ -61,6 +62,6 @@ def _varlen(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocume
     if groups > 1:  # torch 2.11 has no grouped queries here; repeating is exact on both
         k_SKD, v_SKD = k_SKD.repeat_interleave(groups, 1), v_SKD.repeat_interleave(groups, 1)
     cu, longest = documents.cu_seqlens, documents.max_len
-    if "is_causal" in parameters:
-        return varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, is_causal=True)
-    return varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=(-1, 0))
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    out: Tensor = varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, **causal)  # type: ignore[assignment]
+    return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -46,7 +46,7 @@ class PackedDocuments:
         lengths: list[int] = []
         for documents in rows:
             ends = grow_last([0, *accumulate(documents)], target)
-            lengths.extend(b - a for a, b in zip(ends, ends[1:], strict=False))
+            lengths.extend(b - a for a, b in pairwise(ends))
         return cls(tuple(lengths), device)
 
     @cached_property

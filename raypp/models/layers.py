@@ -59,7 +59,8 @@ class Attention(nn.Module):
         q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
         q, k = self.norm_heads(q, k)
         out_SHD = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
-        return self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
+        attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
+        return attended
 
     def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.q_proj, self.k_proj, self.v_proj
@@ -79,7 +80,8 @@ class GatedFeedForward(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -94,4 +96,5 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
-        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        out: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        return out

@@ -24,7 +24,9 @@ LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 class Backbone(nn.Module):
     """Embedding, layers and norm; the parts a stage does not have are None."""
 
-    def __init__(self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory) -> None:
+    def __init__(
+        self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if first else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
@@ -42,7 +44,9 @@ class DecoderStage(nn.Module):
         make_layer: Builds the layer of a global index; each family brings its own.
     """
 
-    def __init__(self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory) -> None:
+    def __init__(
+        self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory
+    ) -> None:
         super().__init__()
         self.options = options
         self.model = Backbone(options, layers, first, last, make_layer)
@@ -74,7 +78,7 @@ class DecoderStage(nn.Module):
 
 
 def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """Builds one stage of any family on the meta device: no memory is taken, values come from `init` or a checkpoint."""
+    """Builds one stage of any family on the meta device: it takes no memory; `init` or a checkpoint gives it values."""
     builder = MODELS.get(options.kind, key="model.kind").build()
     with torch.device("meta"):
         stage: nn.Module = builder(options, layers, first, last)

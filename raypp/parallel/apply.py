@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,14 +47,18 @@ def _checkpoint_blocks(stage: nn.Module) -> None:
     call, stay outside the recomputed part.
     """
     for block in stage.get_submodule("model.layers").children():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy()
     if job.train.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings = {"mesh": data_mesh, "mp_policy": policy, "reshard_after_forward": job.mesh.reshard_after_forward}
+    settings: dict[str, Any] = {
+        "mesh": data_mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": job.mesh.reshard_after_forward,
+    }
     for block in stage.get_submodule("model.layers").children():
         fully_shard(block, **settings)
     fully_shard(stage, **settings)

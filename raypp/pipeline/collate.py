@@ -50,7 +50,7 @@ def rows_digest(rows: Sequence[Row]) -> int:
     """A number that two ranks have in common only when they read the same tokens (CRC-32 of all of them)."""
     digest = 0
     for row in rows:
-        digest = zlib.crc32(np.ascontiguousarray(row.tokens, dtype=np.int64), digest)
+        digest = zlib.crc32(row.tokens.astype(np.int64).tobytes(), digest)
     return digest
 
 

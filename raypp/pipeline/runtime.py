@@ -9,9 +9,8 @@ mark that says what the rank is doing.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,29 +38,41 @@ _KINDS = {
 }
 
 
-def lower(program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int) -> dict[int, list[_Action]]:
+def lower(
+    program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int
+) -> dict[int, list[_Action]]:
     """A compute-only program with its communication, for all ranks: deterministic, the same on each."""
-    torch_actions = {
-        rank: [_Action(action.stage, _KINDS[action.kind], action.microbatch) for action in actions]
-        for rank, actions in program.items()
-    }
-    with_fsdp = {
-        rank: _add_reduce_grad(_add_unshard_reshard(list(actions)), microbatches)
-        for rank, actions in torch_actions.items()
-    }
-    return _add_send_recv(with_fsdp, lambda stage: rank_of_stage[stage], len(rank_of_stage))
+    with_weights: dict[int, list[_Action]] = {}
+    for rank, actions in program.items():
+        compute: list[_Action | None] = [_Action(a.stage, _KINDS[a.kind], a.microbatch) for a in actions]
+        unsharded: list[_Action | None] = list(_add_unshard_reshard(compute))
+        with_weights[rank] = [action for action in _add_reduce_grad(unsharded, microbatches) if action is not None]
+    return _add_send_recv(with_weights, lambda stage: rank_of_stage[stage], len(rank_of_stage))
 
 
-_CONSUMES = {
-    _ComputationType.FORWARD: _ComputationType.RECV_F,
-    _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
-    _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
-}
-_SENDS = {_ComputationType.SEND_F: 1, _ComputationType.SEND_B: -1}
 SendKey = tuple[_ComputationType, int, int]
+"""A message, by what sends it: SEND_F or SEND_B, the sending stage, the microbatch."""
 
 
-def arrivals(actions: Mapping[int, Sequence[_Action]], rank: int, rank_of_stage: Sequence[int]) -> dict[int, list[SendKey]]:
+def _sent(action: _Action) -> SendKey | None:
+    """The message an action sends."""
+    if action.computation_type in (_ComputationType.SEND_F, _ComputationType.SEND_B):
+        return action.computation_type, action.stage_index, cast(int, action.microbatch_index)
+    return None
+
+
+def _used(action: _Action) -> SendKey | None:
+    """The message an action needs (there may be none: its sender may be on the same rank, or it may be the first)."""
+    if action.computation_type is _ComputationType.FORWARD:
+        return _ComputationType.SEND_F, action.stage_index - 1, cast(int, action.microbatch_index)
+    if action.computation_type in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT):
+        return _ComputationType.SEND_B, action.stage_index + 1, cast(int, action.microbatch_index)
+    return None
+
+
+def arrivals(
+    actions: Mapping[int, Sequence[_Action]], rank: int, rank_of_stage: Sequence[int]
+) -> dict[int, list[SendKey]]:
     """Which of a rank's sends are known to have arrived, by the position of the action that proves it.
 
     A message from a peer proves that everything the peer had used up before it sent that message has arrived there. So
@@ -71,26 +82,21 @@ def arrivals(actions: Mapping[int, Sequence[_Action]], rank: int, rank_of_stage:
     sent_at: dict[SendKey, tuple[int, int]] = {}
     for peer, peer_actions in actions.items():
         for position, action in enumerate(peer_actions):
-            kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
-            if kind in _CONSUMES:
-                step = 1 if kind is _ComputationType.FORWARD else -1
-                sender = _ComputationType.SEND_F if step == 1 else _ComputationType.SEND_B
-                used_at[peer, (sender, stage - step, microbatch)] = position
-            elif kind in _SENDS:
-                sent_at[kind, stage, microbatch] = (peer, position)
+            if (message := _used(action)) is not None:
+                used_at[peer, message] = position
+            if (message := _sent(action)) is not None:
+                sent_at[message] = (peer, position)
 
-    proofs: dict[int, list[SendKey]] = defaultdict(list)
+    proofs: dict[int, list[SendKey]] = {}
     pending: list[tuple[int, SendKey]] = []
     for position, action in enumerate(actions[rank]):
-        kind, stage, microbatch = action.computation_type, action.stage_index, action.microbatch_index
-        if kind in _SENDS:
-            pending.append((rank_of_stage[stage + _SENDS[kind]], (kind, stage, microbatch)))
-        elif kind in _CONSUMES:
-            step = 1 if kind is _ComputationType.FORWARD else -1
-            sender = _ComputationType.SEND_F if step == 1 else _ComputationType.SEND_B
-            peer, sent = sent_at.get((sender, stage - step, microbatch), (-1, -1))
-            done = [entry for entry in pending if entry[0] == peer and used_at[peer, entry[1]] < sent]
-            if peer != rank and done:
+        if (message := _sent(action)) is not None:
+            to_stage = message[1] + (1 if message[0] is _ComputationType.SEND_F else -1)
+            pending.append((rank_of_stage[to_stage], message))
+        elif (message := _used(action)) in sent_at:
+            peer, sent = sent_at[message]
+            done = [entry for entry in pending if entry[0] == peer and used_at[entry] < sent]
+            if done:
                 proofs[position] = [key for _, key in done]
                 pending = [entry for entry in pending if entry not in done]
     return proofs
@@ -117,7 +123,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         loss_fn: LossFn | None,
         mark: Mark | None = None,
     ) -> None:
-        super().__init__(stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+        super().__init__(stages, microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
         self.planned = {stage.stage_index: stage for stage in stages}
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         for stage in stages:
@@ -128,6 +134,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         self._names = [str(action) for action in self.actions]
         self._arrivals = arrivals(lowered, self.rank, rank_of_stage)
         self._sends: dict[SendKey, dist.Work] = {}
+        self._receives: dict[SendKey, dist.Work] = {}
         self._do: dict[_ComputationType, Callable[[PlannedStage, int], None]] = {
             _ComputationType.FORWARD: self._forward,
             _ComputationType.FULL_BACKWARD: self._full_backward,
@@ -185,7 +192,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     def _forward(self, stage: PlannedStage, microbatch: int) -> None:
         self._wait_unshard(stage)
         if not stage.is_first and stage.stage_index - 1 not in self.planned:
-            self.fwd_recv_ops.pop((stage.stage_index, microbatch)).wait()
+            self._receives.pop((_ComputationType.RECV_F, stage.stage_index, microbatch)).wait()
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
         output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
         if stage.is_last and self._loss_fn is not None:
@@ -202,7 +209,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     def _backward(self, stage: PlannedStage, microbatch: int, *, full: bool) -> None:
         self._wait_unshard(stage)
         if not stage.is_last and stage.stage_index + 1 not in self.planned:
-            self.bwd_recv_ops.pop((stage.stage_index, microbatch)).wait()
+            self._receives.pop((_ComputationType.RECV_B, stage.stage_index, microbatch)).wait()
         loss = self._losses[microbatch] if stage.is_last else None
         stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=False)
         if loss is not None and full:
@@ -210,7 +217,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         if stage.is_first:
             stage.bwd_cache.pop(microbatch, None)
         elif stage.stage_index - 1 in self.planned:
-            self.planned[stage.stage_index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+            gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
+            self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         self._wait_unshard(stage)
@@ -227,10 +235,10 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
 
     def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        self.fwd_recv_ops[(stage.stage_index, microbatch)] = stage.receive_forward(microbatch)
+        self._receives[_ComputationType.RECV_F, stage.stage_index, microbatch] = stage.receive_forward(microbatch)
 
     def _receive_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self.bwd_recv_ops[(stage.stage_index, microbatch)] = stage.receive_backward(microbatch)
+        self._receives[_ComputationType.RECV_B, stage.stage_index, microbatch] = stage.receive_backward(microbatch)
 
     # Weights.
 

@@ -64,7 +64,8 @@ class PlannedStage(PipelineStage):
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
         # The two places torch reads the number of forward inputs from: 2.13, then 2.11.
-        self._stage_meta = SimpleNamespace(inputs=(None,), outputs=(None,), input_grads=(None,), output_grads=(None,))
+        one = (None,)
+        self._stage_meta = SimpleNamespace(inputs=one, outputs=one, input_grads=one, output_grads=one)  # type: ignore[assignment]
         self.inputs_meta = (None,)
 
     def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool) -> None:
@@ -93,12 +94,16 @@ class PlannedStage(PipelineStage):
     def receive_forward(self, microbatch: int) -> dist.Work:
         buffer = self._buffer(microbatch)
         self.received[microbatch] = buffer
-        return dist.irecv(buffer, group=self.group, group_src=self.rank_of_stage[self.stage_index - 1])
+        work = dist.irecv(buffer, group=self.group, group_src=self.rank_of_stage[self.stage_index - 1])
+        assert work is not None
+        return work
 
     def receive_backward(self, microbatch: int) -> dist.Work:
         buffer = self._buffer(microbatch)
         self.received_grads[microbatch] = buffer
-        return dist.irecv(buffer, group=self.backward_group, group_src=self.rank_of_stage[self.stage_index + 1])
+        work = dist.irecv(buffer, group=self.backward_group, group_src=self.rank_of_stage[self.stage_index + 1])
+        assert work is not None
+        return work
 
     def _buffer(self, microbatch: int) -> Tensor:
         return torch.empty(self.shapes[microbatch], dtype=self.boundary_dtype, device=self.device)
@@ -107,7 +112,9 @@ class PlannedStage(PipelineStage):
         self, tensor: Tensor | None, microbatch: int, to_stage: int, group: dist.ProcessGroup | None, what: str
     ) -> dist.Work:
         if tensor is None:
-            raise PlanMismatch(f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}")
+            raise PlanMismatch(
+                f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}"
+            )
         if tuple(tensor.shape) != self.shapes[microbatch] or tensor.dtype != self.boundary_dtype:
             raise PlanMismatch(
                 f"stage {self.stage_index}: {what} of microbatch {microbatch} for stage {to_stage} are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class BuiltStages:
 def stage_layers(cut: list[int]) -> list[range]:
     """Global layer indices of every stage, from the number of layers of each."""
     ends = [0, *accumulate(cut)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Callable[[str], None]) -> BuiltStages:

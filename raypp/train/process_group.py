@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raypp.records import Seat
 
@@ -28,34 +29,44 @@ def pick_device(seat: Seat) -> torch.device:
     return torch.device("cpu")
 
 
+def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: float = _STARTUP_S) -> TCPStore:
+    """The key-value store ranks meet at.
+
+    Args:
+        serve: This process serves it. Under torchrun nobody does whose agent already serves one there.
+    """
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, world, is_master=serve and not agent_serves, timeout=timeout)
+
+
 @contextmanager
-def joined(seat: Seat, hang_timeout_s: float) -> Iterator[dist.TCPStore]:
+def joined(seat: Seat, hang_timeout_s: float, store: TCPStore | None = None) -> Iterator[TCPStore]:
     """Joins the attempt's process group and leaves it at the end. Collective over the world.
 
     CPU tensors always travel by gloo, also beside NCCL: what ranks agree on each step needs no device.
 
+    Args:
+        seat: This rank's place.
+        hang_timeout_s: Longest a collective may take once the run is under way.
+        store: Where the ranks meet; None: rank 0 serves one at the seat's address.
+
     Yields:
-        The attempt's key-value store; rank 0 serves it, unless torchrun's agent does.
+        That store.
     """
     if seat.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", seat.interface)
     backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
-    timeout = timedelta(seconds=max(_STARTUP_S, hang_timeout_s))
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        seat.master_addr,
-        seat.master_port,
-        seat.world_size,
-        is_master=seat.rank == 0 and not agent_serves,
-        timeout=timeout,
-    )
+    timeout_s = max(_STARTUP_S, hang_timeout_s)
+    if store is None:
+        store = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0, timeout_s=timeout_s)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store),
+        store=PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store),
         rank=seat.rank,
         world_size=seat.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
     )
     log.info(
         "rank %d of %d (%s) joined by %s at %s:%d over %s",

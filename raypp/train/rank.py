@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.data.loader import Loader, open_loader
+from raypp.data.loader import open_loader
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
 from raypp.records import Event, RankResult, Reporter, Seat
@@ -27,7 +25,7 @@ from raypp.train.restore import restore_newest
 from raypp.train.step import StepRunner, Stopwatch
 
 
-def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
     """Trains until the job's steps are done or the operator wants a stop.
 
     Collective over the attempt: every rank of the mesh must call it with its own seat.
@@ -36,6 +34,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
         job: The job, resolved.
         seat: This rank's place and how to meet the others.
         reporter: Where steps and events go, and where requests come from.
+        rendezvous: Where the ranks meet, when it is there already; None: rank 0 serves one at the seat's address.
 
     Raises:
         LostPeerError: Another rank died; this one is not to blame.
@@ -43,17 +42,17 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
     """
     try:
         with ExitStack() as stack:
-            return _live(job, seat, reporter, stack)
+            return _live(job, seat, reporter, stack, rendezvous)
     except (RuntimeError, dist.DistError) as error:
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
         raise
 
 
-def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack) -> RankResult:
+def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
     device = pick_device(seat)
     reporter.phase("rendezvous")
-    tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s))
+    tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous))
     groups = make_groups(seat.mesh_sizes, device.type)
 
     reporter.phase("build")
@@ -68,7 +67,13 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack) -> RankRes
     store = open_store(job.checkpoint.url)
     restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter)
     saver = CheckpointSaver(
-        store, job.name, job_document(job), seat, StoreAnnouncements(tcp_store, seat.attempt), reporter, job.checkpoint.keep
+        store,
+        job.name,
+        job_document(job),
+        seat,
+        StoreAnnouncements(tcp_store, seat.attempt),
+        reporter,
+        job.checkpoint.keep,
     )
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)

@@ -86,4 +86,3 @@ def scale(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiplies every local gradient in place."""
     if gradients:
         torch._foreach_mul_(list(gradients), factor)
-

@@ -11,7 +11,7 @@ from torch import nn
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.load import load_checkpoint
 from raypp.data.loader import Loader
-from raypp.errors import RayppError
+from raypp.errors import CheckpointError, Problem
 from raypp.records import Event, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
@@ -29,38 +29,42 @@ def restore_newest(
     """Loads weights, optimizer state and data position. Collective over the world.
 
     Rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next older.
+    A run that has checkpoints never starts from nothing.
 
     Returns:
         The step that was loaded; 0 when the run begins.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none can be used.
+        UnreachableError: The store does not answer; not a reason to fall back.
     """
     candidates = [c.step for c in list_checkpoints(store, job.name)] if seat.rank == 0 else []
-    candidates.sort(reverse=True)
+    rejected: list[Problem] = []
     while True:
-        step = _from_rank_zero(candidates.pop(0) if candidates else 0)
+        step = _from_rank_zero(candidates.pop() if candidates else 0)
         if step == 0:
+            if rejected:
+                raise CheckpointError(rejected)
             return 0
-        problem = ""
         loaded = None
         try:
             loaded = load_checkpoint(store, job.name, step, list(stages), optimizer)
-        except RayppError as error:
-            problem = str(error)
+        except CheckpointError as error:
+            rejected.extend(error.problems)
+            message = f"step {step} cannot be used: {error}"
             reporter.event(
-                Event(
-                    "checkpoint_rejected",
-                    f"step {step} cannot be used: {problem}",
-                    attempt=seat.attempt,
-                    step=step,
-                    rank=seat.rank,
-                    node=seat.node,
-                )
+                Event("checkpoint_rejected", message, attempt=seat.attempt, step=step, rank=seat.rank, node=seat.node)
             )
-        if _everyone(loaded is not None):
-            assert loaded is not None
-            loader.seek(loaded.extra["data_position"])
-            if seat.rank == 0:
-                reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
-            return step
+        if not _everyone(loaded is not None):
+            if loaded is not None:
+                rejected.append(Problem(f"step-{step:08d}", "another rank could not use its part"))
+            continue
+        assert loaded is not None
+        if loaded.data_position is not None:
+            loader.seek(loaded.data_position)
+        if seat.rank == 0:
+            reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
+        return step
 
 
 def _from_rank_zero(value: int) -> int:

@@ -1,7 +1,8 @@
 """Without Ray: `torchrun … -m raypp.train --job JOB` runs the same ranks.
 
 Every process makes its seat from torchrun's environment. Rank 0 keeps the run's records in the store, so that
-`raypp status`, `history` and the rest read such a run like any other.
+`raypp status`, `history` and the rest read such a run like any other. A second start of the same job goes on where the
+newest checkpoint ends.
 """
 
 from __future__ import annotations
@@ -12,21 +13,34 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from raypp.checkpoint.commit import claim_next_attempt
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.layout import step_folder
+from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.errors import JobError, Problem, RayppError
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Event, Requests, RunState, Seat, StepReport
+from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
-from raypp.spec.load import load_job
-from raypp.storage import open_store
+from raypp.spec.load import job_document, load_job
+from raypp.storage import AlreadyExists, ObjectStore, open_store
+from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
 
 log = logging.getLogger(__name__)
 
+_ATTEMPT = "raypp/attempt"
+
 
 def seat_from_environment(job: Job) -> Seat:
-    """This process's seat, from RANK, WORLD_SIZE, LOCAL_RANK … as torchrun sets them.
+    """This process's seat, from RANK, WORLD_SIZE, LOCAL_RANK … as torchrun sets them. Its attempt is not yet claimed.
 
     Raises:
         JobError: torchrun's variables are missing, or its world is not the mesh's.
@@ -34,19 +48,17 @@ def seat_from_environment(job: Job) -> Seat:
     environment = os.environ
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
-        raise JobError(
-            Problem("", f"{', '.join(missing)} not set", "start it with: torchrun --nproc-per-node N -m raypp.train --job JOB")
-        )
+        how = "start it with: torchrun --nproc-per-node N -m raypp.train --job JOB"
+        raise JobError(Problem("", f"{', '.join(missing)} not set", how))
     mesh = Mesh.of(job.mesh)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world != mesh.world:
-        raise JobError(
-            Problem("mesh", f"the mesh has {mesh.world} ranks, torchrun started {world}", f"use --nproc-per-node so that the world is {mesh.world}")
-        )
+        fix = f"start {mesh.world} processes in all, or change the mesh"
+        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, torchrun started {world}", fix))
     local = int(environment.get("LOCAL_RANK", rank))
     return Seat(
         run=job.name,
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1,
+        attempt=0,
         rank=rank,
         world_size=world,
         coordinates=mesh.coordinates(rank),
@@ -64,35 +76,85 @@ def seat_from_environment(job: Job) -> Seat:
 def _device(job: Job) -> str:
     if job.resources.device != "auto":
         return job.resources.device
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class ConsoleReporter:
-    """Prints what rank 0 says and, when it has a recorder, keeps it in the store."""
+    """Prints what a rank says; on rank 0 also keeps it in the run's records."""
 
-    def __init__(self, recorder: RunRecorder | None, steps: int) -> None:
-        self.recorder, self.steps = recorder, steps
+    def __init__(self, job: Job, seat: Seat, store: ObjectStore | None) -> None:
+        self._job = job
+        self._recorder = None
+        if store is None:
+            return
+        self._recorder = RunRecorder(store, job.name, f"torchrun-{seat.attempt}")
+        self._status = RunStatus(
+            job.name,
+            RunState.RUNNING,
+            steps=job.train.steps,
+            attempt=seat.attempt,
+            restarts=seat.attempt - 1,
+            mesh=job.mesh.model_dump(include={"pp", "dp_replicate", "fsdp", "cp", "ep"}),
+            ranks=tuple(
+                RankStatus(rank, Mesh.of(job.mesh).coordinates(rank), state="running")
+                for rank in range(seat.world_size)
+            ),
+        )
+        self._recorder.status(self._status)
+
+    def _show(self, **changed: object) -> None:
+        if self._recorder is not None:
+            self._status = replace(self._status, **changed)  # type: ignore[arg-type]
+            self._recorder.status(self._status)
 
     def phase(self, name: str, detail: str = "") -> None:
         pass
 
     def step(self, report: StepReport) -> None:
-        if self.recorder is not None:
-            self.recorder.step(report)
+        if self._recorder is not None:
+            self._recorder.step(report)
+        self._show(step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s)
         log.info(
             "step %d/%d  loss %.4f  grad norm %.3f  seq %d  %.0f tokens/s  %.3f s",
-            report.step, self.steps, report.loss, report.grad_norm, report.seq_len, report.tokens_per_s, report.step_s,
+            report.step, self._job.train.steps, report.loss, report.grad_norm, report.seq_len, report.tokens_per_s,
+            report.step_s,
         )  # fmt: skip
 
     def event(self, event: Event) -> None:
-        if self.recorder is not None:
-            self.recorder.event(event)
+        if self._recorder is not None:
+            self._recorder.event(event)
+        if event.kind == "committed" and event.step is not None:
+            self._show(checkpoint=f"{self._job.checkpoint.url.rstrip('/')}/{step_folder(self._job.name, event.step)}")
         log.info("%s: %s", event.kind, event.message)
 
     def requests(self) -> Requests:
         return Requests()
+
+    def end(self, event: Event, state: RunState, error: str | None = None) -> None:
+        """The run's last word; waits until the records are in the store."""
+        self.event(event)
+        if self._recorder is not None:
+            word = "done" if error is None else "ended"
+            ranks = tuple(replace(rank, state=word) for rank in self._status.ranks)
+            self._show(state=state, error=error, ranks=ranks)
+            self._recorder.close()
+
+
+def begin_run(store: ObjectStore, job: Job) -> int:
+    """Writes the job into the store, or checks that it fits the run that is there; claims the next attempt.
+
+    Raises:
+        JobError: A run of that name exists, made by a job that this one cannot continue; each field is named.
+    """
+    document = job_document(job)
+    try:
+        write_spec(store, job.name, document)
+    except AlreadyExists:
+        problems = check_resume(read_spec(store, job.name), job)
+        if problems:
+            raise JobError(problems) from None
+        add_spec(store, job.name, document)
+    return claim_next_attempt(store, job.name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,26 +166,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        job = load_job(options.job, options.set).job
-        return _run(job, seat_from_environment(job))
+        file = load_job(options.job, options.set)
+        problems = check_spec(file.job, file.directory)
+        if problems:
+            raise JobError([file.locate(problem) for problem in problems])
+        return _run(file.job, seat_from_environment(file.job))
     except RayppError as error:
         if options.debug:
             raise
-        print(error, file=sys.stderr)  # noqa: T201
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, JobError):
+            print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
 
 
 def _run(job: Job, seat: Seat) -> int:
-    recorder = None
-    if seat.rank == 0:
-        recorder = RunRecorder(open_store(job.checkpoint.url), job.name, f"torchrun-{seat.attempt}")
-    reporter = ConsoleReporter(recorder, job.train.steps)
+    rendezvous = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0)
+    store = open_store(job.checkpoint.url) if seat.rank == 0 else None
+    seat = replace(seat, attempt=_agree_on_attempt(job, rendezvous, store))
+    reporter = ConsoleReporter(job, seat, store)
     try:
-        result = run_rank(job, seat, reporter)
-        if seat.rank == 0:
-            state = RunState.STOPPED if result.stopped else RunState.SUCCEEDED
-            reporter.event(Event(state.lower(), f"after step {result.step}", attempt=seat.attempt, step=result.step))
-    finally:
-        if recorder is not None:
-            recorder.close()
+        result = run_rank(job, seat, reporter, rendezvous)
+    except BaseException as error:
+        cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        message = f"rank {seat.rank} failed: {cause}"
+        reporter.end(Event("failed", message, attempt=seat.attempt, rank=seat.rank), RunState.FAILED, message)
+        raise
+    if seat.rank == 0:
+        state = RunState.STOPPED if result.stopped else RunState.SUCCEEDED
+        last = Event(state.lower(), f"after step {result.step}", attempt=seat.attempt, step=result.step)
+        reporter.end(last, state)
     return 0
+
+
+def _agree_on_attempt(job: Job, rendezvous: TCPStore, store: ObjectStore | None) -> int:
+    """Rank 0 claims the attempt and tells the others, also that it could not. One key for each start by the agent."""
+    key = f"{_ATTEMPT}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if store is None:
+        answer = rendezvous.get(key).decode()
+        if answer == "refused":
+            raise JobError("rank 0 refused the job; it says why")
+        return int(answer)
+    try:
+        attempt = begin_run(store, job)
+    except BaseException:
+        rendezvous.set(key, "refused")
+        raise
+    rendezvous.set(key, str(attempt))
+    return attempt

@@ -18,7 +18,12 @@ STEPS = 3
 def document(
     *, pp: int = 1, fsdp: int = 1, dp_replicate: int = 1, microbatches: int = 8, schedule: str = "1f1b", **other: Any
 ) -> dict[str, Any]:
-    pipeline = {"schedule": schedule, "microbatches": microbatches, "pad_to_multiple_of": 8, **other.pop("pipeline", {})}
+    pipeline = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "pad_to_multiple_of": 8,
+        **other.pop("pipeline", {}),
+    }
     train = {
         "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
         "optimizer": {"kind": "adamw", "lr": 3e-3}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
@@ -74,6 +79,30 @@ def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bi
     assert_identical(found, one_process())
 
 
+VIRTUAL = [
+    ("interleaved_1f1b", 2, 2), ("interleaved_1f1b", 2, 4), ("looped_bfs", 2, 2), ("interleaved_zero_bubble", 2, 2),
+    ("interleaved_zero_bubble", 3, 1), ("zbv", 2, 2), ("zbv", 3, 2), ("dualpipev", 2, 2), ("dualpipev", 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), VIRTUAL)
+def test_virtual_stages_give_the_bits_of_one_process(schedule: str, pp: int, stages_per_rank: int) -> None:
+    job = document(pp=pp, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank})
+    assert_identical(merged(run_ranks(pp, train_steps, job, STEPS)), one_process())
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_lookahead_gives_the_bits_of_one_process(schedule: str, stages_per_rank: int) -> None:
+    job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 2})
+    assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_virtual_stages_that_are_sharded_give_the_numbers_of_one_process_within_1e5(schedule: str) -> None:
+    job = document(pp=2, fsdp=2, microbatches=4, schedule=schedule, pipeline={"stages_per_rank": 2})
+    assert_close(merged(run_ranks(4, train_steps, job, STEPS)), one_process(), 1e-5)
+
+
 def test_an_uneven_cut_gives_the_same_bits() -> None:
     job = document(pp=3, pipeline={"layers_per_stage": [1, 5, 2]})
     assert_identical(merged(run_ranks(3, train_steps, job, STEPS)), one_process())
@@ -93,7 +122,13 @@ def test_recomputing_activations_gives_the_same_bits() -> None:
 # Sums over ranks are added in another order than over microbatches: a rounding of fp32 (6e-8) through three steps.
 @pytest.mark.parametrize(
     "mesh",
-    [{"fsdp": 2}, {"dp_replicate": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}, {"dp_replicate": 2, "fsdp": 2}],
+    [
+        {"fsdp": 2},
+        {"dp_replicate": 2},
+        {"pp": 2, "fsdp": 2},
+        {"pp": 2, "dp_replicate": 2},
+        {"dp_replicate": 2, "fsdp": 2},
+    ],
     ids=str,
 )
 def test_data_parallel_meshes_give_the_numbers_of_one_process_within_1e5(mesh: dict[str, int]) -> None:

@@ -72,7 +72,9 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     """One result from those of all ranks: every rank has part of the names, and all must report the same sums."""
     first = results[0]
     for other in results[1:]:
-        assert other["loss"] == first["loss"] and other["grad_norm"] == first["grad_norm"], "ranks report different sums"
+        assert other["loss"] == first["loss"] and other["grad_norm"] == first["grad_norm"], (
+            "ranks report different sums"
+        )
     steps = len(first["gradients"])
     return {
         **first,

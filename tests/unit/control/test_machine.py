@@ -111,7 +111,10 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["killed", "raised", "lost_peer"]), st.booleans()), max_size=40), st.integers(0, 4))
+@given(
+    st.lists(st.tuples(st.sampled_from(["killed", "raised", "lost_peer"]), st.booleans()), max_size=40),
+    st.integers(0, 4),
+)
 def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_often_than_allowed(
     attempts: list[tuple[str, bool]], max_restarts: int
 ) -> None:

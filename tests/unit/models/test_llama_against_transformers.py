@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,14 @@ from raypp.models.stage import build_stage, parameter_names
 from raypp.spec.models import DecoderOptions
 
 OPTIONS = DecoderOptions(
-    kind="llama", num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2, ffn_size=80, vocab_size=97, rope_theta=10000.0
+    kind="llama",
+    num_layers=3,
+    hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=80,
+    vocab_size=97,
+    rope_theta=10000.0,
 )
 
 
@@ -80,7 +89,7 @@ def test_padding_changes_no_real_token() -> None:
 )
 def test_padding_grows_the_last_document(cu_seqlens: list[int], target: int, grown: list[int], longest: int) -> None:
     assert grow_last(cu_seqlens, target) == grown
-    rows = [[b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]]
+    rows = [[b - a for a, b in itertools.pairwise(cu_seqlens)]]
     documents = PackedDocuments.of_rows(rows, target, torch.device("cpu"))
     assert documents.max_len == longest
     assert documents.cu_seqlens.tolist() == grown
@@ -91,7 +100,7 @@ def test_a_stage_holds_only_its_part_under_global_names() -> None:
     assert all(name.startswith("model.layers.1.") for name, _ in middle.named_parameters())
     assert all(parameter.is_meta for parameter in middle.parameters())
     cut = [
-        build_stage(OPTIONS, range(0, 2), first=True, last=False),
+        build_stage(OPTIONS, range(2), first=True, last=False),
         build_stage(OPTIONS, range(2, 3), first=False, last=True),
     ]
     assert sorted(name for stage in cut for name, _ in stage.named_parameters()) == parameter_names(OPTIONS)
