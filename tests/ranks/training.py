@@ -20,12 +20,13 @@ from raypp.train.reduce import GradientReducer
 from raypp.train.step import StepRunner, Stopwatch
 
 
-def seat_of(rank: int, world: int, port: int, job: Any, *, attempt: int = 1) -> Seat:
+def seat_of(rank: int, world: int, port: int, job: Any, *, attempt: int = 1, device: str = "cpu") -> Seat:
     mesh = Mesh.of(job.mesh)
     assert mesh.world == world
     return Seat(
         run=job.name, attempt=attempt, rank=rank, world_size=world, coordinates=mesh.coordinates(rank),
-        mesh_sizes=mesh.sizes, local_rank=rank, local_world_size=world, master_port=port,
+        mesh_sizes=mesh.sizes, local_rank=rank, local_world_size=world, master_port=port, device=device,
+        device_index=rank,
     )  # fmt: skip
 
 
@@ -33,10 +34,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def train_steps(rank: int, world: int, port: int, document: dict[str, Any], steps: int) -> dict[str, Any]:
+def train_steps(
+    rank: int, world: int, port: int, document: dict[str, Any], steps: int, device_type: str = "cpu"
+) -> dict[str, Any]:
     """Trains and returns losses, norms, the scaled gradients of every step and the final weights, by global name."""
     job = parse_job(document)
-    seat = seat_of(rank, world, port, job)
+    seat = seat_of(rank, world, port, job, device=device_type)
     device = pick_device(seat)
     with joined(seat, 60):
         groups = make_groups(seat.mesh_sizes, device.type)
