@@ -1,0 +1,10 @@
+"""All benchmarks, one after another: `make bench`. Each prints its own tables; takes about half an hour on two cores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+for module in ("throughput", "startup", "saves"):
+    print(f"\n== {module}", flush=True)
+    subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=True)
