@@ -1,4 +1,4 @@
-"""All benchmarks, one after another: `make bench`. Each prints its own tables; takes about half an hour on two cores."""
+"""All benchmarks, one after another: `make bench`. Each prints its own tables; takes half an hour on two cores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From `raypp submit` to the first finished step, taken apart, against torchrun's start of the same ranks.
 
-`python -m benchmarks.startup`: starts an embedded cluster of its own, then alternates `raypp submit` and torchrun on the
-quickstart's mesh with a directory store, and prints medians and the ratio.
+`python -m benchmarks.startup`: starts an embedded cluster of its own, then alternates `raypp submit` and torchrun on
+the quickstart's mesh with a directory store, and prints medians and the ratio.
 """
 
 from __future__ import annotations

@@ -51,21 +51,26 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 
 def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
     device = pick_device(seat)
+    start = Stopwatch()
     reporter.phase("rendezvous")
-    tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous))
-    groups = make_groups(seat.mesh_sizes, device.type)
+    with start.part("rendezvous"):
+        tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous))
+        groups = make_groups(seat.mesh_sizes, device.type)
 
     reporter.phase("build")
-    built = build_stages(job, groups, device, lambda action: reporter.phase("step", action))
-    optimizer = build_optimizer(built.modules, job.train.optimizer)
-    reducer = GradientReducer(built.modules, parameter_names(job.model))
+    with start.part("build"):
+        built = build_stages(job, groups, device, lambda action: reporter.phase("step", action))
+        optimizer = build_optimizer(built.modules, job.train.optimizer)
+        reducer = GradientReducer(built.modules, parameter_names(job.model))
     place = groups.coordinates
-    loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
+    with start.part("data"):
+        loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
     stack.callback(loader.close)
 
     reporter.phase("load")
-    store = open_store(job.checkpoint.url)
-    restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter)
+    with start.part("load"):
+        store = open_store(job.checkpoint.url)
+        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter)
     saver = CheckpointSaver(
         store,
         job.name,
@@ -77,11 +82,17 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     )
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
-    return _train(job, seat, reporter, runner, saver, restored)
+    return _train(job, seat, reporter, runner, saver, restored, start)
 
 
 def _train(
-    job: Job, seat: Seat, reporter: Reporter, runner: StepRunner, saver: CheckpointSaver, restored: int
+    job: Job,
+    seat: Seat,
+    reporter: Reporter,
+    runner: StepRunner,
+    saver: CheckpointSaver,
+    restored: int,
+    start: Stopwatch,
 ) -> RankResult:
     """The loop. A request is acted on between two steps, at the same one on every rank."""
     done = saved = restored
@@ -110,7 +121,10 @@ def _train(
             report.parts_s.update(watch.parts)
             reporter.step(report)
             if done == restored + 1:
-                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done))
+                seconds = {name: round(value, 4) for name, value in start.parts.items()}
+                seconds["first step"] = round(report.step_s, 4)
+                told = {"seconds": seconds}
+                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=told))
     reporter.phase("finish")
     committed = saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
