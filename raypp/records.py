@@ -114,7 +114,7 @@ class RankFailure:
     node: str
     pid: int
     kind: str
-    """killed | raised | user_error | node_lost | lost_peer | unknown"""
+    """killed | raised | user_error | node_lost | lost_peer | hung | unknown"""
     cause: str
     step: int = 0
     details: str = ""

@@ -21,6 +21,7 @@ from raypp.control.gauges import RunGauges
 from raypp.control.messages import Batch, Outcome, RunRequest
 from raypp.control.private import load_private_environment
 from raypp.control.record import RunRecord
+from raypp.control.watch import HangWatch
 from raypp.records import Event, RankFailure, Requests, RunState
 from raypp.recovery.policy import Policy, describe, root_cause
 from raypp.spec.job import Job
@@ -58,6 +59,7 @@ class Controller:
         self._save_wanted = False
         self._machine = m.Machine(policy=Policy(self._job.recovery.max_restarts))
         self._attempt: Attempt | None = None
+        self._watch: HangWatch | None = None
         self._launch_now = False
         self._wake_at: float | None = None
         self._outcome: Outcome | None = None
@@ -186,6 +188,7 @@ class Controller:
             self._take_inbox(block_s=0.0)
             for event in events:
                 self._heard(event)
+            self._look_for_a_stall(attempt)
         else:
             self._take_inbox(block_s=_POLL_S)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
@@ -210,6 +213,10 @@ class Controller:
         rank = attempt.ranks[batch.rank]
         if rank.state not in ("dead", "done"):
             rank.state = batch.phase.partition(" ")[0]
+        if self._watch is not None:
+            self._watch.heard(batch.rank, batch.phase, batch.idle_s, time.monotonic())
+            for report in batch.steps:
+                self._watch.step_took(report.step_s)
         for line in batch.logs:
             self._record.log(line)
         for report in batch.steps:
@@ -221,6 +228,24 @@ class Controller:
             self._tell(event)
             if event.kind == "committed" and event.step is not None:
                 self._apply(m.Committed(event.step))
+
+    def _look_for_a_stall(self, attempt: Attempt) -> None:
+        stall = self._watch.stalled(time.monotonic()) if self._watch is not None else None
+        if stall is None or self._machine.phase is not m.Phase.RUNNING:
+            return
+        self._watch = None
+        rank = attempt.ranks[stall.rank]
+        failure = RankFailure(
+            rank=rank.rank,
+            label=rank.label,
+            node=rank.node,
+            pid=rank.pid,
+            kind="hung",
+            cause=stall.cause,
+            step=rank.step,
+            details=stall.details,
+        )
+        self._heard(m.RankFailed(failure))
 
     def _take_stop(self, requests: Requests) -> None:
         if not self._machine.stop:
@@ -234,8 +259,11 @@ class Controller:
             self._tell_failure(event.failure)
         elif isinstance(event, m.Seated) and attempt is not None:
             self._tell_seats(attempt)
+            labels = [rank.label for rank in attempt.ranks]
+            self._watch = HangWatch(labels, self._job.recovery.hang_timeout_s, time.monotonic())
         elif isinstance(event, m.AttemptGone):
             self._attempt = None
+            self._watch = None
         self._apply(event)
 
     # Carrying out ---------------------------------------------------------------------------------

@@ -56,12 +56,14 @@ class Batch:
     Attributes:
         life: The controller's life the worker belongs to; a later life passes the batch over.
         phase: What the rank does now.
+        idle_s: Seconds since it last moved.
     """
 
     life: str
     attempt: int
     rank: int
     phase: str
+    idle_s: float = 0.0
     steps: tuple[StepReport, ...] = ()
     events: tuple[Event, ...] = ()
     logs: tuple[LogLine, ...] = ()

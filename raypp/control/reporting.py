@@ -39,6 +39,7 @@ class ControllerReporter:
         self._wake = threading.Event()
         self._closing = False
         self._phase = "starting"
+        self._moved = time.monotonic()
         self._steps: list[StepReport] = []
         self._events: list[Event] = []
         self._stop: Requests | None = None
@@ -55,6 +56,7 @@ class ControllerReporter:
         if name == "step" and first.isdigit():
             self.last_step = int(first)
         self._phase = f"{name} {detail}".strip()
+        self._moved = time.monotonic()
 
     def step(self, report: StepReport) -> None:
         with self._lock:
@@ -93,26 +95,32 @@ class ControllerReporter:
 
     def _push(self) -> None:
         last = False
+        batch: Batch | None = None
         while not last:
             last = self._closing
             self._wake.clear()
-            batch = self._batch()
+            batch = self._batch(batch)
             try:
                 answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
                 print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
                 time.sleep(1.0)
                 continue
+            batch = None
             self._take(answer)
             if not last:
                 self._wake.wait(_INTERVAL_S)
 
-    def _batch(self) -> Batch:
+    def _batch(self, undelivered: Batch | None) -> Batch:
+        """What is new, behind what could not be delivered the last time."""
         with self._lock:
             steps, self._steps = tuple(self._steps), []
             events, self._events = tuple(self._events), []
         logs = tuple(line for tail in self._tails for line in tail.read())
-        return Batch(self._life, self._seat.attempt, self._seat.rank, self._phase, steps, events, logs)
+        if undelivered is not None:
+            steps, events, logs = undelivered.steps + steps, undelivered.events + events, undelivered.logs + logs
+        idle_s = time.monotonic() - self._moved
+        return Batch(self._life, self._seat.attempt, self._seat.rank, self._phase, idle_s, steps, events, logs)
 
     def _take(self, answer: Requests) -> None:
         with self._lock:

@@ -1,0 +1,72 @@
+"""An attempt that stands still is noticed, and the rank that stopped first is named."""
+
+from __future__ import annotations
+
+from raypp.control.watch import HangWatch
+
+LABELS = ["pp0", "pp1", "pp2"]
+
+
+def training(timeout_s: float = 60.0) -> HangWatch:
+    watch = HangWatch(LABELS, timeout_s, now=0.0)
+    watch.step_took(1.0)
+    return watch
+
+
+def test_ranks_that_move_are_left_alone() -> None:
+    watch = training()
+    for now in range(0, 1000, 10):
+        for rank in range(3):
+            watch.heard(rank, "step 0F1", 3.0, float(now))
+        assert watch.stalled(float(now)) is None
+
+
+def test_the_rank_that_stood_first_is_named_with_what_it_does() -> None:
+    watch = training()
+    for rank, (phase, idle_s) in enumerate([("step 0B2", 61.0), ("step 1F7", 75.0), ("step 2F7", 70.0)]):
+        watch.heard(rank, phase, idle_s, 200.0)
+    stall = watch.stalled(200.0)
+    assert stall is not None and stall.rank == 1
+    assert "`step 1F7`" in stall.cause and "75 s" in stall.cause
+    assert stall.details.splitlines()[0] == "pp0: `step 0B2` since 61 s"
+
+
+def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
+    watch = training()
+    watch.heard(0, "step 0B2", 90.0, 200.0)
+    watch.heard(1, "step 1F7", 1.0, 200.0)
+    watch.heard(2, "step 2F7", 90.0, 200.0)
+    assert watch.stalled(200.0) is None
+
+
+def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
+    watch = training()
+    watch.heard(1, "step 1F7", 0.0, 100.0)
+    for rank in (0, 2):
+        watch.heard(rank, "step 0B2", 64.0, 166.0)
+    stall = watch.stalled(166.0)
+    assert stall is not None and stall.rank == 1
+    assert "told nothing" in stall.cause
+
+
+def test_slow_steps_are_given_more_time() -> None:
+    watch = HangWatch(LABELS, 60.0, now=0.0)
+    watch.step_took(30.0)
+    assert watch.limit_s() == 300.0
+
+
+def test_the_start_of_a_run_is_given_minutes() -> None:
+    watch = HangWatch(LABELS, 5.0, now=0.0)
+    for rank in range(3):
+        watch.heard(rank, "build", 300.0, 300.0)
+    assert watch.stalled(300.0) is None
+    for rank in range(3):
+        watch.heard(rank, "build", 700.0, 700.0)
+    assert watch.stalled(700.0) is not None
+
+
+def test_waiting_for_the_last_upload_is_no_stall() -> None:
+    watch = training()
+    for rank in range(3):
+        watch.heard(rank, "finish", 400.0, 500.0)
+    assert watch.stalled(500.0) is None
