@@ -178,7 +178,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
     """Shows the run until its end; returns the run's exit code."""
     if as_json:
         view.console.file = sys.stderr
-    watch = _JobWatch(cluster, place.submission_id)
+    watch = _JobWatch(cluster, place)
     try:
         try:
             status = view.follow(place, reader, watch.over)
@@ -199,20 +199,27 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
 class _JobWatch:
     """The Ray job of a run, looked at now and then."""
 
-    def __init__(self, cluster: Cluster, submission_id: str) -> None:
+    def __init__(self, cluster: Cluster, place: RunPlace) -> None:
         self._dashboard = cluster.dashboard
-        self._id = submission_id
+        self._place = place
+        self._id = place.submission_id
         self._looked = 0.0
         self._ended: float | None = None
         self.job: dict[str, Any] | None = None
 
     def over(self) -> bool:
-        """Whether the job ended a while ago: whatever the records say then, nothing more will come."""
+        """Whether the job ended a while ago and nothing leads the run: whatever the records say then, no more comes.
+
+        A controller outlives its job's driver, and leads the run to its end without it.
+        """
         now = time.monotonic()
-        if now - self._looked >= _JOB_POLL_S:
-            self._looked = now
-            self._look()
-        return self._ended is not None and now - self._ended > _RECORDS_PATIENCE_S
+        if now - self._looked < _JOB_POLL_S:
+            return False
+        self._looked = now
+        self._look()
+        if self._ended is None or now - self._ended <= _RECORDS_PATIENCE_S:
+            return False
+        return runs.controller_alive(self._place) is False
 
     def _look(self) -> None:
         try:

@@ -1,0 +1,144 @@
+"""`kill -9` of a rank at every moment of a run's life: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
+
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+
+MOMENTS = ("before the first step", "while training", "while a save is under way", "while the next attempt loads")
+
+
+@dataclass
+class Kill:
+    """A rank that was killed, and how the run took it."""
+
+    moment: str
+    label: str
+    pid: int
+    at: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Killer:
+    """Kills one rank of a run, at moments found from outside."""
+
+    def __init__(self, run: Run, victim: str) -> None:
+        self.run, self.victim = run, victim
+        self.pids: set[int] = set()
+        self.kills: list[Kill] = []
+
+    def new_attempt(self) -> dict[str, psutil.Process]:
+        """The ranks of an attempt that has just begun: their titles tell that they have their seats."""
+        ranks = self.run.wait_titles(but=self.pids)
+        self.pids |= {one.pid for one in ranks.values()}
+        return ranks
+
+    def kill(self, moment: str, ranks: dict[str, psutil.Process]) -> None:
+        at = time.time()
+        ranks[self.victim].kill()
+        self.kills.append(Kill(moment, self.victim, ranks[self.victim].pid, at))
+
+    def before_the_first_step(self, ranks: dict[str, psutil.Process]) -> None:
+        assert not self.run.history()
+        self.kill(MOMENTS[0], ranks)
+
+    def while_training(self, ranks: dict[str, psutil.Process]) -> None:
+        self.run.until(lambda: self.run.commits(), "a commit")
+        self.run.wait_step(EVERY + 2)
+        self.kill(MOMENTS[1], ranks)
+
+    def while_saving(self, ranks: dict[str, psutil.Process]) -> None:
+        """The store stands still, so that the next save stays under way; the victim has sent its part already."""
+        laptop, before = self.run.laptop, self.run.commits()[-1]
+        self.run.until(lambda: self.run.commits()[-1] > before, "another commit")
+        with laptop.frozen_store():
+            self.run.until(lambda: laptop.asks_frozen_store(ranks[self.victim]), "a save that waits for the store")
+            self.kill(MOMENTS[2], ranks)
+            ranks[self.victim].wait(10)
+
+    def while_loading(self, ranks: dict[str, psutil.Process]) -> None:
+        """Once the ranks have their seats the attempt is claimed; rank 0 then asks the store where to begin."""
+        laptop = self.run.laptop
+        with laptop.frozen_store():
+            self.run.until(lambda: laptop.asks_frozen_store(ranks["pp0"]), "a rank that loads")
+            self.kill(MOMENTS[3], ranks)
+            ranks[self.victim].wait(10)
+
+
+@pytest.mark.parametrize("victim", ["pp0", "pp1"], ids=["first stage", "last stage"])
+def test_a_rank_killed_at_every_moment_changes_nothing_but_the_time(
+    laptop: Laptop, undisturbed: Run, victim: str, record_property: Any
+) -> None:
+    assert not laptop.workers()
+    run = laptop.start(laptop.job(f"kill-{victim}", recovery={"max_restarts": 3}), "--json")
+    killer = Killer(run, victim)
+    killer.before_the_first_step(killer.new_attempt())
+    second = killer.new_attempt()
+    killer.while_training(second)
+    third = killer.new_attempt()
+    killer.while_saving(third)
+    killer.while_loading(killer.new_attempt())
+
+    assert run.wait() == 0, run.told()
+    answer = json.loads(run.out.splitlines()[-1])
+    assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", STEPS, len(MOMENTS))
+    assert numbers(run.history()) == numbers(undisturbed.history())
+    assert_same_weights(run.weights(), undisturbed.weights())
+    _assert_told(run, killer.kills)
+    _assert_nothing_orphaned(run)
+    record_property("kills", [vars(kill) for kill in killer.kills])
+    for kill in killer.kills:
+        print(f"{kill.label} {kill.moment}: " + ", ".join(f"{what} {s:.2f} s" for what, s in kill.seconds.items()))
+
+
+def _assert_told(run: Run, kills: list[Kill]) -> None:
+    """Each kill is told with rank, node and cause, and followed by a restart; and how long each took."""
+    failed = {event.details["pid"]: event for event in run.events("rank_failed") if event.details["kind"] == "killed"}
+    assert failed.keys() == {kill.pid for kill in kills}
+    restarts = run.events("restarting")
+    assert len(restarts) == len(kills)
+    for number, kill in enumerate(kills, start=1):
+        event = failed[kill.pid]
+        assert (event.attempt, event.rank, event.node) == (number, int(kill.label[2:]), "127.0.0.2")
+        assert f"pid {kill.pid}" in event.details["cause"] and kill.label in restarts[number - 1].message
+        kill.seconds["known"] = event.time - kill.at
+        kill.seconds["seats"] = _first(run, "seated", number + 1) - kill.at
+        if any(one.attempt == number + 1 for one in run.events("first_step")):
+            kill.seconds["next step"] = _first(run, "first_step", number + 1) - kill.at
+        assert kill.seconds["known"] < 5
+    assert f"pid {kills[-1].pid}" in run.status()["error"]
+
+
+def _first(run: Run, kind: str, attempt: int) -> float:
+    return min(event.time for event in run.events(kind) if event.attempt == attempt)
+
+
+def _assert_nothing_orphaned(run: Run) -> None:
+    laptop = run.laptop
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+    assert wait_for(lambda: f"raypp/{run.name}" not in laptop.actors(), "the end of the controller", 15)
+    groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
+    assert {group["state"] for group in groups if group["name"] == f"raypp/{run.name}"} <= {"REMOVED"}
+
+
+def test_a_run_whose_rank_always_dies_before_any_progress_fails_and_says_why(laptop: Laptop) -> None:
+    run = laptop.start(laptop.job("hopeless", recovery={"max_restarts": 1}), "--json")
+    killer = Killer(run, "pp1")
+    for _ in range(2):
+        killer.before_the_first_step(killer.new_attempt())
+    assert run.wait() == 1, run.told()
+    answer = json.loads(run.out.splitlines()[-1])
+    assert (answer["state"], answer["step"], answer["restarts"], answer["checkpoint"]) == ("FAILED", 0, 1, None)
+    error = run.status()["error"]
+    assert "recovery.max_restarts" in error and "rank 1 (pp1)" in error and f"pid {killer.kills[-1].pid}" in error
+    assert error in laptop.raypp("status", "hopeless", "--json").json()["error"]
+    assert "recovery.max_restarts" in run.err and "Traceback" not in run.err
+    _assert_nothing_orphaned(run)

@@ -1,0 +1,84 @@
+"""What dies is not a rank: the data, the driver, the controller."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
+
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+
+
+def _own_text(laptop: Laptop, name: str) -> Path:
+    path = laptop.directory / f"{name}.txt"
+    path.write_bytes((laptop.directory / "words.txt").read_bytes())
+    return path
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _swap(path: Path) -> None:
+    path.write_text(path.read_text().replace("the", "a"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [(_remove, "no file at .*words-removed.txt"), (_swap, "data.path: XXX")],
+    ids=["removed", "swapped"],
+)
+def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
+    laptop: Laptop, harm: object, told: str, request: pytest.FixtureRequest
+) -> None:
+    name = f"words-{request.node.callspec.id}"
+    text = _own_text(laptop, name)
+    run = laptop.start(laptop.job(name, data__path=str(text), train__steps=400), "--json")
+    ranks = run.wait_titles()
+    run.until(run.commits, "a commit")
+    assert callable(harm)
+    harm(text)
+    ranks["pp0"].kill()
+    assert run.wait() == 2, run.told()
+    status = run.status()
+    assert (status["state"], status["restarts"]) == ("FAILED", 1)
+    assert re.search(told, status["error"]), status["error"]
+    assert "Traceback" not in run.err
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+
+
+def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Laptop, undisturbed: Run) -> None:
+    """The one without a driver trains on for longer than `raypp submit` waits for records after a Ray job's end."""
+    first = laptop.start(laptop.job("twin-one", train__steps=4 * STEPS), "--json")
+    second = laptop.start(laptop.job("twin-two"), "--json")
+    first.wait_step(EVERY)
+    assert second.process.poll() is None
+    driver = next(job for job in laptop.jobs() if job["metadata"]["raypp_run"] == "twin-one")["driver_info"]["pid"]
+    os.kill(int(driver), signal.SIGKILL)
+    for run, steps in ((second, STEPS), (first, 4 * STEPS)):
+        assert run.wait() == 0, run.told()
+        answer = json.loads(run.out.splitlines()[-1])
+        assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", steps, 0)
+        assert numbers(run.history()[:STEPS]) == numbers(undisturbed.history())
+        assert [row["step"] for row in run.history()] == list(range(1, steps + 1))
+    assert_same_weights(second.weights(), undisturbed.weights())
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+
+
+def test_a_killed_controller_comes_back_and_no_step_is_missing_or_told_twice(laptop: Laptop, undisturbed: Run) -> None:
+    run = laptop.start(laptop.job("headless"), "--json")
+    ranks = run.wait_titles()
+    run.until(lambda: run.commits()[1:], "two commits")
+    controller = laptop.actors()["raypp/headless"]
+    os.kill(int(controller["pid"]), signal.SIGKILL)
+    run.until(lambda: not any(one.is_running() for one in ranks.values()), "the end of the old ranks")
+    assert run.wait() == 0, run.told()
+    answer = json.loads(run.out.splitlines()[-1])
+    assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", STEPS, 1)
+    assert numbers(run.history()) == numbers(undisturbed.history())
+    assert_same_weights(run.weights(), undisturbed.weights())

@@ -1,0 +1,39 @@
+"""Fixtures for tests that go through the command line: one embedded cluster for all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "e2e"))
+
+if TYPE_CHECKING:
+    from laptop import Laptop, Run
+
+
+@pytest.fixture(scope="session")
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
+    """`raypp local up` with a home of its own; whatever it started must be gone when the session ends."""
+    from laptop import Laptop
+
+    laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
+    try:
+        yield laptop
+    finally:
+        left = laptop.down()
+    assert not left, f"left behind by the embedded cluster or its runs: {left}"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(laptop: Laptop) -> Run:
+    """The reference: the small job, submitted and followed to its end, with nothing in its way."""
+    run = laptop.start(laptop.job("undisturbed"), "--json")
+    run.wait_titles()
+    run.seen_alive = run.facts_while_alive()
+    run.wait()
+    assert run.exit_code == 0, run.told()
+    return run

@@ -1,0 +1,351 @@
+"""A user at a laptop: the `raypp` command with an embedded cluster of its own, and what can be seen from outside.
+
+Everything a test does goes through the command line in a process of its own. What it looks at, it looks at as an
+outsider could: process titles, the dashboard's HTTP address, and the objects in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import yaml
+from safetensors.numpy import load as load_tensors
+
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.control.dashboard import Dashboard
+from raypp.observe.reader import RunReader
+from raypp.storage import ObjectStore
+from raypp.storage.directory import DirectoryStore
+from raypp.storage.seaweed import SeaweedServer
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = REPOSITORY / "jobs" / "data" / "kjv-new-testament.txt"
+STEPS = 40
+EVERY = 5
+_PATIENCE_S = 90.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """The last line of standard output, which is to be one JSON value."""
+        return json.loads(self.out.rstrip("\n").rpartition("\n")[2])
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@dataclass
+class Laptop:
+    """The embedded cluster of a temporary RAYPP_HOME."""
+
+    directory: Path
+    environment: dict[str, str]
+    state: dict[str, Any]
+
+    @classmethod
+    def up(cls, directory: Path, cpus: int) -> Laptop:
+        environment = bare_environment() | {"RAYPP_HOME": str(directory / "home")}
+        laptop = cls(directory, environment, {})
+        text = "\n\n".join(TEXT.read_text().split("\n\n")[:600])
+        (directory / "words.txt").write_text(text)
+        answer = laptop.raypp("local", "up", "--cpus", str(cpus))
+        assert answer.code == 0, answer
+        laptop.state = json.loads((directory / "home" / "local" / "state.json").read_text())
+        return laptop
+
+    def down(self) -> list[str]:
+        """Ends the cluster; returns whatever of it is left all the same."""
+        answer = self.raypp("local", "down", "--delete-data")
+        wait_for(lambda: not self._processes(), "", patience_s=10, fail=False)
+        left = [] if answer.code == 0 else [f"`raypp local down` left with {answer}"]
+        left += [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in self._processes()]
+        left += [path for path in (self.state["ray_dir"], str(self.directory / "home/local/s3")) if Path(path).exists()]
+        left += [str(path) for port in self.state["s3"]["ports"] for path in Path("/tmp").glob(f"seaweedfs-*-{port}.*")]
+        return left
+
+    def _processes(self) -> list[psutil.Process]:
+        """Living processes that mention this home or this Ray session in their command or environment."""
+        marks = (str(self.directory), self.state["ray_dir"])
+        found = []
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if one.pid == os.getpid() or one.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                words = [*one.cmdline(), *one.environ().values()]
+                if any(mark in word for mark in marks for word in words):
+                    found.append(one)
+        return found
+
+    # Commands -----------------------------------------------------------------------------------
+
+    def raypp(
+        self, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 120, cwd: Path | None = None
+    ) -> Answer:
+        """Runs one command to its end."""
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "raypp"), *arguments],
+            env=self.environment | (environment or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd or self.directory,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    def job(self, name: str, **changes: Any) -> Path:
+        """Writes a small job; `changes` are dotted keys with `__` for the dot, or whole sections."""
+        document: dict[str, Any] = {
+            "name": name,
+            "model": {
+                "kind": "llama",
+                "num_layers": 4,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "ffn_size": 64,
+                "vocab_size": 320,
+            },
+            "data": {"kind": "text", "path": str(self.directory / "words.txt"), "seq_len": 64},
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "1f1b", "microbatches": 8},
+            "train": {
+                "steps": STEPS,
+                "micro_batch_size": 4,
+                "optimizer": {"kind": "adamw", "lr": 1.0e-3},
+                # Constant, so that the same step has the same rate however many steps a run is to take.
+                "lr_schedule": {"kind": "constant", "warmup_steps": 5},
+            },
+            "checkpoint": {"url": "s3://raypp/tests", "every_steps": EVERY, "keep": 3},
+            "resources": {"device": "cpu"},
+        }
+        for key, value in changes.items():
+            section, _, inner = key.partition("__")
+            if inner:
+                document.setdefault(section, {})[inner] = value
+            else:
+                document[section] = value
+        path = self.directory / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        return path
+
+    def start(self, job: Path, *arguments: str) -> Run:
+        """`raypp submit` in the background."""
+        document = yaml.safe_load(job.read_text())
+        log = self.directory / f"{document['name']}-{time.monotonic_ns()}"
+        with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
+            process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "raypp"), "submit", str(job), *arguments],
+                env=self.environment,
+                stdout=out,
+                stderr=err,
+                cwd=self.directory,
+            )
+        return Run(self, document["name"], document["checkpoint"]["url"], process, log)
+
+    # What can be seen -----------------------------------------------------------------------------
+
+    @property
+    def s3(self) -> SeaweedServer:
+        return SeaweedServer.from_dict(self.state["s3"])
+
+    @property
+    def dashboard(self) -> Dashboard:
+        return Dashboard(self.state["dashboard"], Path(self.state["token_path"]).read_text().strip())
+
+    def store(self, url: str = "s3://raypp/tests") -> ObjectStore:
+        if url.startswith("s3://"):
+            bucket, _, prefix = url.removeprefix("s3://").partition("/")
+            return self.s3.store(bucket, prefix)
+        return DirectoryStore(Path(url))
+
+    def workers(self, run: str = "") -> dict[str, psutil.Process]:
+        """Living rank processes by title, `ray::raypp/…`."""
+        found = {}
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                title = " ".join(one.cmdline()).strip()
+                if title.startswith(f"ray::raypp/{run}") and self._is_ours(one):
+                    found[title] = one
+        return found
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        """A rank's environment names this cluster: other clusters of this machine have ranks, too."""
+        return any(self.state["ray_dir"] in value or self.state["gcs"] in value for value in process.environ().values())
+
+    def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
+        answer = self.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
+        return {one["name"]: one for one in answer["data"]["result"]["result"] if one["state"] == state and one["name"]}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        return [one for one in self.dashboard.jobs() if (one.get("metadata") or {}).get("raypp_run")]
+
+    @contextlib.contextmanager
+    def frozen_store(self) -> Iterator[None]:
+        """The S3 server answers nothing inside; what it is asked waits, and is carried out afterwards."""
+        os.kill(self.s3.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.s3.pid, signal.SIGCONT)
+
+    def asks_frozen_store(self, process: psutil.Process) -> bool:
+        """Whether a process waits for an answer of the frozen server: bytes it sent are still unread there."""
+        port = int(self.s3.endpoint.rpartition(":")[2])
+        mine = {one.laddr.port for one in process.net_connections("tcp") if one.raddr and one.raddr.port == port}
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            local, remote = (int(words[place].rpartition(":")[2], 16) for place in (1, 2))
+            if local == port and remote in mine and int(words[4].rpartition(":")[2], 16) > 0:
+                return True
+        return False
+
+
+@dataclass
+class Run:
+    """A submitted run, and the `raypp submit` that follows it."""
+
+    laptop: Laptop
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    exit_code: int | None = None
+    seen_alive: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reader = RunReader(self.laptop.store(self.url), self.name)
+
+    @property
+    def out(self) -> str:
+        return self.log.with_suffix(".out").read_text()
+
+    @property
+    def err(self) -> str:
+        return self.log.with_suffix(".err").read_text()
+
+    def told(self) -> str:
+        return f"exit {self.exit_code}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
+
+    def wait(self, timeout: float = 150) -> int:
+        """Waits for `raypp submit`."""
+        self.exit_code = self.process.wait(timeout)
+        return self.exit_code
+
+    def until(self, condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S) -> Any:
+        try:
+            return wait_for(condition, what, patience_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; status {self.status()}\n{self.told()}") from None
+
+    def wait_titles(self, ranks: int = 2, but: frozenset[int] | set[int] = frozenset()) -> dict[str, psutil.Process]:
+        """Waits until so many ranks live that are none of the processes `but`; returns them by coordinates."""
+
+        def there() -> dict[str, psutil.Process] | None:
+            found = self.laptop.workers(f"{self.name}/")
+            fresh = {title.rpartition("/")[2]: one for title, one in found.items() if one.pid not in but}
+            return fresh if len(fresh) == ranks else None
+
+        return dict(self.until(there, f"{ranks} ranks of {self.name}"))
+
+    def wait_step(self, step: int) -> int:
+        """Waits until the records tell of that step."""
+        self.until(lambda: (self.status().get("step") or 0) >= step, f"step {step}")
+        return int(self.status()["step"])
+
+    def wait_end(self) -> dict[str, Any]:
+        """Waits until the run has ended by its records, whoever follows it."""
+        final = ("SUCCEEDED", "FAILED", "STOPPED")
+        self.until(lambda: self.status().get("state") in final, "the end")
+        return self.status()
+
+    def facts_while_alive(self) -> dict[str, Any]:
+        return {
+            "titles": sorted(self.laptop.workers(f"{self.name}/")),
+            "actors": sorted(name for name in self.laptop.actors() if name.startswith(f"raypp/{self.name}")),
+            "jobs": [one for one in self.laptop.jobs() if one["metadata"]["raypp_run"] == self.name],
+        }
+
+    # Records --------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return self.reader.status() or {}
+
+    def history(self) -> list[dict[str, Any]]:
+        return self.reader.history()
+
+    def events(self, kind: str) -> list[Any]:
+        return [event for event in self.reader.events() if event.kind == kind]
+
+    def commits(self) -> list[int]:
+        return [checkpoint.step for checkpoint in list_checkpoints(self.laptop.store(self.url), self.name)]
+
+    def weights(self, step: int | None = None) -> dict[str, Any]:
+        return weights(self.laptop.store(self.url), self.name, step)
+
+
+def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor of a commit (the newest one's), read from its objects; ranks hold disjoint names on these meshes."""
+    step = step if step is not None else list_checkpoints(store, run)[-1].step
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for record in read_commit(store, run, step).objects:
+        part = load_tensors(store.get(record.key))
+        assert not tensors.keys() & part.keys()
+        tensors |= part
+    return tensors
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What of a history may not depend on anything but the job: no times, no attempts."""
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"], row["seq_len"]) for row in rows]
+
+
+def assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Bit for bit, optimizer state included."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if one[name].tobytes() != other[name].tobytes()]
+    assert not different
+
+
+def bare_environment() -> dict[str, str]:
+    """This process' environment without what would lead a command to another cluster or store."""
+    unwanted = ("AWS_", "RAY_", "RAYPP_", "OMP_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
+
+
+def copy_run(source: ObjectStore, run: str, target: Path) -> None:
+    """Every object of a run, into a directory."""
+    shutil.rmtree(target, ignore_errors=True)
+    store = DirectoryStore(target)
+    for info in source.list(f"{run}/"):
+        store.put(info.key, source.get(info.key))
+
+
+def wait_for(condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S, *, fail: bool = True) -> Any:
+    """Asks until it is true, fifty times a second."""
+    end = time.monotonic() + patience_s
+    while not (answer := condition()):
+        if time.monotonic() > end:
+            if not fail:
+                return None
+            raise AssertionError(f"{what} did not come about within {patience_s:.0f} s")
+        time.sleep(0.02)
+    return answer
