@@ -26,11 +26,14 @@ def packed_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Pac
         q_SHD: Queries, `[B·T, H, D]`, rotary positions applied.
         k_SKD: Keys `[B·T, K, D]`; K divides H.
         v_SKD: Values `[B·T, K, D]`.
-        documents: Their borders.
+        documents: Their borders, and how to reach the other ranks when the rows are cut over several; then T is
+            this rank's share of a row.
 
     Returns:
         `[B·T, H, D]`.
     """
+    if documents.across is not None:
+        return documents.across(q_SHD, k_SKD, v_SKD)
     if q_SHD.is_cuda and q_SHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(q_SHD, k_SKD, v_SKD, documents)
     length = documents.uniform

@@ -1,16 +1,19 @@
 """Where the documents of a packed microbatch begin and end.
 
-Legend: B rows, T tokens of a row (padded), N documents of the microbatch.
+Legend: B rows, T tokens of a row (padded), N documents of the microbatch, S tokens of the microbatch on this rank,
+H query heads, K key/value heads, D head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
@@ -28,6 +31,14 @@ def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
     return [*cu_seqlens[:-1], target] if len(cu_seqlens) > 1 else [0, target]
 
 
+class AttentionAcross(Protocol):
+    """Attention over rows that are cut over several ranks. Collective over them, forward and backward."""
+
+    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+        """Causal attention within documents; `[S, H, D]`, of this rank's tokens in and out."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
     """The documents of a microbatch of B rows of T tokens, rows laid end to end.
@@ -35,10 +46,13 @@ class PackedDocuments:
     Attributes:
         lengths: Document lengths in tokens; they sum to B · T, and none crosses the end of a row.
         device: Where `cu_seqlens` is wanted.
+        across: How attention reaches the rest of the rows when this rank computes on a share of them; None: they
+            are here. The lengths are those of whole rows in either case.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
+    across: AttentionAcross | None = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[int]], target: int, device: torch.device) -> PackedDocuments:
@@ -48,6 +62,10 @@ class PackedDocuments:
             ends = grow_last([0, *accumulate(documents)], target)
             lengths.extend(b - a for a, b in pairwise(ends))
         return cls(tuple(lengths), device)
+
+    def reaching(self, across: AttentionAcross) -> PackedDocuments:
+        """The same documents, for a rank that has a share of every row."""
+        return replace(self, across=across)
 
     @cached_property
     def uniform(self) -> int | None:

@@ -17,7 +17,7 @@ from raypp.spec.models import DecoderOptions
 WriteSlice = Callable[[Tensor, Tensor], None]
 
 # Matrices that write into the residual stream: their scale shrinks with depth (GPT-2, section 2.3).
-_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.w2")
 
 
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:

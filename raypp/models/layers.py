@@ -85,16 +85,34 @@ class GatedFeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module) -> None:
+    Args:
+        options: The `model:` section.
+        attention: The attention block.
+        mlp: The feed-forward block.
+        mlp_name: What the family calls it.
+    """
+
+    def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp") -> None:
         super().__init__()
         self.self_attn = attention
-        self.mlp = mlp
+        self.mlp_name = mlp_name
+        self.add_module(mlp_name, mlp)
         self.input_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
         self.post_attention_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
 
-    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+    def forward(
+        self,
+        x_BTC: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        documents: PackedDocuments,
+        labelled_BT: Tensor | None = None,
+    ) -> Tensor:
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
-        out: Tensor = x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        return x_BTC + self.feed_forward(self.post_attention_layernorm(x_BTC), labelled_BT)
+
+    def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
+        """Where families with experts need to know which tokens have a label."""
+        out: Tensor = self.get_submodule(self.mlp_name)(x_BTC)
         return out

@@ -52,13 +52,16 @@ class DecoderStage(nn.Module):
         self.model = Backbone(options, layers, first, last, make_layer)
         self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if last else None
 
-    def forward(self, x: Tensor, positions_BT: Tensor, documents: PackedDocuments) -> Tensor:
+    def forward(
+        self, x: Tensor, positions_BT: Tensor, documents: PackedDocuments, labelled_BT: Tensor | None = None
+    ) -> Tensor:
         """Runs the stage on one microbatch.
 
         Args:
             x: Token ids int64 `[B, T]` on the first stage, else activations `[B, T, C]`.
             positions_BT: Position of every token in its document, int64 `[B, T]`.
             documents: The borders of the documents.
+            labelled_BT: Tokens with a label, bool `[B, T]`, for losses that arise within a layer; None: no such losses.
 
         Returns:
             Activations `[B, T, C]`, or logits `[B, T, V]` on the last stage.
@@ -67,7 +70,7 @@ class DecoderStage(nn.Module):
             x = self.model.embed_tokens(x)
         rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
         for layer in self.model.layers.values():
-            x = layer(x, rotary, documents)
+            x = layer(x, rotary, documents, labelled_BT)
         if self.model.norm is not None and self.lm_head is not None:
             x = self.lm_head(self.model.norm(x))
         return x

@@ -1,6 +1,6 @@
 """From a replica's rows to what the stages compute on: padded tensors and the borders of documents.
 
-Legend: M microbatches, B rows of a microbatch, T its agreed length in tokens.
+Legend: M microbatches, B rows of a microbatch, T its agreed length in tokens, t this rank's share of T.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +16,34 @@ from torch import Tensor
 
 from raypp.data.packing import Row
 from raypp.models.documents import PackedDocuments
+from raypp.parallel.context import ContextShare
 
 IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
 class StageBatch:
-    """One microbatch as a stage sees it.
+    """One microbatch as a stage sees it: of every row, this rank's share.
 
     Attributes:
-        tokens_BT: Token ids, int64 `[B, T]`; padding is 0.
-        labels_BT: Next-token ids, int64 `[B, T]`; -100 where there is none.
-        positions_BT: Position of each token in its document, int64 `[B, T]`.
-        documents: The borders of the documents.
+        tokens_BT: Token ids, int64 `[B, t]`; padding is 0.
+        labels_BT: Next-token ids, int64 `[B, t]`; -100 where there is none.
+        positions_BT: Position of each token in its document, int64 `[B, t]`.
+        documents: The borders of the documents, in whole rows.
     """
 
     tokens_BT: Tensor
     labels_BT: Tensor
     positions_BT: Tensor
     documents: PackedDocuments
+
+    def stage_arguments(self) -> dict[str, Any]:
+        """What every stage's forward takes besides its input, in training."""
+        return {
+            "positions_BT": self.positions_BT,
+            "documents": self.documents,
+            "labelled_BT": self.labels_BT != IGNORED,
+        }
 
 
 def longest_row(rows: Sequence[Row]) -> int:
@@ -54,13 +64,14 @@ def rows_digest(rows: Sequence[Row]) -> int:
     return digest
 
 
-def collate(rows: Sequence[Row], length: int, device: torch.device) -> StageBatch:
-    """Pads the rows of one microbatch to the agreed length.
+def collate(rows: Sequence[Row], length: int, device: torch.device, share: ContextShare) -> StageBatch:
+    """Pads the rows of one microbatch to the agreed length and takes this rank's share of each.
 
     Args:
         rows: B rows.
         length: T, in tokens; no row is longer.
         device: Where the tensors are wanted.
+        share: What this rank computes on. Labels and positions are those of the whole row, cut like its tokens.
     """
     tokens = np.zeros((len(rows), length), dtype=np.int64)
     labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -73,9 +84,10 @@ def collate(rows: Sequence[Row], length: int, device: torch.device) -> StageBatc
             positions[index, start : start + count] = np.arange(count)
             start += count
         positions[index, start:] = np.arange(length - start)  # the last document grows over the padding
+    columns = share.columns(length)
     return StageBatch(
-        tokens_BT=torch.from_numpy(tokens).to(device),
-        labels_BT=torch.from_numpy(labels).to(device),
-        positions_BT=torch.from_numpy(positions).to(device),
-        documents=PackedDocuments.of_rows([row.documents for row in rows], length, device),
+        tokens_BT=torch.from_numpy(tokens[:, columns]).to(device),
+        labels_BT=torch.from_numpy(labels[:, columns]).to(device),
+        positions_BT=torch.from_numpy(positions[:, columns]).to(device),
+        documents=share.documents([row.documents for row in rows], length, device),
     )

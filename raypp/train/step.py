@@ -71,6 +71,7 @@ class StepRunner:
     ) -> None:
         self.job, self.seat, self.built, self.loader = job, seat, built, loader
         self.optimizer, self.reducer, self.device = optimizer, reducer, device
+        self.share = groups.context_share(job.mesh.cp_style)
         self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
@@ -114,15 +115,15 @@ class StepRunner:
         torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
         with watch.part("data"):
             batches = [
-                collate(rows, length, self.device)
+                collate(rows, length, self.device, self.share)
                 for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
             ]
         with watch.part("pipeline"):
             losses = self.built.runtime.run(
                 self.job.train.micro_batch_size,
-                read.plan.seq_lens,
+                [length // self.share.size for length in read.plan.seq_lens],
                 [batch.tokens_BT for batch in batches],
-                [{"positions_BT": batch.positions_BT, "documents": batch.documents} for batch in batches],
+                [batch.stage_arguments() for batch in batches],
                 [batch.labels_BT for batch in batches],
             )
         with watch.part("reduce"):
