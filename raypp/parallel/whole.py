@@ -1,0 +1,99 @@
+"""Computing on whole tensors whose parts lie on several ranks, each whole on one rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor is cut: along `dim`, over the ranks of `group`, as `torch.chunk` cuts."""
+
+    group: dist.ProcessGroup
+    dim: int
+
+    def shape(self, whole: Sequence[int], rank: int) -> list[int]:
+        chunk = -(-whole[self.dim] // self.group.size())
+        length = max(0, min(chunk, whole[self.dim] - rank * chunk))
+        return [*whole[: self.dim], length, *whole[self.dim + 1 :]]
+
+
+def apply_to_whole(
+    parameters: Sequence[Tensor], part: Callable[[int], Tensor], function: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Applies a function to whole tensors and gives each rank its part of the results.
+
+    Collective over the ranks that share the parameters: all must consume the iterator, with the same parameters in the
+    same order. The work is shared out: of N ranks each gathers, computes and returns every N-th tensor, the largest
+    first, so that a tensor is computed once, sent once each way, and at most one whole is on a rank at a time. Copies
+    along replicated axes each compute their own, from equal parts.
+
+    Args:
+        parameters: Say how each tensor is cut: as the parameter of the same place is.
+        part: This rank's part of the tensor of an index; asked for once, when it is that tensor's turn.
+        function: From a whole tensor to one of the same shape; must depend on nothing else.
+
+    Yields:
+        Index and this rank's part of the result, in an order of its own.
+    """
+    shared: dict[tuple[int, int], tuple[_Layout, list[int]]] = {}
+    for index, parameter in enumerate(parameters):
+        layout = _layout(parameter)
+        if layout is None:
+            yield index, function(part(index))
+        else:
+            shared.setdefault((id(layout.group), layout.dim), (layout, []))[1].append(index)
+    for layout, indices in shared.values():
+        ranks = layout.group.size()
+        by_size = sorted(indices, key=lambda index: -parameters[index].numel())
+        for start in range(0, len(by_size), ranks):
+            turn = by_size[start : start + ranks]
+            shapes = [list(parameters[index].shape) for index in turn]
+            yield from zip(turn, _one_each(layout, shapes, [part(index) for index in turn], function), strict=True)
+
+
+def _layout(parameter: Tensor) -> _Layout | None:
+    """None: this rank has all of it."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, found = parameter.device_mesh, None
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) and mesh.size(axis) > 1:
+            if found is not None:
+                raise NotImplementedError(f"a parameter cut along two mesh axes: {parameter.placements}")
+            found = _Layout(mesh.get_group(axis), placement.dim)
+    return found
+
+
+def _one_each(
+    layout: _Layout, shapes: Sequence[Sequence[int]], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """At most one tensor per rank of the group: tensor i is rank i's to compute."""
+    group, ranks, me = layout.group, layout.group.size(), layout.group.rank()
+    mine = shapes[me] if me < len(shapes) else None
+    out_sizes = [parts[i].numel() if i < len(parts) else 0 for i in range(ranks)]
+    pieces = [layout.shape(mine, rank) for rank in range(ranks)] if mine is not None else []
+    in_sizes = [prod(piece) for piece in pieces] or [0] * ranks
+    # Flat and contiguous both ways: gloo writes to the wrong places of a tensor that is not.
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    received = sent.new_empty(sum(in_sizes))
+    dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=group)
+
+    answer = received
+    if mine is not None:
+        split = torch.split(received, in_sizes)
+        whole = torch.cat([flat.view(piece) for flat, piece in zip(split, pieces, strict=True)], dim=layout.dim)
+        result = function(whole).to(sent.dtype)
+        lengths = [piece[layout.dim] for piece in pieces]
+        answer = torch.cat([piece.reshape(-1) for piece in torch.split(result, lengths, dim=layout.dim)])
+    back = torch.empty_like(sent)
+    dist.all_to_all_single(back, answer, out_sizes, in_sizes, group=group)
+    return [flat.view(part.shape) for flat, part in zip(torch.split(back, out_sizes[: len(parts)]), parts, strict=True)]

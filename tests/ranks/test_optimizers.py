@@ -1,0 +1,126 @@
+"""Every optimizer: the mesh does not change what it does, and its state goes from mesh to mesh."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
+from training import merged, seat_of, train_steps, whole
+
+from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.data.loader import open_loader
+from raypp.models.stage import parameter_names
+from raypp.parallel.groups import make_groups
+from raypp.records import Event, Requests
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.build import build_stages
+from raypp.train.optimizer import build_optimizer
+from raypp.train.process_group import joined, pick_device
+from raypp.train.reduce import GradientReducer
+from raypp.train.step import StepRunner, Stopwatch
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
+    "muon": {"kind": "muon", "lr": 3e-3, "momentum": 0.95},
+}
+
+
+def job(kind: str, **mesh: int) -> dict[str, Any]:
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    found = document(**mesh, microbatches=4 // replicas, train={"optimizer": OPTIMIZERS[kind]})
+    # An odd width: the shards of two ranks are not alike.
+    found["model"] |= {"num_layers": 4, "ffn_size": 45}
+    return found
+
+
+@cache
+def one_process(kind: str) -> dict[str, Any]:
+    return merged(run_ranks(1, train_steps, job(kind), STEPS))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(kind: str) -> None:
+    assert_identical(merged(run_ranks(2, train_steps, job(kind, pp=2), STEPS)), one_process(kind))
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"dp_replicate": 2}, {"fsdp": 4}, {"pp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_under_fsdp_every_weight_is_that_of_one_process_within_1e5(kind: str, mesh: dict[str, int]) -> None:
+    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    found, reference = merged(run_ranks(world, train_steps, job(kind, **mesh), STEPS)), one_process(kind)
+    assert_close(found, reference, 1e-5)
+    for name, value in reference["weights"].items():
+        assert float((found["weights"][name] - value).norm() / value.norm()) <= 1e-5, name
+
+
+class Quiet:
+    def phase(self, name: str, detail: str = "") -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        pass
+
+
+def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
+    """Goes on from the newest checkpoint, if there is one, and saves another; returns the optimizer's state, whole."""
+    job = parse_job(source)
+    seat = seat_of(rank, world, port, job)
+    device = pick_device(seat)
+    store = DirectoryStore(Path(root))
+    with joined(seat, 60) as rendezvous:
+        groups = make_groups(seat.mesh_sizes, "cpu")
+        built = build_stages(job, groups, device, lambda action: None)
+        optimizer = build_optimizer(built.modules, job.train.optimizer)
+        loader = open_loader(job, groups.coordinates.fsdp, job.mesh.replicas)
+        reducer = GradientReducer(built.modules, parameter_names(job.model))
+        runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
+        loaded = load_checkpoint(store, job.name, None, built.modules, optimizer)
+        done = loaded.step if loaded else 0
+        if loaded and loaded.data_position:
+            loader.seek(loaded.data_position)
+        state = {
+            f"{name}/{key}": whole(value)
+            for module in built.modules
+            for name, parameter in module.named_parameters()
+            for key, value in optimizer.state[parameter].items()
+        }
+        for step in range(done + 1, done + steps + 1):
+            watch = Stopwatch()
+            runner.run(step, runner.read(Requests(), watch), watch)
+        saver = CheckpointSaver(
+            store, job.name, {}, seat, StoreAnnouncements(rendezvous, 1), Quiet(), 3, commit_timeout_s=60
+        )
+        saver.save(done + steps, built.modules, optimizer, {"data_position": loader.position()})
+        assert saver.wait() == done + steps
+        saver.close()
+        loader.close()
+        weights = {name: whole(p) for module in built.modules for name, p in module.named_parameters()}
+    return {"loaded": state, "weights": weights}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_checkpoint_of_two_shards_goes_on_as_one_process(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, train_on, job(kind, fsdp=2), str(tmp_path), STEPS - 1)
+    (found,) = run_ranks(1, train_on, job(kind), str(tmp_path), 1)
+    assert any(name.endswith("/momentum_buffer") and bool(value.any()) for name, value in found["loaded"].items())
+    for name, value in one_process(kind)["weights"].items():
+        assert float((found["weights"][name] - value).norm() / value.norm()) <= 1e-5, name
+
+
+def test_an_optimizers_state_has_its_parameters_shape(tmp_path: Path) -> None:
+    run_ranks(1, train_on, job("muon"), str(tmp_path), 1)
+    (found,) = run_ranks(1, train_on, job("muon"), str(tmp_path), 1)
+    for name, value in found["loaded"].items():
+        parameter, _, key = name.rpartition("/")
+        assert key == "step" or value.shape == found["weights"][parameter].shape
+        assert isinstance(value, torch.Tensor)
