@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raypp.parallel.context import ContextShare, RingShare, UlyssesShare, WholeRows
+from raypp.parallel.ring import Ring
 from raypp.records import Coordinates
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp")
@@ -26,20 +28,39 @@ class RankGroups:
         backward: The same ranks, for gradients: on gloo one group serialises the two directions of a
             link (measured: half the bandwidth each way), two do not.
         coordinates: This rank's place.
+        weights: Device mesh with the axes pp, dp_replicate, fsdp, where fsdp has the ranks of fsdp and cp: for the
+            weights, ranks that have other tokens of the same rows are what ranks with other rows are. Gradients are
+            sums over tokens, so one reduction serves both.
+        context: The ranks of its cp group, twice: for messages to higher and to lower ranks. None without cp.
     """
 
     mesh: DeviceMesh
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
     coordinates: Coordinates
+    weights: DeviceMesh
+    context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The mesh weights are sharded over: 1-D (fsdp) or 2-D (dp_replicate, fsdp); None when both are 1."""
-        replicate, shard = self.mesh["dp_replicate"].size(), self.mesh["fsdp"].size()
+        """The mesh weights are sharded over: 1-D (fsdp · cp) or 2-D (dp_replicate, fsdp · cp); None when both are 1."""
+        replicate, shard = self.weights["dp_replicate"].size(), self.weights["fsdp"].size()
         if replicate > 1:
-            return self.mesh["dp_replicate", "fsdp"]
-        return self.mesh["fsdp"] if shard > 1 else None
+            return self.weights["dp_replicate", "fsdp"]
+        return self.weights["fsdp"] if shard > 1 else None
+
+    def context_share(self, style: str) -> ContextShare:
+        """Which tokens of every row this rank computes on.
+
+        Args:
+            style: `mesh.cp_style`.
+        """
+        if self.context is None:
+            return WholeRows()
+        up, down = self.context
+        if style == "ulysses":
+            return UlyssesShare(self.coordinates.cp, up)
+        return RingShare(Ring(self.coordinates.cp, up.size(), up, down))
 
 
 def make_groups(sizes: Coordinates, device_type: str) -> RankGroups:
@@ -49,20 +70,28 @@ def make_groups(sizes: Coordinates, device_type: str) -> RankGroups:
     place = mesh.get_coordinate()
     if place is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside a mesh of {shape}")
+    columns = torch.arange(dist.get_world_size()).view(shape[0], -1).T.tolist()
+    weights, context = mesh, None
+    if sizes.cp > 1:
+        ranks = torch.arange(dist.get_world_size()).view(*shape[:2], -1)
+        weights = DeviceMesh(device_type, ranks, mesh_dim_names=AXES[:3])
+        lines = torch.arange(dist.get_world_size()).view(-1, sizes.cp).tolist()
+        context = mesh["cp"].get_group(), _second_group(lines, "cp_down")
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_backward_group(shape),
+        backward=_second_group(columns, "pp_backward"),
         coordinates=Coordinates(*place),
+        weights=weights,
+        context=context,
     )
 
 
-def _backward_group(shape: tuple[int, ...]) -> dist.ProcessGroup:
-    """A second group over every pipeline; all ranks make all of them, in one order, and keep their own."""
-    columns = torch.arange(dist.get_world_size()).view(shape[0], -1).T.tolist()
+def _second_group(lines: list[list[int]], name: str) -> dist.ProcessGroup:
+    """One more group over every line of ranks; all ranks make all of them, in one order, and keep their own."""
     own: dist.ProcessGroup | None = None
-    for ranks in columns:
-        group = dist.new_group(ranks, group_desc="pp_backward")
+    for ranks in lines:
+        group = dist.new_group(ranks, group_desc=name)
         if dist.get_rank() in ranks:
             own = group
     assert own is not None
