@@ -78,22 +78,22 @@ def _per_query_head(x_NKD: Tensor, q_QHD: Tensor) -> Tensor:
 
 def _per_kv_head(d_NHD: Tensor, like_NKD: Tensor) -> Tensor:
     groups = d_NHD.shape[1] // like_NKD.shape[1]
-    return d_NHD.unflatten(1, (-1, groups)).sum(2) if groups > 1 else d_NHD
+    return d_NHD.reshape(len(d_NHD), -1, groups, d_NHD.shape[-1]).sum(2) if groups > 1 else d_NHD
 
 
 def _grouped(x_QHD: Tensor, kv_heads: int) -> Tensor:
     """`[K, G, Q, D]`, at least fp32."""
     wide = x_QHD.to(torch.promote_types(x_QHD.dtype, torch.float32))
-    return wide.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return wide.reshape(len(wide), kv_heads, -1, wide.shape[-1]).permute(1, 2, 0, 3)
 
 
 def _scores(q_KGQD: Tensor, k_K1ND: Tensor, first: int, causal: bool) -> Tensor:
     """`[K, G, Q, N]` of a tile whose first query is the `first`-th of the block."""
-    scores = q_KGQD @ k_K1ND.transpose(-1, -2) * q_KGQD.shape[-1] ** -0.5
+    scores: Tensor = q_KGQD @ k_K1ND.transpose(-1, -2) * q_KGQD.shape[-1] ** -0.5
     if causal:
         rows = torch.arange(first, first + scores.shape[-2], device=scores.device)
         columns = torch.arange(scores.shape[-1], device=scores.device)
-        scores = scores.masked_fill(columns > rows[:, None], float("-inf"))
+        return scores.masked_fill(columns > rows[:, None], float("-inf"))
     return scores
 
 

@@ -81,7 +81,7 @@ def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, plan
     Returns:
         `[S, H, D]`.
     """
-    out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, plan)
+    out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, plan)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -89,10 +89,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, plan: RingPlan) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out_SHD, lse_SH = (
-            torch.empty(q.shape, dtype=wide, device=q.device),
-            torch.empty(q.shape[:2], dtype=wide, device=q.device),
-        )
+        out_SHD = torch.empty(q.shape, dtype=wide, device=q.device)
+        lse_SH = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         for blocks, (k_hop, v_hop) in zip(plan.blocks, ring.travelling(torch.stack((k, v)), plan.hops), strict=False):
             for block in blocks:
                 out, lse = attend_block(q[block.queries], k_hop[block.keys], v_hop[block.keys], causal=block.causal)
@@ -103,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan = ctx.ring, ctx.plan
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)

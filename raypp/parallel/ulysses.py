@@ -44,18 +44,20 @@ def ulysses_attention(
         k_SKD, v_SKD = k_SKD.repeat_interleave(copies, 1), v_SKD.repeat_interleave(copies, 1)
     heads = [x.shape[1] // ranks for x in (q_SHD, k_SKD, v_SKD)]
     # One exchange for all three: [R, B·t, heads of a rank, D], by the rank that will have them.
-    mine = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q_SHD, k_SKD, v_SKD)], dim=2).transpose(0, 1)
+    per_rank = [x.reshape(len(x), ranks, -1, x.shape[-1]) for x in (q_SHD, k_SKD, v_SKD)]
+    mine = torch.cat(per_rank, dim=2).transpose(0, 1)
     theirs = _exchanged(mine, group)
-    row_wise = theirs.unflatten(1, (rows, -1)).transpose(0, 1).flatten(0, 2)
-    q, k, v = row_wise.split(heads, dim=1)
+    row_wise = theirs.view(ranks, rows, -1, *theirs.shape[2:]).transpose(0, 1).flatten(0, 2)
+    q, k, v = torch.split(row_wise, heads, dim=1)
     out = packed_attention(q, k, v, whole)
-    back = _exchanged(out.unflatten(0, (rows, ranks, -1)).transpose(0, 1).flatten(1, 2), group)
+    by_rank = out.reshape(rows, ranks, -1, *out.shape[1:]).transpose(0, 1)
+    back = _exchanged(by_rank.flatten(1, 2), group)
     return back.transpose(0, 1).flatten(1, 2)
 
 
 def _exchanged(x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part i of the first dim goes to rank i; part i of the result came from it."""
-    out: Tensor = _Exchange.apply(x_R, group)
+    out: Tensor = _Exchange.apply(x_R, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -66,7 +68,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(x_R, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grad_R, ctx.group), None
 
 

@@ -45,10 +45,9 @@ class Block:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
-        queries = self.queries.stop - self.queries.start
-        if self.causal:
-            return queries * (queries + 1) // 2
-        return queries * int(self.keys.stop - self.keys.start)
+        queries = int(self.queries.stop - self.queries.start)
+        keys = int(self.keys.stop - self.keys.start)
+        return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
 @dataclass(frozen=True)
