@@ -61,10 +61,10 @@ def gather_state(
         By global name. Slices without an element (a shard that fell empty) are left out.
     """
     slices: dict[str, Slice] = {}
-    for name, tensor in _model_tensors(stages):
+    for name, tensor in _model_tensors(stages, copies=False):
         _add(slices, name, tensor, coordinates)
     if optimizer is not None:
-        for name, parameter in _parameters(stages):
+        for name, parameter in _parameters(stages, copies=False):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     _add(slices, f"{OPTIMIZER}{name}/{key}", value, coordinates)
@@ -168,11 +168,14 @@ def _writes(tensor: Tensor, place: Coordinates) -> bool:
         for index, layout in zip(here, tensor.placements, strict=True):
             if isinstance(layout, Replicate) and index:
                 return False
+    if "ep" in axes:
+        # Experts: their mesh has fsdp and cp under other names.
+        axes = (*axes, "fsdp", "cp")
     return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
 
 
-def _model_tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    yield from _parameters(stages)
+def _model_tensors(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from _parameters(stages, copies=copies)
     for stage in stages:
         kept = stage.state_dict(keep_vars=True)
         for name, buffer in stage.named_buffers(remove_duplicate=False):
@@ -180,10 +183,17 @@ def _model_tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _parameters(stages: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters, a tied one under each of its names; FSDP's weights in their sharded form."""
+def _parameters(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters, a tied one under each of its names; FSDP's weights in their sharded form.
+
+    Args:
+        copies: Also those whose first copy another stage holds (`DecoderStage.tied_copies`).
+    """
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        yield from stage.named_parameters(remove_duplicate=False)
+        left_out = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            if name not in left_out:
+                yield name, parameter

@@ -1,5 +1,6 @@
 """What is done to a stage between building it and training it, in the one order that works.
 
+0. experts are spread over ranks, each keeps its share
 1. activation checkpointing wraps each block's forward (inside, so that recomputation sees plain modules)
 2. FSDP2 shards each block, then the stage itself, which must be the root that the pipeline calls
 3. memory is taken on the device, and only then
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
+from raypp.parallel.groups import RankGroups
 from raypp.spec.job import Job
 
 
@@ -24,7 +27,9 @@ def compute_dtype(job: Job) -> torch.dtype:
     return torch.bfloat16 if job.train.precision == "bf16" else torch.float32
 
 
-def prepare_stage(stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+def prepare_stage(
+    stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device, groups: RankGroups | None = None
+) -> nn.Module:
     """Applies the job's parallelism to a stage built on meta and gives it (uninitialised) memory.
 
     Args:
@@ -32,11 +37,18 @@ def prepare_stage(stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, devi
         job: The job.
         data_mesh: Where weights are sharded; None leaves a plain module (fp32 only).
         device: Where the weights live.
+        groups: Where experts are spread over, and what shares a microbatch; None: neither.
     """
+    expert_mesh = groups.experts if groups is not None else None
+    if expert_mesh is not None:
+        spread_experts(stage, expert_mesh)
+    if groups is not None and groups.context is not None:
+        for block in moe_blocks(stage):
+            block.microbatch_group = groups.context[0]
     if job.train.activation_checkpointing == "full":
         _checkpoint_blocks(stage)
     if data_mesh is not None:
-        _shard(stage, job, data_mesh)
+        _shard(stage, job, data_mesh, expert_mesh)
     return stage.to_empty(device=device)
 
 
@@ -50,7 +62,7 @@ def _checkpoint_blocks(stage: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> None:
+def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
     policy = MixedPrecisionPolicy()
     if job.train.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -59,6 +71,9 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> None:
         "mp_policy": policy,
         "reshard_after_forward": job.mesh.reshard_after_forward,
     }
+    if expert_mesh is not None:
+        for part in moe_blocks(stage):
+            fully_shard(part.experts, **{**settings, **expert_fsdp_settings(expert_mesh)})
     for block in stage.get_submodule("model.layers").children():
         fully_shard(block, **settings)
     fully_shard(stage, **settings)

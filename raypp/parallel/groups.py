@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare, WholeRows
+from raypp.parallel.expert import make_expert_mesh
 from raypp.parallel.ring import Ring
 from raypp.records import Coordinates
 
@@ -32,6 +33,7 @@ class RankGroups:
             weights, ranks that have other tokens of the same rows are what ranks with other rows are. Gradients are
             sums over tokens, so one reduction serves both.
         context: The ranks of its cp group, twice: for messages to higher and to lower ranks. None without cp.
+        experts: The same ranks as pp, dp_replicate, expert_shard, ep; None without ep.
     """
 
     mesh: DeviceMesh
@@ -40,6 +42,7 @@ class RankGroups:
     coordinates: Coordinates
     weights: DeviceMesh
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -63,8 +66,14 @@ class RankGroups:
         return RingShare(Ring(self.coordinates.cp, up.size(), up, down))
 
 
-def make_groups(sizes: Coordinates, device_type: str) -> RankGroups:
-    """Builds the mesh and the pipeline groups. Collective over the world."""
+def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups:
+    """Builds the meshes and the pipeline groups. Collective over the world.
+
+    Args:
+        sizes: The mesh's shape.
+        device_type: cpu or cuda.
+        ep: mesh.ep.
+    """
     shape = tuple(getattr(sizes, axis) for axis in AXES)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     place = mesh.get_coordinate()
@@ -84,6 +93,7 @@ def make_groups(sizes: Coordinates, device_type: str) -> RankGroups:
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
+        experts=make_expert_mesh(sizes, ep, device_type),
     )
 
 

@@ -16,6 +16,7 @@ from raypp.parallel.groups import RankGroups
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.stage import PlannedStage
+from raypp.pipeline.tied import TiedEmbedding
 from raypp.planning.plan import layer_cut, stage_program
 from raypp.spec.job import Job
 from raypp.train.loss import token_loss_sum
@@ -28,10 +29,12 @@ class BuiltStages:
     Attributes:
         modules: Its stages, in the order of their index.
         runtime: Runs the job's training program on them.
+        tied: Joins the gradients of tied embeddings; None when they are not tied.
     """
 
     modules: list[nn.Module]
     runtime: ProgramRuntime
+    tied: TiedEmbedding | None = None
 
 
 def stage_layers(cut: list[int]) -> list[range]:
@@ -56,7 +59,7 @@ def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Calla
     modules, stages = [], []
     for index in placement[groups.coordinates.pp]:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
-        module = prepare_stage(module, job, data_mesh, device)
+        module = prepare_stage(module, job, data_mesh, device, groups)
         initialise(module, job.model, job.train.seed, write_whole)
         modules.append(module)
         stages.append(
@@ -73,4 +76,8 @@ def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Calla
             )
         )
     runtime = ProgramRuntime(stages, program, ranks, job.pipeline.microbatches, token_loss_sum, mark)
-    return BuiltStages(modules, runtime)
+    tied = None
+    if job.model.tie_embeddings:
+        own = dict(zip(placement[groups.coordinates.pp], modules, strict=True))
+        tied = TiedEmbedding(own, ranks, job.mesh.pp)
+    return BuiltStages(modules, runtime, tied)

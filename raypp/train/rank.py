@@ -55,7 +55,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     reporter.phase("rendezvous")
     with start.part("rendezvous"):
         tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous))
-        groups = make_groups(seat.mesh_sizes, device.type)
+        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
 
     reporter.phase("build")
     with start.part("build"):

@@ -42,7 +42,7 @@ def train_steps(
     seat = seat_of(rank, world, port, job, device=device_type)
     device = pick_device(seat)
     with joined(seat, 60):
-        groups = make_groups(seat.mesh_sizes, device.type)
+        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
         built = build_stages(job, groups, device, lambda action: None)
         optimizer = build_optimizer(built.modules, job.train.optimizer)
         reducer = GradientReducer(built.modules, parameter_names(job.model))
