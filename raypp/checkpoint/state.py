@@ -168,8 +168,8 @@ def _writes(tensor: Tensor, place: Coordinates) -> bool:
         for index, layout in zip(here, tensor.placements, strict=True):
             if isinstance(layout, Replicate) and index:
                 return False
-    if "ep" in axes:
-        # Experts: their mesh has fsdp and cp under other names.
+    if "ep" in axes or "fsdp_cp" in axes:
+        # The meshes of experts, and of weights under context parallelism, have fsdp and cp under other names.
         axes = (*axes, "fsdp", "cp")
     return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
 

@@ -17,6 +17,8 @@ from raypp.parallel.ring import Ring
 from raypp.records import Coordinates
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp")
+FSDP_CP = "fsdp_cp"
+"""The axis that takes the place of fsdp and cp in the mesh of the weights when cp is more than 1."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class RankGroups:
         backward: The same ranks, for gradients: on gloo one group serialises the two directions of a
             link (measured: half the bandwidth each way), two do not.
         coordinates: This rank's place.
-        weights: Device mesh with the axes pp, dp_replicate, fsdp, where fsdp has the ranks of fsdp and cp: for the
-            weights, ranks that have other tokens of the same rows are what ranks with other rows are. Gradients are
-            sums over tokens, so one reduction serves both.
+        weights: Device mesh with the axes pp, dp_replicate, fsdp_cp; `mesh` itself when cp is 1. For the weights,
+            ranks that have other tokens of the same rows are what ranks with other rows are: gradients are sums over
+            tokens, so one reduction serves both.
         context: The ranks of its cp group, twice: for messages to higher and to lower ranks. None without cp.
         experts: The same ranks as pp, dp_replicate, expert_shard, ep; None without ep.
     """
@@ -47,10 +49,10 @@ class RankGroups:
     @property
     def data_mesh(self) -> DeviceMesh | None:
         """The mesh weights are sharded over: 1-D (fsdp · cp) or 2-D (dp_replicate, fsdp · cp); None when both are 1."""
-        replicate, shard = self.weights["dp_replicate"].size(), self.weights["fsdp"].size()
-        if replicate > 1:
-            return self.weights["dp_replicate", "fsdp"]
-        return self.weights["fsdp"] if shard > 1 else None
+        shard = "fsdp" if self.context is None else FSDP_CP
+        if self.weights["dp_replicate"].size() > 1:
+            return self.weights["dp_replicate", shard]
+        return self.weights[shard] if self.weights[shard].size() > 1 else None
 
     def context_share(self, style: str) -> ContextShare:
         """Which tokens of every row this rank computes on.
@@ -83,7 +85,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
     weights, context = mesh, None
     if sizes.cp > 1:
         ranks = torch.arange(dist.get_world_size()).view(*shape[:2], -1)
-        weights = DeviceMesh(device_type, ranks, mesh_dim_names=AXES[:3])
+        weights = DeviceMesh(device_type, ranks, mesh_dim_names=(*AXES[:2], FSDP_CP))
         lines = torch.arange(dist.get_world_size()).view(-1, sizes.cp).tolist()
         context = mesh["cp"].get_group(), _second_group(lines, "cp_down")
     return RankGroups(

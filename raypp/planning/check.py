@@ -87,12 +87,18 @@ def _axes(job: Job) -> Iterator[Problem]:
     elif isinstance(model, MoeOptions) and model.num_experts % mesh.ep:
         near = _near(mesh.ep, [d for d in _divisors(shard) if model.num_experts % d == 0])
         yield Problem("mesh.ep", f"{mesh.ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
-    if mesh.cp > 1 and mesh.cp_style == "ulysses" and (model.num_heads % mesh.cp or model.kv_heads % mesh.cp):
-        both = [d for d in _divisors(model.num_heads) if model.kv_heads % d == 0]
-        what = (
-            f"{model.num_heads} query, {model.kv_heads} key/value heads cannot be shared by {mesh.cp} ranks (ulysses)"
-        )
-        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, both)}, or mesh.cp_style ring")
+    if mesh.cp > 1:
+        yield from _context(job)
+
+
+def _context(job: Job) -> Iterator[Problem]:
+    mesh, heads, multiple = job.mesh, job.model.num_heads, job.pipeline.pad_to_multiple_of
+    if mesh.cp_style == "ulysses" and heads % mesh.cp:
+        what = f"{heads} query heads cannot be shared by {mesh.cp} ranks (ulysses)"
+        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, _divisors(heads))}, or mesh.cp_style ring")
+    if mesh.cp_style == "ring" and multiple % 2:
+        what = f"{multiple} is odd, and each rank's part of a row has two equally long chunks (mesh.cp_style ring)"
+        yield Problem("pipeline.pad_to_multiple_of", what, f"use {multiple + 1}, or mesh.cp_style ulysses")
 
 
 def _divisors(number: int) -> list[int]:

@@ -21,10 +21,10 @@ class RankMemory:
     """Bytes of one rank, by tensor class.
 
     Attributes:
-        weights: Parameters in fp32; this rank's share under fsdp.
+        weights: Parameters in fp32; this rank's share under fsdp · cp.
         gradients: In fp32; this rank's share.
         optimizer: State of the optimizer, in fp32; this rank's share.
-        gathered: Under fsdp or bf16: the weights as computed with, and the gradients until they are reduced.
+        gathered: Under fsdp, cp or bf16: the weights as computed with, and the gradients until they are reduced.
         activations: What the forwards in flight keep for their backwards, and the messages between stages.
         logits: Logits, softmax and their gradients, on the last stage.
     """
@@ -55,7 +55,7 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
     """
     last = len(cut) - 1
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
-    share = -(-parameters // job.mesh.fsdp)
+    share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
     tokens = microbatch_tokens(job)
     activations = sum(in_flight[s] * tokens * stage_activation_bytes(job, s, cut) for s in stages)
     if job.train.activation_checkpointing == "full" and any(cut[stage] for stage in stages):
@@ -120,7 +120,7 @@ def logit_bytes(job: Job, in_flight: int) -> int:
 
 def _gathered(job: Job, parameters: int, layers: int) -> int:
     """Unsharded weights in the compute type, and gradients in fp32 until they are reduced at the end of the step."""
-    replicated = job.mesh.fsdp == 1
+    replicated = job.mesh.fsdp * job.mesh.cp == 1
     if replicated and job.mesh.dp_replicate == 1 and job.train.precision == "fp32":
         return 0
     weights = parameters * activation_bytes(job)

@@ -84,6 +84,15 @@ def test_heads_that_ulysses_cannot_share_out() -> None:
     key, _, fix = problem(mesh={"cp": 3, "cp_style": "ulysses"})
     assert key == "mesh.cp" and "use 2 or 4" in fix and "ring" in fix
     assert check_plan(job_with(mesh={"cp": 3, "cp_style": "ring"})) == []
+    few = {"num_heads": 4, "num_kv_heads": 1}
+    assert check_plan(job_with(model=few, mesh={"cp": 4, "cp_style": "ulysses"})) == []  # each rank gets a copy
+
+
+def test_a_ring_needs_two_chunks_per_rank() -> None:
+    key, what, fix = problem(mesh={"cp": 2}, pipeline={"pad_to_multiple_of": 7})
+    assert key == "pipeline.pad_to_multiple_of"
+    assert "7 is odd" in what and "use 8" in fix and "ulysses" in fix
+    assert check_plan(job_with(mesh={"cp": 2, "cp_style": "ulysses"}, pipeline={"pad_to_multiple_of": 7})) == []
 
 
 def test_stages_per_rank_against_the_schedule() -> None:

@@ -33,7 +33,6 @@ def test_every_default_is_available() -> None:
 @pytest.mark.parametrize(
     ("sections", "key", "told"),
     [
-        ({"mesh": {"cp": 2}}, "mesh.cp", "2 is not available yet; available: 1 |"),
         ({"mesh": {"ep": 2}}, "mesh.ep", "2 is not available yet; available: 1 |"),
         ({"model": {"kind": "qwen3"}}, "model.kind", "qwen3 is not available yet; available: llama | use llama"),
         ({"model": {"kind": "my:model"}}, "model.kind", "my:model is not available yet"),
