@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from raypp.data.loader import open_loader
+from raypp.data.loader import Loader, open_loader
+from raypp.data.packing import Microbatch
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
@@ -34,10 +37,43 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
+class Unlabelled:
+    """A loader with no label left in some microbatches of every step.
+
+    Args:
+        loader: The replica's loader.
+        blank: Those microbatches, counted through all replicas.
+        first: Number of the replica's first microbatch.
+    """
+
+    def __init__(self, loader: Loader, blank: tuple[int, ...], first: int) -> None:
+        self.loader, self.blank, self.first = loader, blank, first
+
+    def next_step(self) -> list[Microbatch]:
+        step = self.loader.next_step()
+        for index in range(len(step)):
+            if self.first + index in self.blank:
+                rows = (replace(row, labels=np.full_like(row.labels, -100)) for row in step[index].rows)
+                step[index] = Microbatch(tuple(rows))
+        return step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
 def train_steps(
-    rank: int, world: int, port: int, document: dict[str, Any], steps: int, device_type: str = "cpu"
+    rank: int,
+    world: int,
+    port: int,
+    document: dict[str, Any],
+    steps: int,
+    device_type: str = "cpu",
+    blank: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Trains and returns losses, norms, the scaled gradients of every step and the final weights, by global name."""
+    """Trains and returns losses, norms, the scaled gradients of every step and the final weights, by global name.
+
+    `blank` names microbatches, counted through all replicas, that have no label.
+    """
     job = parse_job(document)
     seat = seat_of(rank, world, port, job, device=device_type)
     device = pick_device(seat)
@@ -47,7 +83,9 @@ def train_steps(
         optimizer = build_optimizer(built.modules, job.train.optimizer)
         reducer = GradientReducer(built.modules, parameter_names(job.model))
         place = groups.coordinates
-        loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
+        replica = place.dp_replicate * job.mesh.fsdp + place.fsdp
+        own = open_loader(job, replica, job.mesh.replicas)
+        loader: Any = Unlabelled(own, blank, replica * job.pipeline.microbatches) if blank else own
         runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
         gradients: list[dict[str, torch.Tensor]] = []
 
