@@ -193,7 +193,7 @@ def _parameters(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        left_out = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
+        left_out: frozenset[str] = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if name not in left_out:
                 yield name, parameter

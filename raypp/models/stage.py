@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
@@ -28,7 +29,8 @@ class Backbone(nn.Module):
         self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory
     ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if first else None
+        holds_matrix = first or (last and options.tie_embeddings)
+        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
         self.norm = RMSNorm(options.hidden_size, options.norm_eps) if last else None
 
@@ -49,8 +51,15 @@ class DecoderStage(nn.Module):
     ) -> None:
         super().__init__()
         self.options = options
+        self.first = first
         self.model = Backbone(options, layers, first, last, make_layer)
-        self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if last else None
+        untied = last and not options.tie_embeddings
+        self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if untied else None
+        copied = last and not first and options.tie_embeddings
+        self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
+        """Parameters whose first copy another stage holds: they are counted, saved and told of there."""
+        self._projection: Tensor | None = None
+        self._separate = False
 
     def forward(
         self, x: Tensor, positions_BT: Tensor, documents: PackedDocuments, labelled_BT: Tensor | None = None
@@ -66,14 +75,39 @@ class DecoderStage(nn.Module):
         Returns:
             Activations `[B, T, C]`, or logits `[B, T, V]` on the last stage.
         """
-        if self.model.embed_tokens is not None:
+        if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
         for layer in self.model.layers.values():
             x = layer(x, rotary, documents, labelled_BT)
-        if self.model.norm is not None and self.lm_head is not None:
-            x = self.lm_head(self.model.norm(x))
+        if self.model.norm is not None:
+            x = self._logits(self.model.norm(x))
         return x
+
+    def _logits(self, x_BTC: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            logits: Tensor = self.lm_head(x_BTC)
+            return logits
+        assert self.model.embed_tokens is not None
+        weight: Tensor = self.model.embed_tokens.weight
+        if self._separate and torch.is_grad_enabled():
+            if self._projection is None:
+                self._projection = weight.detach().requires_grad_()
+            weight = self._projection
+        return F.linear(x_BTC, weight)
+
+    def separate_projection(self) -> None:
+        """From now on, a stage that is the whole model accumulates the gradient of its tied projection apart from that
+        of the embedding, as the two ends of a pipeline do; `join_projection` adds it. Not with sharded weights."""
+        self._separate = True
+
+    def join_projection(self) -> None:
+        """Adds what the projection gathered since the last call to the embedding's gradient."""
+        apart, self._projection = self._projection, None
+        if apart is None or apart.grad is None or self.model.embed_tokens is None:
+            return
+        weight = self.model.embed_tokens.weight
+        weight.grad = apart.grad if weight.grad is None else weight.grad.add_(apart.grad)
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The units that activation checkpointing, compilation and FSDP work on: name and module, in order."""

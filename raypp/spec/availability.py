@@ -12,7 +12,6 @@ from raypp.spec.models import MODELS
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": ("llama",),
     "model.from_hf": (None,),
-    "model.tie_embeddings": (False,),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
     "data.eval": (None,),
     "mesh.ep": (1,),

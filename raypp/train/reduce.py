@@ -37,10 +37,13 @@ class GradientReducer:
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
         place = {name: index for index, name in enumerate(names)}
         self._size = len(names)
-        own = [(place[name], parameter) for stage in stages for name, parameter in stage.named_parameters()]
-        self._places = torch.tensor([index for index, _ in own], dtype=torch.int64)
-        self._parameters = [parameter for _, parameter in own]
-        self._counted = torch.tensor([counts_here(parameter) for _, parameter in own], dtype=torch.float64)
+        own = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
+        self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64)
+        self._parameters = [parameter for _, parameter, _ in own]
+        counted = [
+            counts_here(parameter) and name not in getattr(stage, "tied_copies", ()) for name, parameter, stage in own
+        ]
+        self._counted = torch.tensor(counted, dtype=torch.float64)
 
     def gradients(self) -> list[Tensor]:
         """The local part of every gradient; a parameter that got none has a gradient of zero."""
@@ -62,7 +65,8 @@ class GradientReducer:
         vector = torch.zeros(self._size + 1, dtype=torch.float64)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()
-            vector[self._places] = norms.square() * self._counted
+            # Added, not assigned: the two ends of a tied embedding may both be here, and have one place.
+            vector.index_add_(0, self._places, norms.square() * self._counted)
         vector[-1] = loss_sum
         dist.all_reduce(vector)
         return GlobalSums(loss=float(vector[-1]), grad_norm=math.sqrt(float(vector[:-1].sum())))

@@ -128,6 +128,8 @@ class StepRunner:
             )
         with watch.part("reduce"):
             loss_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
+            if self.built.tied is not None:
+                self.built.tied.sum_gradients()
             gradients = self.reducer.gradients()
             sums = self.reducer.sums(gradients, loss_sum)
         rate = learning_rate(step, self.job.train)

@@ -1,0 +1,89 @@
+"""Tied embeddings: wherever the two ends are, they are one matrix."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
+from test_optimizers import train_on
+from training import merged, train_steps
+
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.fetch import open_files
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+MATRIX = "model.embed_tokens.weight"
+
+
+def tied(**settings: Any) -> dict[str, Any]:
+    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1)
+    found = document(microbatches=4 // replicas, **settings)
+    found["model"] |= {"num_layers": 4, "tie_embeddings": True}
+    return found
+
+
+@cache
+def one_process(precision: str = "fp32") -> dict[str, Any]:
+    return merged(run_ranks(1, train_steps, tied(train={"precision": precision}), STEPS))
+
+
+def trained(world: int, **settings: Any) -> dict[str, Any]:
+    """The merged result, after a look at both ends."""
+    results = run_ranks(world, train_steps, tied(**settings), STEPS)
+    holders = [result for result in results if MATRIX in result["weights"]]
+    assert not any("lm_head.weight" in result["weights"] for result in results)
+    for holder in holders[1:]:
+        assert torch.equal(holder["weights"][MATRIX], holders[0]["weights"][MATRIX])
+        for ours, theirs in zip(holder["gradients"], holders[0]["gradients"], strict=True):
+            assert torch.equal(ours[MATRIX], theirs[MATRIX])
+    return merged(results)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"pp": 2}),
+        (3, {"pp": 3, "schedule": "gpipe"}),
+        (2, {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}}),
+        (2, {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}}),
+        (1, {"pp": 1, "schedule": "gpipe", "pipeline": {"stages_per_rank": 1}}),
+    ],
+    ids=["two ranks", "three ranks", "virtual stages", "both ends on one rank", "one stage"],
+)
+def test_both_ends_have_the_bits_of_one_process(world: int, settings: dict[str, Any]) -> None:
+    assert_identical(trained(world, **settings), one_process())
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}], ids=str)
+def test_sharded_ends_have_the_numbers_of_one_process_within_1e5(mesh: dict[str, int]) -> None:
+    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    assert_close(trained(world, **mesh), one_process(), 1e-5)
+
+
+def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:
+    # One process goes through FSDP, where autograd adds the two gradients of a microbatch in bf16 (8 bits: 4e-3) before
+    # they are gathered in fp32; a pipeline never adds them in bf16. Measured: 2e-3 on the shared matrix.
+    found, reference = trained(2, pp=2, train={"precision": "bf16"}), one_process("bf16")
+    assert found["loss"] == pytest.approx(reference["loss"], rel=1e-3)
+    assert_close(
+        {**found, "gradients": found["gradients"][:1]}, {**reference, "gradients": reference["gradients"][:1]}, 4e-3
+    )
+
+
+def test_a_checkpoint_has_one_entry_and_fills_both_ends(tmp_path: Path) -> None:
+    run_ranks(2, train_on, tied(pp=2), str(tmp_path), STEPS - 1)
+    store = DirectoryStore(tmp_path)
+    files = open_files(store, read_commit(store, "numbers", STEPS - 1))
+    entries = [entry.name for file in files for entry in file.header.entries]
+    assert [name for name in entries if name == MATRIX or name.startswith("lm_head")] == [MATRIX]
+    assert entries.count(f"optim/{MATRIX}/exp_avg") == 1
+    results = run_ranks(2, train_on, tied(pp=2, schedule="gpipe"), str(tmp_path), 1)
+    for result in results:
+        assert torch.equal(result["weights"][MATRIX], one_process()["weights"][MATRIX])
