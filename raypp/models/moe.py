@@ -26,7 +26,8 @@ Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: sends rows, sorted by expert, to the ranks that hold the experts."""
 
-_grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""torch's grouped matrix product; private on 2.11."""
 _GROUPED_ALIGNMENT = 8
 """Widths the grouped kernel takes in bf16 are multiples of 16 bytes."""
 
@@ -58,21 +59,30 @@ class StackedExperts(nn.Module):
             `[N, C]`, in the same order.
         """
         gate, up, down = (_held(getattr(self, name)) for name in self.names)
-        if _can_group(rows_NC, gate):
-            assert _grouped_mm is not None
-            ends = counts_E.cumsum(0).to(torch.int32)
-            inner = F.silu(_grouped_mm(rows_NC, gate.transpose(-2, -1), offs=ends))
-            inner = inner * _grouped_mm(rows_NC, up.transpose(-2, -1), offs=ends)
-            return _grouped_mm(inner, down.transpose(-2, -1), offs=ends)
-        # unbind, not indexing: its backward fills the stack's gradient once, where each index would fill a whole one.
-        experts = zip(rows_NC.split(counts_E.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
-        out = [
-            F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
-            for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
-            # A rank without any row still runs one expert on none: its backward must meet that of the other ranks.
-            if len(part_nC) or (index == 0 and not len(rows_NC))
-        ]
-        return torch.cat(out)
+        way = grouped if _can_group(rows_NC, gate) else one_by_one
+        return way(rows_NC, counts_E, gate, up, down)
+
+
+def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+    """Expert after expert, those without a row left out."""
+    # unbind, not indexing: its backward fills the stack's gradient once, where each index would fill a whole one.
+    parts = rows_NC.split(counts_E.tolist())
+    experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
+    out = [
+        F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
+        for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
+        # A rank without any row still runs one expert on none: its backward must meet that of the other ranks.
+        if len(part_nC) or (index == 0 and not len(rows_NC))
+    ]
+    return torch.cat(out)
+
+
+def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+    """All experts by one kernel per matrix, without a word to the CPU."""
+    assert grouped_mm is not None
+    ends = counts_E.cumsum(0).to(torch.int32)
+    inner = F.silu(grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * grouped_mm(rows_NC, up_EFC.mT, offs=ends)
+    return grouped_mm(inner, down_ECF.mT, offs=ends)
 
 
 def _held(parameter: Tensor) -> Tensor:
@@ -83,7 +93,7 @@ def _held(parameter: Tensor) -> Tensor:
 def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
     """Whether one grouped kernel does all experts: on CUDA, in bf16, with widths it takes."""
     return (
-        _grouped_mm is not None
+        grouped_mm is not None
         and rows_NC.is_cuda
         and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
         and len(rows_NC) > 0

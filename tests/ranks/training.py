@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from raypp.data.loader import Loader, open_loader
-from raypp.data.packing import Microbatch
+from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
