@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.cli.jobs import job_argument, load_checked_job
@@ -122,7 +123,7 @@ def stop_command(run: str, no_save: bool) -> None:
 
 
 def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
-    """A new run needs a free name, a resume a run whose checkpoints still fit."""
+    """A new run needs a free name, a resume a run whose checkpoints (if it has any yet) still fit."""
     name = file.job.name
     exists = store.head(f"{name}/spec.json") is not None
     if exists and not resume:
@@ -135,7 +136,8 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
     if resume and not exists:
         problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", "leave --resume out")
         raise JobError(file.locate(problem))
-    if resume and (problems := check_resume(read_spec(store, name), file.job)):
+    # Before the first checkpoint there is nothing that a change could make unusable: wrong data can be put right.
+    if resume and list_checkpoints(store, name) and (problems := check_resume(read_spec(store, name), file.job)):
         raise JobError(file.locate(problem) for problem in problems)
 
 

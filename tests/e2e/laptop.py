@@ -262,7 +262,8 @@ class Run:
         def there() -> dict[str, psutil.Process] | None:
             found = self.laptop.workers(f"{self.name}/")
             fresh = {title.rpartition("/")[2]: one for title, one in found.items() if one.pid not in but}
-            return fresh if len(fresh) == ranks else None
+            # Before it has its seat a rank's title ends with the actor's method that Ray runs.
+            return fresh if len(fresh) == ranks and not any(":" in label for label in fresh) else None
 
         return dict(self.until(there, f"{ranks} ranks of {self.name}"))
 

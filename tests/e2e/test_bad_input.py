@@ -1,0 +1,197 @@
+"""Wrong jobs, data, stores and clusters: each gets an exit code and a text that names where, what and the way out."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from laptop import Answer, Laptop, Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(120)]
+
+NAME = "bad-input"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(laptop: Laptop) -> Iterator[None]:
+    """No object in the store, no job and no actor on the cluster, no note on this machine."""
+    before = _present(laptop)
+    yield
+    assert _present(laptop) == before
+
+
+def _present(laptop: Laptop) -> tuple[Any, ...]:
+    objects = [info.key for info in laptop.store("s3://raypp/tests").list(NAME)]
+    notes = sorted(path.name for path in (laptop.directory / "home" / "runs").glob(f"{NAME}*"))
+    jobs = [job["submission_id"] for job in laptop.jobs() if job["metadata"]["raypp_run"].startswith(NAME)]
+    return objects, notes, jobs, sorted(name for name in laptop.actors() if NAME in name)
+
+
+def _refused(told: Answer, code: int, *words: str) -> None:
+    assert told.code == code, told
+    for word in (*words, "fix:"):
+        assert word in told.err, told.err
+    assert "Traceback" not in told.err and "internal error" not in told.err, told.err
+    assert not told.out, told.out
+
+
+WRONG_JOBS = {
+    "an unknown key": (["pipeline.microbatch=4"], ["pipeline.microbatch", "microbatches"]),
+    "a wrong type": (["train.steps=many"], ["train.steps", "many"]),
+    "fewer microbatches than stages": (["pipeline.microbatches=1"], ["pipeline.microbatches", "1f1b"]),
+    "more stages than layers": (["mesh.pp=6", "pipeline.microbatches=8"], ["mesh.pp", "4 layers"]),
+    "ep that does not divide": (["mesh.ep=3"], ["mesh.ep", "3"]),
+    "a data file that is not there": (["data.path=nowhere.txt"], ["data.path", "nowhere.txt"]),
+    "an empty data file": (["data.path=empty.txt"], ["data.path", "empty.txt", "empty"]),
+    "a tokenizer with more ids than the vocabulary": (["data.tokenizer=big.json"], ["model.vocab_size", "399"]),
+    "bytes that do not fit the vocabulary": (["model.vocab_size=200"], ["model.vocab_size", "200", "257"]),
+    "a name no run can have": (["name=Bad_Input"], ["name", "Bad_Input"]),
+    "a URL of no store": (["checkpoint.url=gs://bucket/x"], ["checkpoint.url", "gs"]),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), list(WRONG_JOBS.values()), ids=list(WRONG_JOBS))
+def test_a_wrong_job_is_refused_with_its_place_and_a_fix(laptop: Laptop, settings: list[str], words: list[str]) -> None:
+    (laptop.directory / "empty.txt").touch()
+    (laptop.directory / "big.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(400)}, "merges": []}})
+    )
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    _refused(laptop.raypp("submit", str(laptop.job(NAME)), *arguments, "--json"), 2, *words)
+
+
+def test_every_error_of_a_file_is_told_at_once_with_its_line(laptop: Laptop) -> None:
+    job = laptop.job(NAME)
+    text = job.read_text().replace("pp: 2", "pp: two").replace("seq_len: 64", "seq_length: 64")
+    job.write_text(text.replace("steps: 40", "steps: 0"))
+    told = laptop.raypp("submit", str(job))
+    lines = text.splitlines()
+    for sign, key in (("pp: two", "mesh.pp"), ("seq_length", "data.seq_length"), ("steps: 40", "train.steps")):
+        number = next(i for i, line in enumerate(lines, 1) if sign in line)
+        assert f"{NAME}.yaml:{number}" in told.err and key in told.err, told.err
+    _refused(told, 2)
+
+
+def _jsonl(*texts: str) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+BAD_DATA = {
+    "blank.txt": ("text", ["data.path", "blank.txt"]),
+    "empty-documents.jsonl": ("jsonl", ["data.path", "empty-documents.jsonl"]),
+    "large-ids.npy": ("tokens", ["large-ids.npy", "320"]),
+    "noise.txt": ("text", ["noise.txt:1", "UTF-8"]),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_data_runs(laptop: Laptop) -> dict[str, Run]:
+    """One run of one rank for each file, all at once."""
+    runs = {}
+    for file, (kind, _) in BAD_DATA.items():
+        path = laptop.directory / file
+        _write_bad_data(path)
+        name = path.stem
+        job = laptop.job(name, data={"kind": kind, "path": str(path), "seq_len": 64}, mesh={"pp": 1})
+        runs[file] = laptop.start(job, "--json")
+    for run in runs.values():
+        run.wait()
+    return runs
+
+
+@pytest.mark.parametrize("file", list(BAD_DATA))
+def test_data_that_cannot_be_used_end_the_run_at_once_and_are_named(
+    laptop: Laptop, bad_data_runs: dict[str, Run], file: str
+) -> None:
+    """Only a rank reads the data. Its run fails without a restart, and its name can be used with other data."""
+    run = bad_data_runs[file]
+    assert run.exit_code == 2, run.told()
+    answer = json.loads(run.out.splitlines()[-1])
+    assert (answer["state"], answer["restarts"], answer["step"]) == ("FAILED", 0, 0)
+    for word in BAD_DATA[file][1]:
+        assert word in run.status()["error"] and word in " ".join(run.err.split()), run.told()
+    assert "Traceback" not in run.err
+    repaired = ("--set", f"data.path={laptop.directory}/words.txt", "--set", "data.kind=text")
+    again = laptop.raypp("submit", str(laptop.directory / f"{run.name}.yaml"), *repaired, "--resume", "--dry-run")
+    assert again.code == 0, again
+    assert not laptop.workers(f"{run.name}/")
+
+
+def _write_bad_data(path: Path) -> None:
+    match path.name:
+        case "blank.txt":
+            path.write_text("\n\n   \n")
+        case "empty-documents.jsonl":
+            path.write_text(_jsonl("", ""))
+        case "large-ids.npy":
+            np.save(path, np.arange(1000, dtype=np.int32))
+        case "noise.txt":
+            path.write_bytes(b"\xff\xfe\xfd\n")
+
+
+def test_a_bucket_that_does_not_exist_is_named(laptop: Laptop) -> None:
+    told = laptop.raypp("submit", str(laptop.job(NAME, checkpoint__url="s3://no-such-bucket/x")))
+    _refused(told, 3, "checkpoint.url", "no-such-bucket")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("AWS_ACCESS_KEY_ID", ["access key"]), ("AWS_SECRET_ACCESS_KEY", ["secret"])],
+)
+def test_a_store_that_refuses_the_key_is_named(laptop: Laptop, key: str, words: list[str]) -> None:
+    environment = laptop.s3.environment() | {key: "wrong"}
+    told = laptop.raypp("submit", str(laptop.job(NAME)), environment=environment)
+    _refused(told, 3, "s3://raypp/tests", key, *words)
+
+
+def test_a_store_that_does_not_answer_is_named(laptop: Laptop) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{one.getsockname()[1]}"
+    environment = laptop.s3.environment() | {"AWS_ENDPOINT_URL_S3": endpoint}
+    told = laptop.raypp("submit", str(laptop.job(NAME)), environment=environment)
+    _refused(told, 3, endpoint, "AWS_ENDPOINT_URL_S3")
+
+
+def test_an_address_without_a_ray_is_named(laptop: Laptop) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{one.getsockname()[1]}"
+    _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--address", address), 3, address, "raypp local up")
+
+
+def test_an_address_of_something_else_is_named(laptop: Laptop) -> None:
+    told = laptop.raypp("submit", str(laptop.job(NAME)), "--address", laptop.s3.endpoint)
+    _refused(told, 3, laptop.s3.endpoint)
+
+
+def test_without_any_cluster_the_way_to_start_one_is_told(laptop: Laptop) -> None:
+    environment = {"RAYPP_HOME": str(laptop.directory / "homeless")}
+    _refused(laptop.raypp("submit", str(laptop.job(NAME)), environment=environment), 3, "raypp local up", "--address")
+
+
+def test_too_few_places_are_told_with_a_mesh_that_would_fit(laptop: Laptop) -> None:
+    job = laptop.job(NAME, mesh={"pp": 2, "fsdp": 6})
+    told = laptop.raypp("submit", str(job))
+    _refused(told, 4, "12 ranks", "8 are free", "127.0.0.2 8 of 8", "--set mesh.fsdp=4")
+
+
+def test_to_resume_what_never_was_is_refused(laptop: Laptop) -> None:
+    _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--resume"), 2, NAME, "--resume")
+
+
+@pytest.mark.parametrize("command", [["status"], ["history"], ["stop"], ["save"], ["checkpoints", "list"]])
+def test_a_run_nobody_knows_is_refused(laptop: Laptop, command: list[str]) -> None:
+    _refused(laptop.raypp(*command, "bad-input-never-was"), 2, "bad-input-never-was")
+
+
+def test_a_job_file_that_is_not_there_or_no_yaml_is_refused(laptop: Laptop) -> None:
+    _refused(laptop.raypp("submit", "nowhere.yaml"), 2, "nowhere.yaml")
+    torn = laptop.directory / "torn.yaml"
+    torn.write_text("name: x\nmesh: {pp: 2\n")
+    _refused(laptop.raypp("submit", str(torn)), 2, "torn.yaml:")
