@@ -11,7 +11,7 @@ import click
 from raypp.errors import JobError, Problem
 from raypp.planning.check import check_plan
 from raypp.spec.checks import check_spec
-from raypp.spec.load import JobFile, in_order, load_job
+from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 
 
 def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,9 +32,16 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     Raises:
         JobError: With every problem, each located (`job.yaml:14`, `--set mesh.pp=4`).
     """
-    file = load_job(path, overrides)
-    problems = check_spec(file.job, file.directory)
+    problems: list[Problem] = []
+    try:
+        file = load_job(path, overrides)
+    except IncompleteJobError as error:
+        if error.rest is None:
+            raise
+        file, problems = error.rest, list(error.problems)
     reported = {problem.key for problem in problems}
+    problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
+    reported |= {problem.key for problem in problems}
     # What is refused already is not told twice, also not by what builds on it (a schedule that cannot be imported).
     problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
     if problems:

@@ -128,7 +128,10 @@ def announce_seat(seat: Seat) -> None:
     os.environ.update({key: str(value) for key, value in environment.items()})
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, seat.interface)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
+    logging.getLogger("raypp").setLevel(logging.INFO)
     logging.getLogger("raypp").info(
         "rank %d of %d is %s on %s, pid %d, device %s:%d, interface %s, %s threads, attempt %d",
         seat.rank, seat.world_size, seat.label, seat.node, os.getpid(), seat.device, seat.device_index,

@@ -43,6 +43,17 @@ class JobFile:
         return _locate(problem, self.where)
 
 
+class IncompleteJobError(JobError):
+    """A job file with mistakes in some of its values.
+
+    Attributes:
+        rest: The job with those values at their defaults, so that the others can be checked as well; None when not
+            even that can be made.
+    """
+
+    rest: JobFile | None = None
+
+
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     """Reads a job file.
 
@@ -51,7 +62,8 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
         overrides: `section.key=value` settings that replace what the file says.
 
     Raises:
-        JobError: With all that is wrong in the file and the overrides.
+        JobError: With all that is wrong in the file and the overrides (an `IncompleteJobError` when the rest of the
+            job can be read).
     """
     path = Path(path)
     document = read_document(_read(path), str(path))
@@ -65,7 +77,14 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     if empty and not document.value and not document.problems:
         fix = "begin with `name: my-run`; `raypp explain` lists every key, jobs/quickstart.yaml is an example"
         raise JobError(Problem("", "the file is empty", fix, f"{path}:1"))
-    job = _parse(document)
+    try:
+        job = _parse(document)
+    except JobError as error:
+        incomplete = IncompleteJobError(error.problems)
+        rest = _without(document.value, error.problems)
+        if rest is not None:
+            incomplete.rest = JobFile(resolve_paths(rest, path.absolute().parent), path, document.where)
+        raise incomplete from error
     return JobFile(resolve_paths(job, path.absolute().parent), path, document.where)
 
 
@@ -114,6 +133,23 @@ def _parse(document: Document) -> Job:
     if problems or job is None:
         raise JobError(in_order(_locate(problem, document.where) for problem in problems))
     return job
+
+
+def _without(value: Any, problems: Iterable[Problem]) -> Job | None:
+    """The job with the values that have problems left at their defaults."""
+    rest = json.loads(json.dumps(value)) if isinstance(value, dict) else {}
+    for problem in problems:
+        section, _, key = problem.key.partition(".")
+        inner = rest.get(section)
+        if key and isinstance(inner, dict):
+            inner.pop(key.partition(".")[0], None)
+        else:
+            rest.pop(section, None)
+    rest.setdefault("name", "unnamed")
+    try:
+        return Job.model_validate_json(json.dumps(_without_empty_sections(rest, Job)), strict=True)
+    except ValidationError:
+        return None
 
 
 def _without_empty_sections(value: Any, section: Any) -> Any:

@@ -164,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("raypp").setLevel(logging.INFO)
     try:
         file = load_job(options.job, options.set)
         problems = check_spec(file.job, file.directory)

@@ -111,7 +111,9 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("name: a\ndata: {kind: synthetic}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\nrecovery:\n  elastic: true\n")
+    job.write_text(
+        "name: a\ndata: {kind: synthetic}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\nrecovery:\n  elastic: true\n"
+    )
     assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
     printed = capsys.readouterr().err
     assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
@@ -246,3 +248,15 @@ def test_the_schema_takes_the_shipped_jobs_and_refuses_mistakes(capsys: pytest.C
         {"name": "a", "pipeline": {"schedule": "1F1B"}},
     ):
         assert not validator.is_valid(wrong), wrong
+
+
+def test_a_wrong_value_does_not_hide_what_else_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: Mine\ndata: {kind: synthetic}\nmodel: {num_layers: 4, num_heads: 3}\n"
+        "mesh: {pp: 9}\npipeline: {microbatches: 4}\ntrain: {stepz: 3}\n"
+    )
+    assert run(["plan", str(job)]) == 2
+    told = capsys.readouterr().err
+    for place in ("job.yaml:1 name", "job.yaml:3 model", "job.yaml:4 mesh.pp", "job.yaml:6 train.stepz"):
+        assert place in told, told
