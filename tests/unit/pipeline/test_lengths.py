@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from raypp.data.packing import Row
+from raypp.parallel.context import RingShare, UlyssesShare, WholeRows
+from raypp.parallel.ring import Ring
 from raypp.pipeline.agree import padded_length
 from raypp.pipeline.collate import collate, labelled_tokens, rows_digest
 
@@ -29,11 +32,34 @@ def test_a_bucket_rounds_up_before_the_multiple() -> None:
 
 
 def test_rows_are_padded_with_positions_that_restart_at_every_document() -> None:
-    batch = collate([row(3, 2), row(4)], 8, torch.device("cpu"))
+    batch = collate([row(3, 2), row(4)], 8, torch.device("cpu"), WholeRows())
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
     assert batch.labels_BT.tolist()[0] == [2, 3, 4, 5, -100, -100, -100, -100]
     assert batch.documents.lengths == (3, 5, 8)
+
+
+def test_cp_ranks_share_out_every_row_with_the_positions_and_labels_of_the_whole() -> None:
+    rows, cpu = [row(3, 2), row(4, 4)], torch.device("cpu")
+    whole = collate(rows, 8, cpu, WholeRows())
+    one, other = (collate(rows, 8, cpu, ring_share(rank, 2)) for rank in range(2))
+    assert one.positions_BT.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]  # the first and the last quarter of each row
+    assert other.positions_BT.tolist() == [[2, 0, 1, 2], [2, 3, 0, 1]]
+    for name in ("tokens_BT", "labels_BT", "positions_BT"):
+        shared = torch.cat((getattr(one, name), getattr(other, name)), 1)
+        assert shared.sort(1).values.equal(getattr(whole, name).sort(1).values)
+    assert one.documents.lengths == whole.documents.lengths
+    assert one.documents.across is not None and whole.documents.across is None
+
+
+def ring_share(rank: int, size: int) -> RingShare:
+    group = ProcessGroup(rank, size)  # nothing is sent
+    return RingShare(Ring(rank, size, group, group))
+
+
+def test_parts_of_ulysses_are_contiguous() -> None:
+    parts = [UlyssesShare(rank, ProcessGroup(rank, 3)).columns(12).tolist() for rank in range(3)]
+    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_labels_are_counted_without_the_ignored() -> None:

@@ -1,0 +1,237 @@
+"""Context parallelism does not change the numbers: attention by itself, then whole training steps."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from training import merged, seat_of, train_steps
+
+from raypp.checkpoint.state import gather_state
+from raypp.data.loader import open_loader
+from raypp.models.attention import packed_attention
+from raypp.models.documents import PackedDocuments
+from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
+from raypp.parallel.groups import make_groups
+from raypp.parallel.ring import Ring
+from raypp.pipeline.collate import labelled_tokens
+from raypp.spec.load import parse_job
+from raypp.train.build import build_stages
+from raypp.train.process_group import joined
+
+pytestmark = pytest.mark.ranks
+
+CPU = torch.device("cpu")
+STEPS = 2
+
+
+# Attention by itself.
+
+
+def attention_errors(rank: int, world: int, port: int, cases: list[tuple[Any, ...]]) -> list[float]:
+    """The largest difference of each case between this rank's outputs and gradients and those of whole rows."""
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    up, down = (dist.new_group(list(range(world))) for _ in range(2))
+    shares = {"ring": RingShare(Ring(rank, world, up, down)), "ulysses": UlyssesShare(rank, up)}
+    errors = [attention_error(shares[style], *case) for style, *case in cases]
+    dist.barrier()
+    dist.destroy_process_group()
+    return errors
+
+
+def attention_error(
+    share: ContextShare, rows: list[list[int]], length: int, heads: int, kv_heads: int, dtype: torch.dtype
+) -> float:
+    torch.manual_seed(1)
+    shapes = [(len(rows), length, count, 8) for count in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, gradient = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes)
+    whole = [x.flatten(0, 1).double().requires_grad_() for x in (q, k, v)]
+    expected = packed_attention(*whole, PackedDocuments.of_rows(rows, length, CPU))
+    expected.backward(gradient.flatten(0, 1).double())
+
+    columns = torch.from_numpy(share.columns(length))
+    mine = [x[:, columns].flatten(0, 1).requires_grad_() for x in (q, k, v)]
+    found = packed_attention(*mine, share.documents(rows, length, CPU))
+    found.backward(gradient[:, columns].flatten(0, 1))
+
+    def difference(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+        assert ours is not None and theirs is not None and ours.dtype == dtype
+        theirs = theirs.view(len(rows), length, *theirs.shape[1:])[:, columns].flatten(0, 1)
+        return float((ours.detach() - theirs.detach()).abs().max())
+
+    pairs = [(found, expected), *((ours.grad, theirs.grad) for ours, theirs in zip(mine, whole, strict=True))]
+    return max(difference(*pair) for pair in pairs)
+
+
+PACKED = [[5, 20, 3, 17], [11, 37], [1, 1, 40]]
+DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
+CASES: dict[int, list[tuple[Any, ...]]] = {
+    2: [
+        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48]], 48, 4, 4, DOUBLE), ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
+        ("ring", PACKED, 48, 4, 2, SINGLE), ("ring", PACKED, 48, 4, 2, HALF),
+        ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
+        ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
+    ],
+    3: [
+        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[40]], 42, 2, 2, DOUBLE),
+        ("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE),
+    ],
+    4: [
+        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48], [48]], 48, 4, 2, DOUBLE),
+        ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
+        ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
+    ],
+}  # fmt: skip
+# Of outputs and gradients of order 1. bf16: rounded inputs are the same in both, so what is left is the rounding of
+# outputs (2^-9 of their size), and with several blocks that of each block's share of a gradient.
+TOLERANCE = {DOUBLE: 1e-12, SINGLE: 3e-6, HALF: 6e-2}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_attention_over_ranks_gives_outputs_and_gradients_of_whole_rows(ranks: int) -> None:
+    worst = [max(errors) for errors in zip(*run_ranks(ranks, attention_errors, CASES[ranks]), strict=True)]
+    for case, error in zip(CASES[ranks], worst, strict=True):
+        assert error <= TOLERANCE[case[-1]], f"{case}: {error:.1e}"
+
+
+# Training.
+
+
+def document(
+    mesh: dict[str, Any] | None = None, *, microbatches: int = 4, model: dict[str, Any] | None = None, **other: Any
+) -> dict[str, Any]:
+    train = {
+        "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
+        # AdamW's first steps divide each gradient by its own size: a gradient that is nearly 0 turns a rounding into a
+        # change of the weight. A large eps keeps the update proportional to the gradient, so that later steps compare.
+        "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": 1e-3},
+        "lr_schedule": {"kind": "cosine", "warmup_steps": 1}, **other.pop("train", {}),
+    }  # fmt: skip
+    return {
+        "name": "context",
+        "model": {
+            "kind": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+            "vocab_size": 320, **(model or {}),
+        },
+        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
+        "mesh": mesh or {},
+        "pipeline": {"microbatches": microbatches, **other.pop("pipeline", {})},
+        "train": train,
+        **other,
+    }  # fmt: skip
+
+
+def train(world: int, job: dict[str, Any]) -> dict[str, Any]:
+    return merged(run_ranks(world, train_steps, job, STEPS))
+
+
+@cache
+def one_process(kv_heads: int = 2, precision: str = "fp32") -> dict[str, Any]:
+    return train(1, document(model={"num_kv_heads": kv_heads}, train={"precision": precision}))
+
+
+def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: float) -> None:
+    assert found["tokens"] == reference["tokens"]
+    assert found["loss"] == pytest.approx(reference["loss"], rel=relative)
+    assert found["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative)
+    assert len(found["gradients"]) == len(reference["gradients"]) == STEPS
+    for ours, theirs in zip(found["gradients"], reference["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            error = float((ours[name] - value).norm() / value.norm())
+            assert error <= relative, f"{name}: {error:.1e}"
+
+
+MESHES = [
+    {"cp": 2},
+    {"cp": 2, "cp_style": "ulysses"},
+    {"pp": 2, "cp": 2},
+    {"pp": 2, "cp": 2, "cp_style": "ulysses"},
+    {"fsdp": 2, "cp": 2},
+    {"fsdp": 2, "cp": 2, "cp_style": "ulysses"},
+    {"dp_replicate": 2, "cp": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_context_parallel_meshes_give_the_numbers_of_one_process_within_1e5(mesh: dict[str, Any]) -> None:
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    job = document(mesh, microbatches=4 // replicas)
+    assert one_process()["grad_norm"][0] > 0.05  # clipping acts
+    assert_close(train(replicas * 2 * mesh.get("pp", 1), job), one_process(), 1e-5)
+
+
+def test_ulysses_with_fewer_key_value_heads_than_ranks() -> None:
+    job = document({"cp": 2, "cp_style": "ulysses"}, model={"num_kv_heads": 1})
+    assert_close(train(2, job), one_process(kv_heads=1), 1e-5)
+
+
+def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> None:
+    pipeline = {"schedule": "zbv", "stages_per_rank": 2}
+    job = document({"pp": 2, "cp": 2}, pipeline=pipeline, train={"activation_checkpointing": "full"})
+    assert_close(train(4, job), one_process(), 1e-5)
+
+
+def write_documents(path: Path, lengths: list[int]) -> None:
+    """A file of documents of so many tokens each; the bytes tokenizer adds one at the end."""
+    letters = torch.randint(97, 123, (sum(lengths),), generator=torch.Generator().manual_seed(5)).tolist()
+    lines = []
+    for length in lengths:
+        text, letters = bytes(letters[: length - 1]).decode(), letters[length:]
+        lines.append(json.dumps({"text": text}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+def test_a_microbatch_without_any_label_among_packed_documents_of_different_lengths(style: str, tmp_path: Path) -> None:
+    # A document one longer than a row leaves a piece of one token, which has nothing to predict, and no room behind it.
+    write_documents(tmp_path / "a.jsonl", [30, 10, 49, 48, 20, 5, 23, 40, 7, 12, 33])
+    data = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "seq_len": 48, "shuffle": False}
+    job = document({"cp": 2, "cp_style": style}, data=data, train={"micro_batch_size": 1})
+    reference = {**job, "mesh": {}}
+    loader = open_loader(parse_job(reference), 0, 1)
+    counts = [labelled_tokens(microbatch.rows) for microbatch in loader.next_step()]
+    loader.close()
+    assert counts == [38, 48, 0, 47]
+    assert_close(train(2, job), train(1, reference), 1e-5)
+
+
+def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations() -> None:
+    # Attention in blocks rounds each block's gradients to bf16 (8 bits) before it adds them up in fp32.
+    found, reference = train(2, document({"cp": 2}, train={"precision": "bf16"})), one_process(precision="bf16")
+    assert_close(found, reference, 3e-2)
+
+
+# Checkpoints.
+
+
+def saved_slices(rank: int, world: int, port: int, job_document: dict[str, Any]) -> list[tuple[Any, ...]]:
+    job = parse_job(job_document)
+    seat = seat_of(rank, world, port, job)
+    with joined(seat, 60):
+        groups = make_groups(seat.mesh_sizes, "cpu")
+        built = build_stages(job, groups, CPU, lambda action: None)
+        state = gather_state(built.modules, None, groups.coordinates)
+        return [(part.name, part.offset, part.tensor.clone(), part.global_shape) for part in state.values()]
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}], ids=str)
+def test_every_weight_is_saved_once(mesh: dict[str, Any]) -> None:
+    parts = [part for rank in run_ranks(4, saved_slices, document(mesh)) for part in rank]
+    whole = {name: torch.zeros(shape) for name, _, _, shape in parts}
+    written = {name: torch.zeros(shape) for name, _, _, shape in parts}
+    for name, offset, tensor, _ in parts:
+        place = tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))
+        whole[name][place] = tensor
+        written[name][place] += 1
+    assert all(bool((counts == 1).all()) for counts in written.values())
+    [alone] = run_ranks(1, saved_slices, document())
+    assert {name for name, *_ in alone} == whole.keys()
+    assert all(torch.equal(whole[name], tensor) for name, _, tensor, _ in alone)
