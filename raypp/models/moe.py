@@ -66,7 +66,7 @@ class StackedExperts(nn.Module):
 def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
     """Expert after expert, those without a row left out."""
     # unbind, not indexing: its backward fills the stack's gradient once, where each index would fill a whole one.
-    parts = rows_NC.split(counts_E.tolist())
+    parts = torch.split(rows_NC, counts_E.tolist())
     experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
     out = [
         F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
@@ -146,7 +146,7 @@ class MixtureOfExperts(nn.Module):
             loss = router_loss_sum(
                 logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.options, self.microbatch_group
             )
-            out_SC = _AddLoss.apply(out_SC, loss)
+            out_SC = _AddLoss.apply(out_SC, loss)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
 
 
@@ -199,7 +199,7 @@ class _AddLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, ctx.one
 
 

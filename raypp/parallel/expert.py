@@ -3,12 +3,13 @@
 The ranks of a stage that share its weights (fsdp · cp, cp fastest) are seen as expert_shard × ep: ep neighbours hold
 the experts among them, E / ep each in order, and what is left shards each expert's matrices by FSDP2. A stacked
 parameter is one tensor with a global name and shape, `Shard(0)` along ep; sums, clipping and checkpoints need to know
-no more. Every rank sends its rows to the experts they chose, whatever the count, and gets them back: no token is dropped.
+no more. Every rank sends its rows to the experts they chose, whatever the count, and gets them back; none is dropped.
 
 Every row is computed on exactly one rank, so an expert's gradient there is complete for its ep group; FSDP2 adds up
 those of the groups, and those of dp_replicate.
 
-Legend: N rows sorted by expert (a token is a row for each expert it chose), C width, R ranks of the ep group, E experts.
+Legend: N rows sorted by expert (a token is a row for each expert it chose), C width, R ranks of the ep group, E experts
+of a layer.
 """
 
 from __future__ import annotations
@@ -110,14 +111,14 @@ class ExpertExchange:
         dist.all_to_all_single(received_RE, sent_RE, group=self.group)
         leave, arrive = torch.stack((sent_RE.sum(1), received_RE.sum(1))).tolist()
 
-        arrived_NC = _AllToAll.apply(rows_NC, arrive, leave, self.group)
+        arrived_NC = _AllToAll.apply(rows_NC, arrive, leave, self.group)  # type: ignore[no-untyped-call]
         # They come by rank, then expert; the experts want them by expert, then rank.
         local = torch.arange(received_RE.shape[1], device=counts_E.device).repeat(ranks)
         order_N = local.repeat_interleave(received_RE.flatten()).argsort(stable=True)
         back_N = torch.empty_like(order_N)
         back_N[order_N] = torch.arange(len(order_N), device=order_N.device)
         done_NC = experts(arrived_NC[order_N], received_RE.sum(0))
-        returned: Tensor = _AllToAll.apply(done_NC[back_N], leave, arrive, self.group)
+        returned: Tensor = _AllToAll.apply(done_NC[back_N], leave, arrive, self.group)  # type: ignore[no-untyped-call]
         return returned
 
 
@@ -130,7 +131,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(rows_NC, arrive, leave, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(gradient, ctx.leave, ctx.arrive, ctx.group), None, None, None
 
 

@@ -84,11 +84,28 @@ def _axes(job: Job) -> Iterator[Problem]:
         yield Problem("mesh.ep", what, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
     elif mesh.ep > 1 and not isinstance(model, MoeOptions):
         yield Problem("mesh.ep", f"{model.kind} has no experts to spread over {mesh.ep} ranks", "use mesh.ep 1")
-    elif isinstance(model, MoeOptions) and model.num_experts % mesh.ep:
-        near = _near(mesh.ep, [d for d in _divisors(shard) if model.num_experts % d == 0])
-        yield Problem("mesh.ep", f"{mesh.ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
+    elif isinstance(model, MoeOptions):
+        yield from _experts(model, mesh.ep, shard)
     if mesh.cp > 1:
         yield from _context(job)
+
+
+def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
+    """Problems of spreading experts over ep ranks, of `shard` that share the weights."""
+    if model.experts_per_token > model.num_experts:
+        what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
+        yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
+
+    def cuts(rest: int) -> bool:
+        return model.expert_ffn_size % rest == 0 or model.hidden_size % rest == 0
+
+    near = _near(ep, [d for d in _divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
+    if model.num_experts % ep:
+        yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
+    elif ep > 1 and not cuts(shard // ep):
+        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to cut each expert over, and neither "
+        what += f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size} divides so"
+        yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 
 def _context(job: Job) -> Iterator[Problem]:

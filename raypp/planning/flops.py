@@ -20,10 +20,15 @@ def attention_weights(model: DecoderOptions) -> int:
     return model.hidden_size * head * (2 * model.num_heads + 2 * model.kv_heads)
 
 
+def expert_weights(model: DecoderOptions) -> int:
+    """Weights of one layer's experts, without the router; 0 where there are none."""
+    return 3 * model.hidden_size * model.expert_ffn_size * model.num_experts if isinstance(model, MoeOptions) else 0
+
+
 def feed_forward_weights(model: DecoderOptions) -> int:
     """Weights of one layer's feed-forward block; with experts, of all of them and the router."""
     if isinstance(model, MoeOptions):
-        return 3 * model.hidden_size * model.expert_ffn_size * model.num_experts + model.hidden_size * model.num_experts
+        return expert_weights(model) + model.hidden_size * model.num_experts
     return 3 * model.hidden_size * model.ffn_size
 
 

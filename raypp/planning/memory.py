@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypp.planning.flops import embedding_parameters, head_parameters, layer_parameters
+from raypp.planning.flops import embedding_parameters, expert_weights, head_parameters, layer_parameters
 from raypp.planning.weights import activation_bytes
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
@@ -56,6 +56,8 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
     last = len(cut) - 1
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
     share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
+    experts = sum(cut[stage] for stage in stages) * expert_weights(job.model)
+    elsewhere = experts - experts // job.mesh.ep  # tokens go to these, they are never gathered
     tokens = microbatch_tokens(job)
     activations = sum(in_flight[s] * tokens * stage_activation_bytes(job, s, cut) for s in stages)
     if job.train.activation_checkpointing == "full" and any(cut[stage] for stage in stages):
@@ -64,7 +66,7 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
         weights=_FP32 * share,
         gradients=_FP32 * share,
         optimizer=_FP32 * share * _OPTIMIZER_STATES.get(job.train.optimizer.kind, 2),
-        gathered=_gathered(job, parameters, max((cut[s] for s in stages), default=0)),
+        gathered=_gathered(job, parameters - elsewhere, max((cut[s] for s in stages), default=0)),
         activations=activations,
         logits=tokens * logit_bytes(job, in_flight[last]) if last in stages else 0,
     )
@@ -91,16 +93,19 @@ def layer_activation_numbers(job: Job) -> int:
 
     Counted like Korthikanti et al. (arXiv:2205.05198, section 4), for this decoder: the inputs of both norms and of
     the matrices behind them (4 C), q, k, v before and after the rotary encoding, the attention's output, and gate, up,
-    silu(gate) and the product of the feed-forward block. Attention scores are recomputed by the fused kernels.
+    silu(gate) and the product of the feed-forward block. Attention scores are recomputed by the fused kernels. With
+    experts each token's row is kept once more per expert it goes to, as is what it brings back.
     """
     model = job.model
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    inner = model.ffn_size
+    inner, rows = model.ffn_size, 0
     if isinstance(model, MoeOptions):
         inner = model.experts_per_token * model.expert_ffn_size
+        rows = 2 * model.experts_per_token * model.hidden_size
     if job.train.activation_checkpointing == "selective":
-        return 2 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner  # what is cheap to compute is computed again
-    return 4 * model.hidden_size + 3 * queries + 3 * keys + 4 * inner
+        # What is cheap to compute is computed again.
+        return 2 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows
+    return 4 * model.hidden_size + 3 * queries + 3 * keys + 4 * inner + rows
 
 
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:

@@ -10,16 +10,13 @@ from typing import Any
 from raypp.spec.models import MODELS
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "model.kind": ("llama",),
+    "model.kind": tuple(MODELS.names()),
     "model.from_hf": (None,),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
-    "data.eval": (None,),
-    "mesh.ep": (1,),
     "pipeline.wire.dtype": ("auto",),
     "pipeline.wire.compression": ("none",),
     "train.activation_checkpointing": ("none", "full"),
     "train.compile": (False,),
-    "train.eval_every_steps": (0,),
     "recovery.elastic": (False,),
     "resources.spares": (0,),
 }

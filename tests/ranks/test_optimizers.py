@@ -72,40 +72,51 @@ class Quiet:
 
 
 def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
-    """Goes on from the newest checkpoint, if there is one, and saves another; returns the optimizer's state, whole."""
+    """Goes on from the newest checkpoint, if there is one, and saves another if there was a step to do.
+
+    Returns:
+        The optimizer's state as it was loaded and at the end, and the weights, all whole.
+    """
     job = parse_job(source)
     seat = seat_of(rank, world, port, job)
     device = pick_device(seat)
     store = DirectoryStore(Path(root))
     with joined(seat, 60) as rendezvous:
-        groups = make_groups(seat.mesh_sizes, "cpu")
+        groups = make_groups(seat.mesh_sizes, "cpu", job.mesh.ep)
         built = build_stages(job, groups, device, lambda action: None)
         optimizer = build_optimizer(built.modules, job.train.optimizer)
-        loader = open_loader(job, groups.coordinates.fsdp, job.mesh.replicas)
+        place = groups.coordinates
+        loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
         reducer = GradientReducer(built.modules, parameter_names(job.model))
         runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
         loaded = load_checkpoint(store, job.name, None, built.modules, optimizer)
         done = loaded.step if loaded else 0
         if loaded and loaded.data_position:
             loader.seek(loaded.data_position)
-        state = {
-            f"{name}/{key}": whole(value)
-            for module in built.modules
-            for name, parameter in module.named_parameters()
-            for key, value in optimizer.state[parameter].items()
-        }
+
+        def state() -> dict[str, torch.Tensor]:
+            return {
+                f"{name}/{key}": whole(value)
+                for module in built.modules
+                for name, parameter in module.named_parameters()
+                for key, value in optimizer.state[parameter].items()
+            }
+
+        before = state()
         for step in range(done + 1, done + steps + 1):
             watch = Stopwatch()
             runner.run(step, runner.read(Requests(), watch), watch)
         saver = CheckpointSaver(
             store, job.name, {}, seat, StoreAnnouncements(rendezvous, 1), Quiet(), 3, commit_timeout_s=60
         )
-        saver.save(done + steps, built.modules, optimizer, {"data_position": loader.position()})
-        assert saver.wait() == done + steps
+        if steps:
+            saver.save(done + steps, built.modules, optimizer, {"data_position": loader.position()})
+            assert saver.wait() == done + steps
         saver.close()
         loader.close()
         weights = {name: whole(p) for module in built.modules for name, p in module.named_parameters()}
-    return {"loaded": state, "weights": weights}
+        after = state()
+    return {"loaded": before, "state": after, "weights": weights}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -1,0 +1,222 @@
+"""Experts: neither the mesh nor where they are spread changes the numbers. The reference is one process.
+
+Which experts a token goes to can flip when two of them are equally likely to within a rounding, and then all numbers
+differ. The seeds here are such that none does; the tolerances are those of dense models.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from test_mesh_does_not_change_numbers import assert_close, assert_identical
+from test_optimizers import train_on
+from training import merged, train_steps
+
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.fetch import open_files
+from raypp.models.moe import StackedExperts
+from raypp.parallel.expert import ExpertExchange
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+MICROBATCHES = 4
+BLANK = (1,)
+"""Microbatches without a label."""
+
+
+def document(kind: str = "qwen3_moe", *, schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:
+    """Packed documents of 3 to 50 tokens; gradients ten times longer than they are clipped to."""
+    mesh = sections.get("mesh", {})
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    model = {
+        "kind": kind, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+        "vocab_size": 96, "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
+        "z_loss_weight": 0.01,
+    }  # fmt: skip
+    train = {
+        "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
+        "optimizer": {"kind": "adamw", "lr": 3e-3}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
+    }  # fmt: skip
+    pipeline = {"schedule": schedule, "microbatches": MICROBATCHES // replicas, "pad_to_multiple_of": 8}
+    return {
+        "name": "experts",
+        "model": model | sections.get("model", {}),
+        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
+        "mesh": mesh,
+        "pipeline": pipeline | sections.get("pipeline", {}),
+        "train": train | sections.get("train", {}),
+    }
+
+
+def trained(job: dict[str, Any], steps: int = STEPS, blank: tuple[int, ...] = BLANK) -> dict[str, Any]:
+    mesh = job["mesh"]
+    world = mesh.get("pp", 1) * mesh.get("dp_replicate", 1) * mesh.get("fsdp", 1) * mesh.get("cp", 1)
+    return merged(run_ranks(world, train_steps, job, steps, "cpu", blank))
+
+
+@cache
+def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
+    found = trained(document(kind))
+    assert min(found["grad_norm"]) > 0.05, "clipping is not active"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "stages_per_rank"),
+    [("qwen3_moe", "1f1b", 1), ("qwen3_moe", "interleaved_zero_bubble", 2), ("mixtral", "1f1b", 1)],
+)
+def test_a_pipeline_of_experts_gives_the_bits_of_one_process(kind: str, schedule: str, stages_per_rank: int) -> None:
+    job = document(kind, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages_per_rank})
+    assert_identical(trained(job), one_process(kind))
+
+
+# Sums over ranks are added in another order than over microbatches: a rounding of fp32 (6e-8) through three steps.
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 2},
+        {"fsdp": 2, "ep": 2},
+        {"pp": 2, "fsdp": 2, "ep": 2},
+        {"fsdp": 4, "ep": 2},
+        {"dp_replicate": 2, "fsdp": 2, "ep": 2},
+        {"cp": 2, "ep": 2},
+        {"fsdp": 2, "cp": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_experts_spread_over_ranks_give_the_numbers_of_one_process_within_1e5(mesh: dict[str, int]) -> None:
+    assert_close(trained(document(mesh=mesh)), one_process(), 1e-5)
+
+
+def test_three_ranks_hold_two_experts_each() -> None:
+    job = document(mesh={"cp": 3, "ep": 3}, pipeline={"pad_to_multiple_of": 8})
+    alone = document(pipeline={"pad_to_multiple_of": 24})
+    assert_close(trained(job, 1), trained(alone, 1), 1e-5)
+
+
+def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> None:
+    few = {
+        "model": {"num_experts": 32, "experts_per_token": 1, "num_layers": 2},
+        "train": {"micro_batch_size": 1},
+    }
+    short = {"kind": "synthetic", "num_documents": 40, "document_len": [3, 8], "seq_len": 8}
+    reference = trained({**document(**few), "data": short}, 1, ())
+    spread = trained({**document(mesh={"fsdp": 2, "ep": 2}, **few), "data": short}, 1, ())
+    assert_close_where_not_zero(spread, reference)
+    gradient = reference["gradients"][0]["model.layers.0.mlp.experts.up_proj"]
+    assert any(not part.any() for part in gradient) and any(bool(part.any()) for part in gradient)
+
+
+def assert_close_where_not_zero(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert_close(found, reference, 1e-5)
+    for name, value in reference["gradients"][0].items():
+        if ".experts." in name:
+            assert [part.any() for part in value] == [part.any() for part in found["gradients"][0][name]]
+
+
+def test_recomputing_the_exchange_in_the_backward_changes_no_bit() -> None:
+    mesh = {"cp": 2, "ep": 2}
+    again = document(mesh=mesh, train={"activation_checkpointing": "full"})
+    assert_identical(trained(again, 1), trained(document(mesh=mesh), 1))
+
+
+def test_muon_updates_spread_experts_like_one_process() -> None:
+    muon = {"optimizer": {"kind": "muon", "lr": 3e-3}}
+    found = trained(document(mesh={"fsdp": 4, "ep": 2}, train=muon), 2)
+    reference = trained(document(train=muon), 2)
+    assert_close(found, reference, 1e-5)
+
+
+COUNTS = [
+    [[3, 0, 2, 5], [1, 4, 0, 0]],
+    [[0, 0, 2, 5], [0, 0, 0, 3]],  # the first rank's experts get nothing
+    [[0, 0, 0, 0], [2, 1, 0, 3]],  # the first rank sends nothing
+    [[0, 0, 0, 0], [0, 0, 0, 0]],
+]
+
+
+def four_experts() -> StackedExperts:
+    experts = StackedExperts(4, 6, 10, ("gate_proj", "up_proj", "down_proj"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    return experts
+
+
+def rows_of(counts: list[int], rank: int) -> torch.Tensor:
+    return torch.randn(sum(counts), 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def exchange_rows(rank: int, world: int, port: int) -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    exchange = ExpertExchange(dist.group.WORLD)
+    results = []
+    for counts in COUNTS:
+        experts, everywhere = StackedExperts(2, 6, 10, ("gate_proj", "up_proj", "down_proj")), four_experts()
+        with torch.no_grad():
+            for name, parameter in experts.named_parameters():
+                parameter.copy_(getattr(everywhere, name)[2 * rank : 2 * rank + 2])
+        rows = rows_of(counts[rank], rank)
+        out = exchange(experts, rows, torch.tensor(counts[rank]))
+        # The gradient that arrives is not contiguous.
+        (out.t() * torch.arange(6.0)[:, None]).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
+        results.append({"out": out.detach(), "rows": rows.grad, **gradients})
+    dist.destroy_process_group()
+    return results
+
+
+def test_rows_find_their_experts_and_come_back_whatever_the_counts() -> None:
+    found = run_ranks(2, exchange_rows)
+    for case, counts in enumerate(COUNTS):
+        experts = four_experts()
+        for rank in range(2):
+            rows = rows_of(counts[rank], rank)
+            out = experts(rows, torch.tensor(counts[rank]))
+            (out * torch.arange(6.0)).sum().backward()
+            torch.testing.assert_close(found[rank][case]["out"], out.detach())
+            torch.testing.assert_close(found[rank][case]["rows"], rows.grad)
+        for name, parameter in experts.named_parameters():
+            gathered = torch.cat([found[rank][case][name] for rank in range(2)])
+            torch.testing.assert_close(gathered, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"fsdp": 2, "ep": 2}, {}),
+        ({}, {"cp": 2, "ep": 2}),
+        ({"fsdp": 4, "ep": 2}, {"pp": 2}),
+        ({"dp_replicate": 2, "fsdp": 2, "ep": 2}, {"fsdp": 2}),
+    ],
+    ids=["ep 2 to one", "one to ep 2", "ep 2 of fsdp 4 to pp 2", "two replicas of ep 2 to fsdp 2"],
+)
+def test_a_checkpoint_of_spread_experts_loads_on_another_mesh_bit_for_bit(
+    before: dict[str, int], after: dict[str, int], tmp_path: Path
+) -> None:
+    def everything(mesh: dict[str, int], steps: int) -> dict[str, torch.Tensor]:
+        world = mesh.get("pp", 1) * mesh.get("dp_replicate", 1) * mesh.get("fsdp", 1) * mesh.get("cp", 1)
+        job = document(mesh=mesh, model={"num_layers": 2})
+        results = run_ranks(world, train_on, job, str(tmp_path), steps)
+        return {name: value for r in results for part in ("weights", "state") for name, value in r[part].items()}
+
+    saved, loaded = everything(before, 1), everything(after, 0)
+    assert saved.keys() == loaded.keys()
+    assert any(name.endswith("experts.up_proj/exp_avg") for name in saved)
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    store = DirectoryStore(tmp_path)
+    files = open_files(store, read_commit(store, "experts", 1))
+    written = [entry for file in files for entry in file.header.entries if entry.name.endswith("1.mlp.experts.up_proj")]
+    assert {tuple(entry.global_shape) for entry in written} == {(6, 24, 32)}
+    written_once = sum(torch.Size(entry.shape).numel() for entry in written if not entry.name.startswith("optim/"))
+    assert written_once == 6 * 24 * 32
