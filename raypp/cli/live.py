@@ -224,6 +224,7 @@ def summary_view(
     pairs: list[tuple[str, RenderableType]] = [
         ("steps", f"{step} of {status['steps']}"),
         ("final loss", loss),
+        *_held_out(events),
         ("tokens/s", quantity(statistics.median(row["tokens_per_s"] for row in rows) if rows else None) + "  (median)"),
         ("wall time", _wall_time(status, events)),
         ("restarts", str(status["restarts"])),
@@ -242,6 +243,14 @@ def summary_view(
     for command, words in commands:
         grid.add_row(Text("  ") + command, Text(words, style="dim"))
     return Group(*parts, Text(""), Text("next", style="dim"), grid)
+
+
+def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
+    """The last evaluation, if there was one."""
+    found = [event for event in events if event.kind == "evaluated"]
+    if not found:
+        return []
+    return [("held-out loss", f"{loss_text(found[-1].details.get('loss'))}  (step {found[-1].step})")]
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:

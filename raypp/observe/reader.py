@@ -87,6 +87,18 @@ class RunReader:
             self._events = sorted([*self._events, *found], key=lambda event: event.time)
         return list(self._events)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What the evaluations found, by step: step, loss, tokens, seconds, attempt.
+
+        One that was repeated after a restart counts once, with the last attempt's values.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events():
+            if event.kind == "evaluated" and event.step is not None:
+                values = {key: event.details.get(key) for key in ("loss", "tokens", "seconds")}
+                found[event.step] = {"step": event.step, **values, "attempt": event.attempt}
+        return [found[step] for step in sorted(found)]
+
     def logs(self, rank: int | None = None, since: Cursor | None = None) -> Iterator[LogLine]:
         """Log lines, oldest first, read as they are consumed.
 

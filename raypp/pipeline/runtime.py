@@ -110,8 +110,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         program: Compute-only program of every pipeline rank.
         rank_of_stage: Pipeline rank of every stage.
         microbatches: Per step.
-        loss_fn: `(logits_BTV, labels_BT) -> scalar`; None for a forward-only program.
+        loss_fn: `(logits_BTV, labels_BT) -> scalar`; None: no losses.
         mark: Told, before each action, what it is.
+        backward: False for a forward-only program, which runs under `no_grad`; weights are left sharded after it.
     """
 
     def __init__(
@@ -122,8 +123,11 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         microbatches: int,
         loss_fn: LossFn | None,
         mark: Mark | None = None,
+        *,
+        backward: bool = True,
     ) -> None:
         super().__init__(stages, microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._has_backward = backward and loss_fn is not None
         self.planned = {stage.stage_index: stage for stage in stages}
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         for stage in stages:
@@ -185,6 +189,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         for work in self._sends.values():
             work.wait()
         self._sends.clear()
+        if not self._has_backward:
+            for stage in self.planned.values():
+                self._reshard(stage, -1)
         return [self._losses[index] for index in sorted(self._losses)]
 
     # Compute.
@@ -199,6 +206,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
             self._losses[microbatch] = self._loss_fn(output, self._targets[microbatch])
         if stage.stage_index + 1 in self.planned:
             self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
+        if not self._has_backward and (stage.is_last or stage.stage_index + 1 in self.planned):
+            del stage.fwd_cache[microbatch]
 
     def _full_backward(self, stage: PlannedStage, microbatch: int) -> None:
         self._backward(stage, microbatch, full=True)
@@ -230,6 +239,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
 
     def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
         self._sends[_ComputationType.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
+        if not self._has_backward:
+            del stage.fwd_cache[microbatch]
 
     def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
         self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from raypp.mesh.geometry import Mesh
+from raypp.mesh.place import place_stages
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.flops import flops_per_token, model_parameters
 from raypp.planning.links import Boundary, boundaries
@@ -18,7 +19,9 @@ from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
+from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.picture import draw_timeline
+from raypp.schedules.registry import schedule_named
 from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
 
@@ -39,6 +42,17 @@ def stage_program(job: Job) -> tuple[list[list[int]], Program]:
         JobError: The schedule does not exist, or cannot do these sizes.
     """
     return program_of(job)
+
+
+def forward_program(job: Job) -> tuple[list[list[int]], Program]:
+    """Stages of every pipeline rank, as `stage_program` places them, and forwards only: what evaluation runs.
+
+    Raises:
+        JobError: The schedule does not exist.
+    """
+    pp, placement = job.mesh.pp, schedule_named(schedule_of(job)).placement
+    program = build_forward_only(pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, placement)
+    return place_stages(pp, job.num_stages, placement), program
 
 
 @dataclass(frozen=True)

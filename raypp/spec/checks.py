@@ -109,6 +109,9 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
         yield Problem("data.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
     if data.eval is not None and (data.eval.fraction is None) == (data.eval.path is None):
         yield Problem("data.eval", "needs either a fraction or a path", "for example `eval: {fraction: 0.02}`")
+    if job.train.eval_every_steps and data.eval is None:
+        fix = "for example `eval: {fraction: 0.02}` under data, or leave the key out"
+        yield Problem("train.eval_every_steps", "there is no held-out part to evaluate: data.eval is not set", fix)
 
 
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:

@@ -159,7 +159,7 @@ class TrainSection(Section):
     compile: bool = False
     """torch.compile each block."""
     eval_every_steps: int = Field(default=0, ge=0)
-    """Evaluate on the held-out part every so many steps; 0 = never."""
+    """Evaluate on the held-out part every so many steps, and at the end; 0 = never."""
 
 
 class CheckpointSection(Section):

@@ -17,6 +17,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import open_store
 from raypp.train.build import build_stages
+from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
@@ -82,7 +83,10 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     )
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
-    return _train(job, seat, reporter, runner, saver, restored, start)
+    evaluator = None
+    if job.train.eval_every_steps:
+        evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
+    return _train(job, seat, reporter, runner, evaluator, saver, restored, start)
 
 
 def _train(
@@ -90,6 +94,7 @@ def _train(
     seat: Seat,
     reporter: Reporter,
     runner: StepRunner,
+    evaluator: Evaluator | None,
     saver: CheckpointSaver,
     restored: int,
     start: Stopwatch,
@@ -125,6 +130,10 @@ def _train(
                 seconds["first step"] = round(report.step_s, 4)
                 told = {"seconds": seconds}
                 reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=told))
+        if evaluator is not None and evaluation_due(done, job):
+            evaluation = evaluator.run()
+            if seat.rank == 0:
+                reporter.event(evaluation.event(done, seat.attempt))
     reporter.phase("finish")
     committed = saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)

@@ -13,7 +13,7 @@ from raypp.data.loader import Loader
 from raypp.data.packing import Row
 from raypp.parallel.groups import RankGroups
 from raypp.pipeline.agree import StepPlan, agree_on_step, padded_length
-from raypp.pipeline.collate import collate, labelled_tokens, longest_row, rows_digest
+from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, rows_digest
 from raypp.records import Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages
@@ -78,6 +78,10 @@ class StepRunner:
         """Reads the next rows and agrees on them. Collective over the world."""
         with watch.part("data"):
             microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
+        return self.agree(microbatches, requests, watch)
+
+    def agree(self, microbatches: list[tuple[Row, ...]], requests: Requests, watch: Stopwatch) -> ReadStep:
+        """Agrees with the other ranks on rows that each has read. Collective over the world."""
         rows = [row for microbatch in microbatches for row in microbatch]
         with watch.part("negotiate"):
             plan = agree_on_step(
@@ -103,6 +107,17 @@ class StepRunner:
             for n in longest
         ]
 
+    def batches(self, read: ReadStep) -> list[StageBatch]:
+        """This rank's share of every microbatch, on its device."""
+        return [
+            collate(rows, length, self.device, self.share)
+            for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
+        ]
+
+    def own_lengths(self, read: ReadStep) -> list[int]:
+        """Tokens of each row that this rank has, of every microbatch."""
+        return [length // self.share.size for length in read.plan.seq_lens]
+
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
         """Runs a step that was read, and updates the weights. Collective over the world.
 
@@ -114,14 +129,11 @@ class StepRunner:
         # ranks of one replica draw alike.
         torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
         with watch.part("data"):
-            batches = [
-                collate(rows, length, self.device, self.share)
-                for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
-            ]
+            batches = self.batches(read)
         with watch.part("pipeline"):
             losses = self.built.runtime.run(
                 self.job.train.micro_batch_size,
-                [length // self.share.size for length in read.plan.seq_lens],
+                self.own_lengths(read),
                 [batch.tokens_BT for batch in batches],
                 [batch.stage_arguments() for batch in batches],
                 [batch.labels_BT for batch in batches],

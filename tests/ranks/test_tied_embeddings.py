@@ -69,12 +69,13 @@ def test_sharded_ends_have_the_numbers_of_one_process_within_1e5(mesh: dict[str,
 
 def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:
     # One process goes through FSDP, where autograd adds the two gradients of a microbatch in bf16 (8 bits: 4e-3) before
-    # they are gathered in fp32; a pipeline never adds them in bf16. Measured: 2e-3 on the shared matrix.
+    # they are gathered in fp32; a pipeline never adds them in bf16. Measured: 1.4e-3 on the shared matrix at the first
+    # step, 8e-6 on the rest, which only see it through the clip; then the weights differ.
     found, reference = trained(2, pp=2, train={"precision": "bf16"}), one_process("bf16")
-    assert found["loss"] == pytest.approx(reference["loss"], rel=1e-3)
-    assert_close(
-        {**found, "gradients": found["gradients"][:1]}, {**reference, "gradients": reference["gradients"][:1]}, 4e-3
-    )
+    assert found["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+    for name, value in reference["gradients"][0].items():
+        error = float((found["gradients"][0][name] - value).norm() / value.norm())
+        assert error <= (4e-3 if name == MATRIX else 2e-5), f"{name}: {error:.1e}"
 
 
 def test_a_checkpoint_has_one_entry_and_fills_both_ends(tmp_path: Path) -> None:

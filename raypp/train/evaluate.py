@@ -1,0 +1,107 @@
+"""The loss on the held-out part, through the same pipeline by a forward-only program.
+
+It runs between two steps, when no gradient is pending. It draws no random numbers and moves neither the weights nor the
+training rows, so a run with evaluation has the bits of one without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.planning.plan import forward_program
+from raypp.records import Event, Requests
+from raypp.spec.job import Job
+from raypp.train.build import BuiltStages
+from raypp.train.loss import token_loss_sum
+from raypp.train.step import StepRunner, Stopwatch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found, over all replicas.
+
+    Attributes:
+        loss: Mean over the tokens with a label; 0 when there are none.
+        tokens: How many.
+        seconds: It took.
+    """
+
+    loss: float
+    tokens: int
+    seconds: float
+
+    def event(self, step: int, attempt: int) -> Event:
+        """For the run's records."""
+        words = f"loss {self.loss:.4f} on {self.tokens:,} held-out tokens in {self.seconds:.1f} s"
+        details = {"loss": self.loss, "tokens": self.tokens, "seconds": round(self.seconds, 4)}
+        return Event("evaluated", words, attempt=attempt, step=step, details=details)
+
+
+class Evaluator:
+    """Evaluates the stages of a rank.
+
+    Args:
+        job: The job; it has `data.eval`.
+        runner: Its steps: their stages, their rows, their way of agreeing.
+        mark: Told, before each action of the program, what it is.
+    """
+
+    def __init__(self, job: Job, runner: StepRunner, mark: Callable[[str], None] | None = None) -> None:
+        self._rows, self._runner = job.train.micro_batch_size, runner
+        self._runtime = _forward_runtime(job, runner.built, mark)
+
+    @torch.no_grad()
+    def run(self) -> Evaluation:
+        """Goes through the held-out part once. Collective over the world: all ranks must call it after the same step.
+
+        Raises:
+            DataError: The ranks of a replica hold other rows back.
+        """
+        started = time.perf_counter()
+        loss_sum, tokens = 0.0, 0
+        for microbatches in self._runner.loader.held_out():
+            read = self._runner.agree([tuple(microbatch.rows) for microbatch in microbatches], Requests(), Stopwatch())
+            batches = self._runner.batches(read)
+            losses = self._runtime.run(
+                self._rows,
+                self._runner.own_lengths(read),
+                [batch.tokens_BT for batch in batches],
+                # Without labels no layer adds losses of its own (a router's).
+                [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
+                [batch.labels_BT for batch in batches],
+            )
+            loss_sum += float(torch.stack(losses).double().sum()) if losses else 0.0
+            tokens += read.plan.global_tokens
+        # Ranks without the last stage add exact zeros: a pipeline of any cut gives the bits of one process.
+        total = torch.tensor([loss_sum], dtype=torch.float64)
+        dist.all_reduce(total)
+        loss = float(total) / tokens if tokens else 0.0
+        return Evaluation(loss, tokens, time.perf_counter() - started)
+
+
+def evaluation_due(step: int, job: Job) -> bool:
+    """Whether the weights after a step are evaluated: every so many steps, and at the end."""
+    every = job.train.eval_every_steps
+    return bool(every) and (step % every == 0 or step == job.train.steps)
+
+
+def _forward_runtime(job: Job, built: BuiltStages, mark: Callable[[str], None] | None) -> ProgramRuntime:
+    """A second runtime on the stages of training. A training program must never run under `no_grad`, and the stages
+    forget what either runtime left at the start of each step."""
+    placement, program = forward_program(job)
+    ranks = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    return ProgramRuntime(
+        list(built.runtime.planned.values()),
+        program,
+        [ranks[stage] for stage in range(len(ranks))],
+        job.pipeline.microbatches,
+        token_loss_sum,
+        mark,
+        backward=False,
+    )

@@ -1,0 +1,57 @@
+"""An evaluation on its way to the reader of a run's records, and to a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from raypp.cli.live import summary_view
+from raypp.control.runs import RunPlace
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import RunState
+from raypp.spec.checks import check_spec
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.evaluate import Evaluation, evaluation_due
+
+
+def test_an_evaluation_comes_back_from_the_store_and_the_last_attempt_counts(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    with RunRecorder(store, "r", "a1", interval_s=0.01) as recorder:
+        for step, loss, attempt in ((2, 3.25, 1), (4, 3.0, 1), (4, 2.75, 2)):
+            recorder.event(Evaluation(loss, 1000, 0.5).event(step, attempt))
+    assert RunReader(store, "r").evaluations() == [
+        {"step": 2, "loss": 3.25, "tokens": 1000, "seconds": 0.5, "attempt": 1},
+        {"step": 4, "loss": 2.75, "tokens": 1000, "seconds": 0.5, "attempt": 2},
+    ]
+
+
+def test_the_event_says_it_in_words() -> None:
+    assert Evaluation(3.14159, 12345, 1.26).event(7, 1).message == "loss 3.1416 on 12,345 held-out tokens in 1.3 s"
+
+
+def test_the_summary_of_a_run_shows_the_last_evaluation() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    status = RunStatus("r", RunState.SUCCEEDED, steps=4).as_dict()
+    events = [Evaluation(3.0, 10, 0.5).event(2, 1), Evaluation(2.75, 10, 0.5).event(4, 1)]
+    console.print(summary_view(RunPlace("/tmp", "r", None), status, [], events, console))
+    assert "held-out loss  2.7500  (step 4)" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def job(**train: int) -> dict[str, object]:
+    return {"name": "r", "data": {"kind": "synthetic"}, "train": train}
+
+
+def test_evaluation_is_due_every_so_many_steps_and_at_the_end() -> None:
+    often = parse_job(job(steps=7, eval_every_steps=3))
+    assert [step for step in range(1, 8) if evaluation_due(step, often)] == [3, 6, 7]
+    assert not evaluation_due(7, parse_job(job(steps=7)))
+
+
+def test_evaluating_without_a_held_out_part_is_refused() -> None:
+    (problem,) = check_spec(parse_job(job(eval_every_steps=3)))
+    assert problem.key == "train.eval_every_steps" and "eval: {fraction" in problem.fix
