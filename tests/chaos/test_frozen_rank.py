@@ -1,0 +1,27 @@
+"""A rank that neither works nor dies: only the controller's watch can notice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers
+
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+
+
+def test_a_frozen_rank_is_named_within_the_hang_timeout_and_the_run_ends_as_if_nothing_had_been(
+    laptop: Laptop, undisturbed: Run
+) -> None:
+    run = laptop.start(laptop.job("frozen", recovery__hang_timeout_s=6), "--json")
+    ranks = run.wait_titles()
+    run.wait_step(EVERY)
+    ranks["pp1"].suspend()
+    assert run.wait() == 0, run.told()
+    answer = json.loads(run.out.splitlines()[-1])
+    assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", STEPS, 1)
+    failure = run.events("rank_failed")[0]
+    assert (failure.details["kind"], failure.details["label"]) == ("hung", "pp1")
+    assert "pp0: `step" in failure.details["evidence"]
+    assert numbers(run.history()) == numbers(undisturbed.history())
+    assert_same_weights(run.weights(), undisturbed.weights())
