@@ -29,17 +29,20 @@ class _Layout:
 def apply_to_whole(
     parameters: Sequence[Tensor], part: Callable[[int], Tensor], function: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Applies a function to whole tensors and gives each rank its part of the results.
+    """Applies a function of matrices to whole tensors and gives each rank its part of the results.
 
     Collective over the ranks that share the parameters: all must consume the iterator, with the same parameters in the
     same order. The work is shared out: of N ranks each gathers, computes and returns every N-th tensor, the largest
     first, so that a tensor is computed once, sent once each way, and at most one whole is on a rank at a time. Copies
     along replicated axes each compute their own, from equal parts.
 
+    A tensor of more than two dimensions is a stack of matrices (experts): one that is cut between them stays so.
+
     Args:
         parameters: Say how each tensor is cut: as the parameter of the same place is.
         part: This rank's part of the tensor of an index; asked for once, when it is that tensor's turn.
-        function: From a whole tensor to one of the same shape; must depend on nothing else.
+        function: From a tensor to one of the same shape, matrix by matrix (the last two dimensions); must depend on
+            nothing else.
 
     Yields:
         Index and this rank's part of the result, in an order of its own.
@@ -56,17 +59,21 @@ def apply_to_whole(
         by_size = sorted(indices, key=lambda index: -parameters[index].numel())
         for start in range(0, len(by_size), ranks):
             turn = by_size[start : start + ranks]
-            shapes = [list(parameters[index].shape) for index in turn]
-            yield from zip(turn, _one_each(layout, shapes, [part(index) for index in turn], function), strict=True)
+            parts = [part(index) for index in turn]
+            shapes = [list(own.shape) for own in parts]
+            for shape, index in zip(shapes, turn, strict=True):
+                shape[layout.dim] = parameters[index].shape[layout.dim]
+            yield from zip(turn, _one_each(layout, shapes, parts, function), strict=True)
 
 
 def _layout(parameter: Tensor) -> _Layout | None:
-    """None: this rank has all of it."""
+    """None: this rank has all of it, or of some of its matrices."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, found = parameter.device_mesh, None
     for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard) and mesh.size(axis) > 1:
+        between = isinstance(placement, Shard) and placement.dim < parameter.ndim - 2
+        if isinstance(placement, Shard) and not between and mesh.size(axis) > 1:
             if found is not None:
                 raise NotImplementedError(f"a parameter cut along two mesh axes: {parameter.placements}")
             found = _Layout(mesh.get_group(axis), placement.dim)
