@@ -204,9 +204,9 @@ def test_a_microbatch_without_any_label_among_packed_documents_of_different_leng
 
 
 def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations() -> None:
-    # Attention in blocks rounds each block's gradients to bf16 (8 bits) before it adds them up in fp32.
+    # Measured: 0.8 % of a gradient's norm; bf16 itself differs from fp32 by 1.1 % here.
     found, reference = train(2, document({"cp": 2}, train={"precision": "bf16"})), one_process(precision="bf16")
-    assert_close(found, reference, 3e-2)
+    assert_close(found, reference, 2e-2)
 
 
 # Checkpoints.
