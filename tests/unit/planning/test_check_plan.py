@@ -80,6 +80,20 @@ def test_experts_that_do_not_divide() -> None:
     assert "no experts" in problem(mesh={"fsdp": 2, "ep": 2})[1]
 
 
+def test_experts_that_what_is_left_of_the_mesh_cannot_cut() -> None:
+    odd = {**MOE, "hidden_size": 36, "num_heads": 4, "expert_ffn_size": 35}
+    key, what, fix = problem(model=odd, mesh={"fsdp": 16, "ep": 2})
+    assert key == "mesh.ep"
+    assert "leaves 8 ranks" in what and "expert_ffn_size 35" in what
+    assert fix.startswith("use 1 or 4,") and "multiple of 8" in fix
+    assert check_plan(job_with(model=odd, mesh={"fsdp": 16, "ep": 4})) == []
+
+
+def test_more_experts_per_token_than_there_are() -> None:
+    key, _, fix = problem(model={**MOE, "experts_per_token": 9})
+    assert (key, fix) == ("model.experts_per_token", "use at most 8")
+
+
 def test_heads_that_ulysses_cannot_share_out() -> None:
     key, _, fix = problem(mesh={"cp": 3, "cp_style": "ulysses"})
     assert key == "mesh.cp" and "use 2 or 4" in fix and "ring" in fix
