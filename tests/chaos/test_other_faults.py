@@ -30,7 +30,7 @@ def _swap(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "told"),
-    [(_remove, "no file at .*words-removed.txt"), (_swap, "data")],
+    [(_remove, "no file at .*words-removed.txt"), (_swap, "data.path: the checkpoint was made with other data")],
     ids=["removed", "swapped"],
 )
 def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
