@@ -128,6 +128,15 @@ def test_recomputing_the_exchange_in_the_backward_changes_no_bit() -> None:
     assert_identical(trained(again, 1), trained(document(mesh=mesh), 1))
 
 
+def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_roundings() -> None:
+    bf16 = {"precision": "bf16"}
+    reference = trained(document(train=bf16), 1)
+    assert_identical(trained(document(train=bf16, mesh={"pp": 2}), 1), reference)
+    # An expert's gradient over the tokens of two ranks is rounded to bf16 (8 bits: 4e-3) once, not once per rank;
+    # 1.8e-3 was measured. Later steps are not compared: after a rounding, tokens may go to other experts.
+    assert_close(trained(document(train=bf16, mesh={"fsdp": 2, "ep": 2}), 1), reference, 4e-3)
+
+
 def test_muon_updates_spread_experts_like_one_process() -> None:
     muon = {"optimizer": {"kind": "muon", "lr": 3e-3}}
     found = trained(document(mesh={"fsdp": 4, "ep": 2}, train=muon), 2)
