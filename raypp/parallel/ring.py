@@ -47,10 +47,14 @@ class Ring:
         """
         to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         arriving = torch.empty_like(tensor)
-        works = [
-            dist.irecv(arriving, group=self.up if source < self.rank else self.down, group_src=source),
-            dist.isend(tensor, group=self.up if to > self.rank else self.down, group_dst=to),
-        ]
+        works: list[dist.Work | None] = []
+        # Upward messages before downward ones and receiving before sending: then no rank waits in a circle, also where
+        # a first message blocks until its peer is there, as NCCL does while it connects the two.
+        for upward, group in ((True, self.up), (False, self.down)):
+            if (source < self.rank) is upward:
+                works.append(dist.irecv(arriving, group=group, group_src=source))
+            if (to > self.rank) is upward:
+                works.append(dist.isend(tensor, group=group, group_dst=to))
         return arriving, [work for work in works if work is not None]
 
     def travelling(self, own: Tensor, hops: int) -> Iterator[Tensor]:
