@@ -19,6 +19,8 @@ from torch import Tensor
 from raypp.models.documents import PackedDocuments
 
 
+# Not compiled: the lengths of the documents are plain numbers, and every microbatch would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments) -> Tensor:
     """Causal attention of every document of a microbatch with itself.
 

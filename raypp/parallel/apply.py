@@ -1,24 +1,24 @@
 """What is done to a stage between building it and training it, in the one order that works.
 
 0. experts are spread over ranks, each keeps its share
-1. activation checkpointing wraps each block's forward (inside, so that recomputation sees plain modules)
-2. FSDP2 shards each block, then the stage itself, which must be the root that the pipeline calls
-3. memory is taken on the device, and only then
+1. torch.compile takes each block's forward
+2. activation checkpointing wraps that (inside FSDP, so that recomputation sees plain modules)
+3. FSDP2 shards each block, then the stage itself, which must be the root that the pipeline calls
+4. memory is taken on the device, and only then
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.groups import RankGroups
+from raypp.parallel.recompute import recompute_blocks
 from raypp.spec.job import Job
 
 
@@ -45,21 +45,19 @@ def prepare_stage(
     if groups is not None and groups.context is not None:
         for block in moe_blocks(stage):
             block.microbatch_group = groups.context[0]
-    if job.train.activation_checkpointing == "full":
-        _checkpoint_blocks(stage)
+    if job.train.compile:
+        _compile_blocks(stage)
+    if job.train.activation_checkpointing != "none":
+        recompute_blocks(stage, job.train.activation_checkpointing)
     if data_mesh is not None:
         _shard(stage, job, data_mesh, expert_mesh)
     return stage.to_empty(device=device)
 
 
-def _checkpoint_blocks(stage: nn.Module) -> None:
-    """Recomputes each block in the backward.
-
-    Only `forward` is replaced: a wrapper module would change parameter names, and FSDP's hooks, which hang on the
-    call, stay outside the recomputed part.
-    """
+def _compile_blocks(stage: nn.Module) -> None:
+    """Compiles each block's forward (not its call: FSDP's hooks stay outside), for any length from the start on."""
     for block in stage.get_submodule("model.layers").children():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
-from raypp.planning.choices import cut_of, lookahead_of, schedule_of
+from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.weights import end_weights
 from raypp.schedules.registry import schedule_named, size_problems
 from raypp.spec.job import Job
@@ -18,6 +18,8 @@ def check_plan(job: Job) -> list[Problem]:
     problems = list(_schedule(job))
     problems += _cut(job)
     problems += _axes(job)
+    if job.train.activation_checkpointing == "selective":
+        problems += _selective(job)
     return problems
 
 
@@ -116,6 +118,21 @@ def _context(job: Job) -> Iterator[Problem]:
     if mesh.cp_style == "ring" and multiple % 2:
         what = f"{multiple} is odd, and each rank's part of a row has two equally long chunks (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", what, f"use {multiple + 1}, or mesh.cp_style ulysses")
+
+
+def _selective(job: Job) -> Iterator[Problem]:
+    key = "train.activation_checkpointing"
+    if job.train.compile:
+        what = "selective cannot see into compiled blocks"
+        yield Problem(key, what, "use full or none, or train.compile false")
+    try:
+        _, program = program_of(job)
+    except JobError:
+        return  # told already
+    if any(action.kind == "W" for actions in program.values() for action in actions):
+        what = "selective allows one backward per block, and"
+        what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights apart"
+        yield Problem(key, what, "use full or none, or a schedule with whole backwards, for example 1f1b")
 
 
 def _divisors(number: int) -> list[int]:

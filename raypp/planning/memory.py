@@ -103,8 +103,8 @@ def layer_activation_numbers(job: Job) -> int:
         inner = model.experts_per_token * model.expert_ffn_size
         rows = 2 * model.experts_per_token * model.hidden_size
     if job.train.activation_checkpointing == "selective":
-        # What is cheap to compute is computed again.
-        return 2 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows
+        # The block's input and the results of its matrix products and of attention; the rest is computed again.
+        return 3 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows
     return 4 * model.hidden_size + 3 * queries + 3 * keys + 4 * inner + rows
 
 

@@ -15,8 +15,6 @@ AVAILABLE: dict[str, tuple[Any, ...]] = {
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
     "pipeline.wire.dtype": ("auto",),
     "pipeline.wire.compression": ("none",),
-    "train.activation_checkpointing": ("none", "full"),
-    "train.compile": (False,),
     "recovery.elastic": (False,),
     "resources.spares": (0,),
 }

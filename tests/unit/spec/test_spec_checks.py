@@ -41,8 +41,6 @@ def test_every_default_is_available() -> None:
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
         ({"pipeline": {"wire": {"compression": "int8"}}}, "pipeline.wire.compression", "int8 is not available yet"),
         ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),
-        ({"train": {"activation_checkpointing": "selective"}}, "train.activation_checkpointing", "selective is not"),
-        ({"train": {"compile": True}}, "train.compile", "true is not available yet"),
         ({"recovery": {"elastic": True}}, "recovery.elastic", "true is not available yet"),
         ({"resources": {"spares": 1}}, "resources.spares", "1 is not available yet"),
     ],

@@ -1,0 +1,32 @@
+"""Selective recomputation where it cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.planning.check import check_plan
+from raypp.spec.load import parse_job
+
+
+def problems(schedule: str, **train: Any) -> list[str]:
+    job = {
+        "name": "r", "data": {"kind": "synthetic"}, "mesh": {"pp": 2},
+        "pipeline": {"schedule": schedule, "stages_per_rank": 2 if schedule == "zbv" else 1},
+        "train": {"activation_checkpointing": "selective", **train},
+    }  # fmt: skip
+    return [f"{problem.key}: {problem.what}" for problem in check_plan(parse_job(job))]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
+def test_with_a_backward_in_two_parts(schedule: str) -> None:
+    (problem,) = problems(schedule)
+    assert problem.startswith("train.activation_checkpointing: selective allows one backward per block")
+
+
+def test_with_compiled_blocks_and_not_without() -> None:
+    assert problems("1f1b", compile=True) == [
+        "train.activation_checkpointing: selective cannot see into compiled blocks"
+    ]
+    assert problems("1f1b") == []
