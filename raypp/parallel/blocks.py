@@ -35,7 +35,8 @@ def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -
         The output `[Q, H, D]` and the lse `[Q, H]`, in fp32 or in the output's own wider dtype.
     """
     if q_QHD.device.type != "cpu":
-        return _written_out(q_QHD, k_NKD, v_NKD, causal)
+        block: tuple[Tensor, Tensor] = _written_out(q_QHD, k_NKD, v_NKD, causal)
+        return block
     k_NHD, v_NHD = _per_query_head(k_NKD, q_QHD), _per_query_head(v_NKD, q_QHD)
     out, lse = _forward(_batch(q_QHD), _batch(k_NHD), _batch(v_NHD), 0.0, causal)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -101,6 +102,8 @@ def _ungrouped(x_KGQD: Tensor) -> Tensor:
     return x_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
 
 
+# One operation to whoever looks on: selective checkpointing keeps the results of products, and here they are scores.
+@torch.library.custom_op("raypp::attention_block", mutates_args=())
 def _written_out(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     kv_heads = k_NKD.shape[1]
     k, v = _grouped(k_NKD, kv_heads), _grouped(v_NKD, kv_heads)
