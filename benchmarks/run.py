@@ -5,6 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for module in ("throughput", "startup", "saves"):
+for module in ("throughput", "startup", "saves", "lengths", "schedules", "dispatch", "memory"):
     print(f"\n== {module}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=True)

@@ -22,18 +22,18 @@ from benchmarks.surroundings import describe, free_port
 WARM = 2
 
 
-def torchrun(module: str, arguments: list[str], **environment: str) -> list[dict[str, Any]]:
-    """Runs a module on two ranks under torchrun; what each rank measured."""
+def torchrun(module: str, arguments: list[str], ranks: int = 2) -> list[dict[str, Any]]:
+    """Runs a module under torchrun; what each rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
              "--master-port", str(free_port()), "-m", module, *arguments],
             check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out,
-                 "BENCH_STORE": f"{folder}/store", **environment},
+                 "BENCH_STORE": f"{folder}/store",},
         )  # fmt: skip
-        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
 
 
 def step_figures(ranks: list[dict[str, Any]]) -> tuple[float, float]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import tempfile
 import time
+from typing import Any
+
+import yaml
 
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from raypp.records import Event, Requests, StepReport
@@ -22,6 +26,7 @@ class StepTimer:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.parts: list[dict[str, float]] = []
+        self.tokens: list[int] = []
 
     def phase(self, name: str, detail: str = "") -> None:
         if name == "finish" or detail.endswith("read"):
@@ -30,6 +35,7 @@ class StepTimer:
 
     def step(self, report: StepReport) -> None:
         self.parts.append(dict(report.parts_s))
+        self.tokens.append(report.tokens)
 
     def event(self, event: Event) -> None:
         pass
@@ -42,23 +48,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cut", default="")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     arguments = parser.parse_args()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
-    job = parse_job(
-        {
-            "name": "bench",
-            "model": model_options().model_dump(),
-            "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
-            "mesh": {"pp": int(os.environ["WORLD_SIZE"])},
-            "pipeline": {
-                "schedule": "1f1b",
-                "microbatches": MICROBATCHES,
-                "layers_per_stage": [int(part) for part in arguments.cut.split(",")] if arguments.cut else None,
-            },
-            "train": {"steps": arguments.steps, "micro_batch_size": ROWS},
-            "checkpoint": {"url": url, "every_steps": int(os.environ.get("BENCH_SAVE_EVERY", "0"))},
-        }
-    )
+    document: dict[str, Any] = {
+        "name": "bench",
+        "model": model_options().model_dump(),
+        "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
+        "mesh": {"pp": int(os.environ["WORLD_SIZE"])},
+        "pipeline": {
+            "schedule": "1f1b",
+            "microbatches": MICROBATCHES,
+            "layers_per_stage": [int(part) for part in arguments.cut.split(",")] if arguments.cut else None,
+        },
+        "train": {"steps": arguments.steps, "micro_batch_size": ROWS},
+        "checkpoint": {"url": url, "every_steps": 0},
+    }
+    for setting in arguments.set:
+        key, _, value = setting.partition("=")
+        section, _, inner = key.partition(".")
+        document[section][inner] = yaml.safe_load(value)
+    job = parse_job(document)
     timer = StepTimer()
     seat = seat_from_environment(job)
     run_rank(job, seat, timer)
@@ -66,7 +76,8 @@ def main() -> None:
     cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)]
     if os.environ.get("BENCH_OUT"):
         with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
-            json.dump({"wall": wall, "cpu": cpu, "parts": timer.parts}, out)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            json.dump({"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens, "peak_mib": peak}, out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""What the runtime itself costs per microbatch, against torch's stock schedule classes: `python -m benchmarks.dispatch`.
+
+Stages that compute next to nothing (one small linear layer), two ranks, many microbatches: what is left is dispatch and
+messages. Both run in the same processes, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from benchmarks.surroundings import describe, free_port
+from raypp.mesh.place import place_stages
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.stage import PlannedStage
+from raypp.schedules.registry import build_program
+
+WIDTH, MICROBATCHES, TOKENS = 16, 64, 8
+
+
+class Tiny(nn.Module):
+    """A stage of one linear layer; the first one looks its tokens up."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH) if first else None
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.embed(x) if self.embed is not None else x)
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def ours(name: str, each: int, batch: list[Tensor]) -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    placement = place_stages(world, world * each, "loop")
+    ranks = [next(r for r, stages in enumerate(placement) if s in stages) for s in range(world * each)]
+    forward, backward = dist.new_group(range(world)), dist.new_group(range(world))
+    stages = [
+        PlannedStage(Tiny(i == 0), i, world * each, rank_of_stage=ranks, hidden_size=WIDTH, dtype=torch.float32,
+                     device=torch.device("cpu"), forward_group=forward, backward_group=backward)
+        for i in placement[rank]
+    ]  # fmt: skip
+    runtime = ProgramRuntime(stages, build_program(name, world, each, MICROBATCHES), ranks, MICROBATCHES, loss)
+    empty: list[dict[str, Any]] = [{} for _ in batch]
+    return lambda: runtime.run(1, [TOKENS] * MICROBATCHES, batch, empty, batch)
+
+
+def stock(each: int, batch: list[Tensor]) -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    hidden = torch.empty(1, TOKENS, WIDTH, device="meta", requires_grad=True)
+    total = world * each
+    stages = [
+        PipelineStage(
+            Tiny(i == 0), i, total, torch.device("cpu"), input_args=tokens if i == 0 else hidden, output_args=hidden
+        )
+        for i in range(rank, total, world)
+    ]
+    whole = torch.cat(batch)
+    if each == 1:
+        schedule: Any = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss, scale_grads=False)
+    arguments = (whole,) if rank == 0 else ()
+    target = whole if rank == world - 1 else None
+    return lambda: schedule.step(*arguments, target=target, losses=[], return_outputs=False)
+
+
+def measure(step: Any, repeats: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start) / repeats / MICROBATCHES * 1e6
+
+
+def rank_main(rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    batch = [torch.randint(0, WIDTH, (1, TOKENS)) for _ in range(MICROBATCHES)]
+    pairs = {"1f1b": (ours("1f1b", 1, batch), stock(1, batch)),
+             "interleaved_1f1b": (ours("interleaved_1f1b", 2, batch), stock(2, batch))}  # fmt: skip
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
+    for name, (own, theirs) in pairs.items():
+        own(), theirs()
+        for _ in range(rounds):
+            found[name].append((measure(own, 5), measure(theirs, 5)))
+    if dist.get_rank() == 0:
+        Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(options.rounds)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+             "--master-port", str(free_port()), "-m", "benchmarks.dispatch", "--rounds", str(options.rounds)],
+            check=True, stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": str(out)},
+        )  # fmt: skip
+        found = json.loads(out.read_text())
+    print(describe())
+    print(
+        "\n| schedule | raypp, µs per microbatch | torch's class, µs | ratio, median (min to max) |\n|---|---|---|---|"
+    )
+    for name, pairs in found.items():
+        ratios = sorted(a / b for a, b in pairs)
+        a, b = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+        print(f"| {name} | {a:.0f} | {b:.0f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+
+
+if __name__ == "__main__":
+    main()
