@@ -1,4 +1,4 @@
-"""What the runtime itself costs per microbatch, against torch's stock schedule classes: `python -m benchmarks.dispatch`.
+"""What the runtime costs per microbatch, against torch's stock schedule classes: `python -m benchmarks.dispatch`.
 
 Stages that compute next to nothing (one small linear layer), two ranks, many microbatches: what is left is dispatch and
 messages. Both run in the same processes, in turn.

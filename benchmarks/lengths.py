@@ -1,7 +1,7 @@
 """What negotiating the length of every microbatch is worth on real text: `python -m benchmarks.lengths`.
 
-The New Testament in bytes, two pipeline ranks: lengths per microbatch, per step, and the static maximum; packed rows and
-one document per row.
+The New Testament in bytes, two pipeline ranks: lengths per microbatch, per step, and the static maximum; packed rows
+and one document per row.
 """
 
 from __future__ import annotations

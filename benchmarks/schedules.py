@@ -1,7 +1,7 @@
 """Each schedule's measured step beside the simulator's: `python -m benchmarks.schedules`.
 
 Two pipeline ranks on CPUs. The simulator is given what one process needs for a forward and a backward of each stage,
-measured in the same run, and no cost for links, optimizer or anything else; what is left over is explained below the table.
+measured in the same run, and no cost for links, optimizer or anything else.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def torchrun(module: str, arguments: list[str], ranks: int = 2) -> list[dict[str
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-             "--master-port", str(free_port()), "-m", module, *arguments],
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+             "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *arguments],
             check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out,
                  "BENCH_STORE": f"{folder}/store",},
