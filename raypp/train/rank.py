@@ -21,6 +21,7 @@ from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
+from raypp.train.recent import RecentReports
 from raypp.train.reduce import GradientReducer
 from raypp.train.restore import restore_newest
 from raypp.train.step import StepRunner, Stopwatch
@@ -71,7 +72,8 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     reporter.phase("load")
     with start.part("load"):
         store = open_store(job.checkpoint.url)
-        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter)
+        recent = RecentReports()
+        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter, recent)
     saver = CheckpointSaver(
         store,
         job.name,
@@ -86,7 +88,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
-    return _train(job, seat, reporter, runner, evaluator, saver, restored, start)
+    return _train(job, seat, reporter, runner, evaluator, saver, recent, restored, start)
 
 
 def _train(
@@ -96,6 +98,7 @@ def _train(
     runner: StepRunner,
     evaluator: Evaluator | None,
     saver: CheckpointSaver,
+    recent: RecentReports,
     restored: int,
     start: Stopwatch,
 ) -> RankResult:
@@ -110,17 +113,18 @@ def _train(
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests
         if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
-            _save(saver, runner, done, position)
+            _save(saver, runner, recent, done, position)
             saved = done
         if wanted.stop:
             stopped = True
             break
         report = runner.run(done + 1, read, watch)
+        recent.add(report)
         done, position = done + 1, runner.loader.position()
         due = done == job.train.steps or (every and done % every == 0)
         if due:
             with watch.part("save"):
-                _save(saver, runner, done, position)
+                _save(saver, runner, recent, done, position)
             saved = done
         if seat.rank == 0:
             report.parts_s.update(watch.parts)
@@ -139,5 +143,8 @@ def _train(
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
 
 
-def _save(saver: CheckpointSaver, runner: StepRunner, step: int, position: dict[str, object]) -> None:
-    saver.save(step, runner.built.modules, runner.optimizer, {"data_position": position})
+def _save(
+    saver: CheckpointSaver, runner: StepRunner, recent: RecentReports, step: int, position: dict[str, object]
+) -> None:
+    extra = {"data_position": position, "recent_steps": recent.document()}
+    saver.save(step, runner.built.modules, runner.optimizer, extra)

@@ -15,6 +15,7 @@ from raypp.errors import CheckpointError, Problem
 from raypp.records import Event, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
+from raypp.train.recent import RecentReports
 
 
 def restore_newest(
@@ -25,8 +26,9 @@ def restore_newest(
     loader: Loader,
     seat: Seat,
     reporter: Reporter,
+    recent: RecentReports,
 ) -> int:
-    """Loads weights, optimizer state and data position. Collective over the world.
+    """Loads weights, optimizer state, data position and recent reports. Collective over the world.
 
     Rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next older.
     A run that has checkpoints never starts from nothing.
@@ -62,7 +64,9 @@ def restore_newest(
         assert loaded is not None
         if loaded.data_position is not None:
             loader.seek(loaded.data_position)
+        recent.take_over(loaded.extra.get("recent_steps", ()))
         if seat.rank == 0:
+            recent.tell_again(reporter)
             reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
         return step
 

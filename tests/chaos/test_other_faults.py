@@ -73,9 +73,10 @@ def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Lapto
 def test_a_killed_controller_comes_back_and_no_step_is_missing_or_told_twice(laptop: Laptop, undisturbed: Run) -> None:
     run = laptop.start(laptop.job("headless"), "--json")
     ranks = run.wait_titles()
+    controller = int(laptop.actors()["raypp/headless"]["pid"])
+    # At once after a commit, when its last steps may be in the controller's memory only.
     run.until(lambda: run.commits()[1:], "two commits")
-    controller = laptop.actors()["raypp/headless"]
-    os.kill(int(controller["pid"]), signal.SIGKILL)
+    os.kill(controller, signal.SIGKILL)
     run.until(lambda: not any(one.is_running() for one in ranks.values()), "the end of the old ranks")
     assert run.wait() == 0, run.told()
     answer = json.loads(run.out.splitlines()[-1])

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+
+from raypp.records import Event, Requests, StepReport
+from raypp.train.recent import RecentReports
+
+
+class Listener:
+    """A reporter that keeps the steps it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+
+    def phase(self, name: str, detail: str = "") -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def requests(self) -> Requests:
+        return Requests()
+
+    def step(self, report: StepReport) -> None:
+        self.steps.append(report)
+
+
+def _report(step: int) -> StepReport:
+    return StepReport(step, 1 / step, 0.1, 10, 8, 0.3, 30.0, attempt=1, lr=1e-3, parts_s={"data": 0.1})
+
+
+def test_reports_come_back_from_a_checkpoint_bit_for_bit_and_go_on() -> None:
+    first, second, listener = RecentReports(), RecentReports(), Listener()
+    for step in range(1, 4):
+        first.add(_report(step))
+    second.take_over(json.loads(json.dumps(first.document())))
+    second.add(_report(4))
+    second.tell_again(listener)
+    assert [(told.step, told.loss, told.attempt) for told in listener.steps] == [(n, 1 / n, 1) for n in range(1, 5)]
+
+
+def test_only_the_newest_are_kept_and_unknown_fields_are_passed_over() -> None:
+    recent, listener = RecentReports(), Listener()
+    for step in range(1, 1000):
+        recent.add(_report(step))
+    later = RecentReports()
+    later.take_over([{**entry, "colour": "blue"} for entry in recent.document()])
+    later.tell_again(listener)
+    assert [told.step for told in listener.steps] == list(range(744, 1000))
