@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": ("raypp.cli.run_commands:stop_command", "End a run after a last checkpoint."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify and prune checkpoints."),
     "local": ("raypp.cli.local_commands:local_group", "A cluster on this machine: Ray and an S3 server."),
+    "parity": ("raypp.cli.parity_command:parity_command", "Compare a job's mesh with one process, number by number."),
     "explain": ("raypp.cli.job_commands:explain_command", "What every key of a job file means."),
     "schema": ("raypp.cli.job_commands:schema_command", "The job file's JSON Schema, for editors."),
     "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "Models, data sources, schedules … there are."),
@@ -34,7 +35,7 @@ COMMANDS = {
 
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
-    "Jobs": ("plan", "explain", "schema", "list-kinds"),
+    "Jobs": ("plan", "parity", "explain", "schema", "list-kinds"),
     "Stores and clusters": ("checkpoints", "local"),
 }
 

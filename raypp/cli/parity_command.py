@@ -1,0 +1,125 @@
+"""`raypp parity`: does the mesh change the numbers?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RunFailedError
+from raypp.mesh.geometry import Mesh
+from raypp.spec.job import Job
+from raypp.spec.load import job_document
+
+_SHOWN = 8
+
+
+@click.command("parity")
+@job_argument
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Largest relative error that passes.  [default: 1e-5; 0.05 with bf16]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def parity_command(job: Path, overrides: tuple[str, ...], steps: int, tolerance: float | None, as_json: bool) -> int:
+    """Run a few steps of JOB's mesh and of one process, and show where they differ.
+
+    Both run on this machine, on the CPU, one process per rank: no cluster and no store are needed, but the model must
+    fit. Losses, gradient norms, every gradient and the weights after the last step are compared. Exit code 1 when the
+    largest relative error is beyond the tolerance.
+    """
+    file = load_checked_job(job, overrides)
+    console = Console(highlight=False)
+    world = Mesh.of(file.job.mesh).world
+    with Console(stderr=True).status(f"{steps} steps on {world} ranks, then on one …"):
+        answer = _ask({"job": job_document(file.job), "steps": steps, "tolerance": tolerance})
+    if as_json:
+        click.echo(json.dumps(answer))
+    else:
+        console.print(parity_view(file.job, answer))
+    return EXIT_OK if answer["passed"] else EXIT_RUN_FAILED
+
+
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    """Asks a process that may import torch.
+
+    Raises:
+        RunFailedError: A rank failed, or that process did.
+    """
+    # -P: the working directory is no place to import from. Not -m: the ranks' processes would run the module twice.
+    program = "import sys; from raypp.train.parity import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise RunFailedError(f"the comparison ended with exit code {done.returncode} and without an answer")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    if "error" in answer:
+        raise RunFailedError(answer["error"])
+    return answer
+
+
+def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:
+    """The comparison on 80 columns: each step, the parameters that differ most, the verdict."""
+    axes = job.mesh.model_dump(include={"pp", "dp_replicate", "fsdp", "cp", "ep"})
+    mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
+    title = Text.assemble((job.name, "bold cyan"), f"  {mesh}, {job.pipeline.schedule}, against one process")
+    parts: list[RenderableType] = [title, Text(""), Padding(_steps(answer), (0, 0, 0, 2), expand=False)]
+    if answer["parameters"]:
+        parts += [Text(""), Padding(_parameters(answer), (0, 0, 0, 2), expand=False)]
+    return Group(*parts, Text(""), _verdict(answer))
+
+
+def _steps(answer: dict[str, Any]) -> Table:
+    table = _table("step", "", "loss", "grad norm", "gradients that differ", "by")
+    for row in answer["steps"]:
+        differing = f"{row['differing']} of {row['gradients']}"
+        worst = _error(row["worst"])
+        table.add_row(
+            str(row["step"]), "mesh", *(f"{row[key][0]:.9g}" for key in ("loss", "grad_norm")), differing, worst
+        )
+        same = [Text("same", "green") if a == b else Text(f"{b:.9g}") for a, b in (row["loss"], row["grad_norm"])]
+        table.add_row("", "one", *same, "", "")
+    return table
+
+
+def _parameters(answer: dict[str, Any]) -> RenderableType:
+    table = _table("parameter", "gradient", "weight")
+    for parameter in answer["parameters"][:_SHOWN]:
+        name = Text(parameter["name"], overflow="ellipsis", no_wrap=True)
+        table.add_row(name, _error(parameter["gradient_error"]), _error(parameter["weight_error"]))
+    left = len(answer["parameters"]) - _SHOWN
+    return Group(table, Text(f"and {left} more that differ less", "dim")) if left > 0 else table
+
+
+def _verdict(answer: dict[str, Any]) -> Text:
+    if answer["bitwise"]:
+        count = answer["compared"]
+        return Text.assemble(("bit for bit", "bold green"), f" the same: losses, norms and all of {count} parameters")
+    word, style = ("within", "bold green") if answer["passed"] else ("beyond", "bold red")
+    error, limit = answer["max_error"], answer["tolerance"]
+    return Text.assemble((word, style), f" the tolerance: largest relative error {error:.2e}, {limit:.0e} allowed")
+
+
+def _error(value: float) -> Text:
+    return Text("none", "green") if value == 0 else Text(f"{value:.1e}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="left" if position == 0 or not name else "right")
+    return table
