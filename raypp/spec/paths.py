@@ -32,6 +32,9 @@ def resolve_paths(job: Job, directory: Path) -> Job:
         paths["eval"] = data.eval.model_copy(update={"path": resolve_path(data.eval.path, directory)})
     if model.from_hf:
         model = model.model_copy(update={"from_hf": resolve_path(model.from_hf, directory)})
+    pipeline = job.pipeline
+    if pipeline.schedule.endswith(".csv"):
+        pipeline = pipeline.model_copy(update={"schedule": resolve_path(pipeline.schedule, directory)})
     url = job.checkpoint.url
     if not is_remote(url):
         url = str(Path(url).expanduser().absolute())
@@ -39,6 +42,7 @@ def resolve_paths(job: Job, directory: Path) -> Job:
         update={
             "data": data.model_copy(update=paths),
             "model": model,
+            "pipeline": pipeline,
             "checkpoint": job.checkpoint.model_copy(update={"url": url}),
         }
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
+from own_schedule import backwards_in_pairs
 from training import merged, train_steps
 
 pytestmark = pytest.mark.ranks
@@ -95,6 +97,15 @@ def test_virtual_stages_give_the_bits_of_one_process(schedule: str, pp: int, sta
 def test_lookahead_gives_the_bits_of_one_process(schedule: str, stages_per_rank: int) -> None:
     job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 2})
     assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process())
+
+
+def test_a_schedule_of_ones_own_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    table = tmp_path / "pairs.csv"
+    rows = backwards_in_pairs(2, 1, 8)
+    table.write_text("".join(",".join(rows[rank]) + "\n" for rank in range(2)))
+    for schedule in ("own_schedule:backwards_in_pairs", str(table)):
+        found = merged(run_ranks(2, train_steps, document(pp=2, schedule=schedule), STEPS))
+        assert_identical(found, one_process())
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])

@@ -7,33 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from raypp.data.loader import Loader, Microbatch, open_loader
-from raypp.mesh.geometry import Mesh
-from raypp.models.stage import parameter_names
-from raypp.parallel.groups import make_groups
-from raypp.records import Requests, Seat
+from raypp.data.loader import Loader, Microbatch
 from raypp.spec.load import parse_job
-from raypp.train.build import build_stages
-from raypp.train.optimizer import build_optimizer
-from raypp.train.process_group import joined, pick_device
-from raypp.train.reduce import GradientReducer
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.parity import local_seat as seat_of
+from raypp.train.parity import train_some_steps, whole
 
-
-def seat_of(rank: int, world: int, port: int, job: Any, *, attempt: int = 1, device: str = "cpu") -> Seat:
-    mesh = Mesh.of(job.mesh)
-    assert mesh.world == world
-    return Seat(
-        run=job.name, attempt=attempt, rank=rank, world_size=world, coordinates=mesh.coordinates(rank),
-        mesh_sizes=mesh.sizes, local_rank=rank, local_world_size=world, master_port=port, device=device,
-        device_index=rank,
-    )  # fmt: skip
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+__all__ = ["merged", "seat_of", "train_steps", "whole"]
 
 
 class Unlabelled:
@@ -75,35 +55,18 @@ def train_steps(
     """
     job = parse_job(document)
     seat = seat_of(rank, world, port, job, device=device_type)
-    device = pick_device(seat)
-    with joined(seat, 60):
-        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
-        built = build_stages(job, groups, device, lambda action: None)
-        optimizer = build_optimizer(built.modules, job.train.optimizer)
-        reducer = GradientReducer(built.modules, parameter_names(job.model))
-        place = groups.coordinates
-        replica = place.dp_replicate * job.mesh.fsdp + place.fsdp
-        own = open_loader(job, replica, job.mesh.replicas)
-        loader: Any = Unlabelled(own, blank, replica * job.pipeline.microbatches) if blank else own
-        runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
-        gradients: list[dict[str, torch.Tensor]] = []
+    kept: dict[str, dict[str, torch.Tensor]] = {}
 
-        def keep(*_: Any) -> None:
-            named = [(n, p) for module in built.modules for n, p in module.named_parameters()]
-            gradients.append({name: whole(p.grad) for name, p in named})
+    def wrapped(loader: Loader, replica: int) -> Any:
+        return Unlabelled(loader, blank, replica * job.pipeline.microbatches) if blank else loader
 
-        optimizer.register_step_pre_hook(keep)
-        reports = []
-        for step in range(1, steps + 1):
-            watch = Stopwatch()
-            reports.append(runner.run(step, runner.read(Requests(), watch), watch))
-        weights = {name: whole(p) for module in built.modules for name, p in module.named_parameters()}
-        loader.close()
+    reports = train_some_steps(job, seat, steps, kept.__setitem__, wrapped)
+    weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],
         "grad_norm": [r.grad_norm for r in reports],
         "tokens": [r.tokens for r in reports],
-        "gradients": gradients,
+        "gradients": list(kept.values()),
         "weights": weights,
     }
 

@@ -1,0 +1,16 @@
+"""A user's own schedule, as `own_schedule:backwards_in_pairs`."""
+
+from __future__ import annotations
+
+
+def backwards_in_pairs(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> dict[int, list[str]]:
+    """Two forwards, two backwards, and so on, on every rank; one stage each."""
+    program: dict[int, list[str]] = {}
+    for rank in range(pp):
+        program[rank] = [
+            f"{rank}{kind}{index}"
+            for pair in range(0, microbatches, 2)
+            for kind in "FB"
+            for index in range(pair, min(pair + 2, microbatches))
+        ]
+    return program
