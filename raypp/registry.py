@@ -95,7 +95,8 @@ def load_object(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise JobError(Problem("", f"cannot import {module_name!r} (from {path!r}): {error}", "is it installed, or on PYTHONPATH, on every node?")) from error
+        what = f"cannot import {module_name!r} (from {path!r}): {error}"
+        raise JobError(Problem("", what, "is it installed, or on PYTHONPATH, on every node?")) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -1,7 +1,7 @@
 """Noticing that an attempt stands still, and saying which rank did first.
 
-Every rank marks what it does (each action of the schedule, each phase of its start) and tells how long ago the last mark
-was. A rank that is frozen, or whose host is, tells nothing at all.
+Every rank marks what it does (each action of the schedule, each phase of its start) and tells how long ago the last
+mark was. A rank that is frozen, or whose host is, tells nothing at all.
 """
 
 from __future__ import annotations
