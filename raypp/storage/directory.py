@@ -151,6 +151,8 @@ class DirectoryStore:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             except FileExistsError as error:
+                if left and not path.parent.exists():
+                    continue  # it was there, and was taken away before mkdir looked what it is
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path.parent)) from error
             try:
                 place(incoming, path)
