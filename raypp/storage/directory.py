@@ -151,7 +151,7 @@ class DirectoryStore:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             except FileExistsError as error:
-                if left and not path.parent.exists():
+                if left and (path.parent.is_dir() or not path.parent.exists()):
                     continue  # it was there, and was taken away before mkdir looked what it is
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path.parent)) from error
             try:
