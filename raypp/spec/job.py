@@ -92,7 +92,7 @@ class PipelineSection(Section):
     stages_per_rank: int = Field(default=1, ge=1)
     """Virtual stages on each rank (interleaved and V schedules)."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Extra warm-up forwards that hide link time; 0 = classic."""
+    """Extra warm-up forwards that hide link time; 0 = classic. auto is 0 as long as no link is measured."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """microbatch: each its own negotiated length | step: one for the whole step | off: data.seq_len."""
     pad_to_multiple_of: int = Field(default=8, ge=1)
@@ -172,7 +172,7 @@ class CheckpointSection(Section):
     keep: int = Field(default=3, ge=1)
     """Committed checkpoints kept; older ones are deleted after a commit."""
     memory_tier: bool = True
-    """Peers hold each other's last snapshot in host memory."""
+    """Peers hold each other's last snapshot in host memory. Has no effect yet: every restart reads the store."""
 
 
 class RecoverySection(Section):
