@@ -47,6 +47,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="some of the variants; without raypp there is no table of parts"
+    )
     options = parser.parse_args()
     variants: dict[str, tuple[str, list[str]]] = {
         "bare 4+4": ("benchmarks.bare_1f1b", ["--cut", "4,4"]),
@@ -54,6 +57,7 @@ def main() -> None:
         "raypp 4+4": ("benchmarks.timed_rank", ["--cut", "4,4"]),
         "raypp": ("benchmarks.timed_rank", []),
     }
+    variants = {name: value for name, value in variants.items() if not options.only or name in options.only}
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     parts: list[dict[str, float]] = []
     for number in range(options.rounds):
@@ -77,13 +81,17 @@ def report(figures: dict[str, list[tuple[float, float]]], parts: list[dict[str, 
         print(f"| {name} | {tokens / wall:,.0f} | {cpu:.3f} |")
     print("\n| ratio, median over rounds (min to max) | speed | CPU seconds |\n|---|---|---|")
     for ours, theirs in (("raypp", "bare 4+4"), ("raypp 4+4", "bare 4+4"), ("raypp", "bare 5+3")):
-        pairs = list(zip(figures[ours], figures[theirs], strict=True))
+        pairs = list(zip(figures.get(ours, ()), figures.get(theirs, ()), strict=False))
+        if not pairs:
+            continue
         speed = sorted(b[0] / a[0] for a, b in pairs)
         cpu = sorted(a[1] / b[1] for a, b in pairs)
         print(
             f"| {ours} ÷ {theirs} | {statistics.median(speed):.3f} ({speed[0]:.3f} to {speed[-1]:.3f}) "
             f"| {statistics.median(cpu):.3f} ({cpu[0]:.3f} to {cpu[-1]:.3f}) |"
         )
+    if not parts:
+        return
     whole = statistics.median(sum(p.values()) for p in parts)
     print("\n| part of raypp's step (rank 0) | ms | share |\n|---|---|---|")
     for name in parts[0]:
