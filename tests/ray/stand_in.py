@@ -15,6 +15,7 @@ from raypp.records import Event, RankResult, Reporter, Seat, StepReport
 from raypp.spec.job import Job
 
 _STEP_S = 0.05
+_VICTIM_S = 30.0
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
@@ -38,6 +39,8 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
             _write(place / "step", step)
             time.sleep(_STEP_S)
             _fault(seat, step, place)
+            if _faulty_rank(step, seat.attempt) not in (None, seat.rank):
+                time.sleep(_VICTIM_S)  # as real ranks do, which wait for one that is gone until they are ended
             reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
         due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
         if step > committed and (
@@ -62,12 +65,18 @@ def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult
     return RankResult(seat.rank, step, step < job.train.steps, None)
 
 
-def _fault(seat: Seat, step: int, place: Path) -> None:
+def _faulty_rank(step: int, attempt: int) -> int | None:
+    """The rank that is to fail at this step of this attempt, if one is."""
     if "STAND_IN_FAULT" not in os.environ:
+        return None
+    _, rank, at, times = os.environ["STAND_IN_FAULT"].split(":")
+    return int(rank) if step == int(at) and attempt <= int(times) else None
+
+
+def _fault(seat: Seat, step: int, place: Path) -> None:
+    if _faulty_rank(step, seat.attempt) != seat.rank:
         return
-    kind, rank, at, times = os.environ["STAND_IN_FAULT"].split(":")
-    if (seat.rank, step) != (int(rank), int(at)) or seat.attempt > int(times):
-        return
+    kind = os.environ["STAND_IN_FAULT"].partition(":")[0]
     if kind == "raise":
         raise ValueError("the sun is too bright")
     if kind == "data":
