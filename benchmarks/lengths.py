@@ -21,7 +21,7 @@ MODES = ("microbatch", "step", "off")
 def tokens_per_second(mode: str, packing: bool, seq_len: int, steps: int) -> float:
     settings = [
         "data.kind=text", f"data.path={TEXT}", f"data.seq_len={seq_len}", f"data.packing={str(packing).lower()}",
-        f"pipeline.variable_seq_len={mode}", f"pipeline.microbatches={MICROBATCHES}",
+        f"pipeline.variable_seq_len='{mode}'", f"pipeline.microbatches={MICROBATCHES}",
     ]  # fmt: skip
     arguments = ["--steps", str(steps), *(word for setting in settings for word in ("--set", setting))]
     rank = torchrun("benchmarks.timed_rank", arguments)[0]

@@ -63,7 +63,8 @@ def _compile_blocks(stage: nn.Module) -> None:
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
     policy = MixedPrecisionPolicy()
     if job.train.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        reduce_dtype = torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     settings: dict[str, Any] = {
         "mesh": data_mesh,
         "mp_policy": policy,

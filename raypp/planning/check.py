@@ -20,6 +20,9 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _axes(job)
     if job.train.activation_checkpointing == "selective":
         problems += _selective(job)
+    if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
+        fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
+        problems.append(Problem("train.reduce_dtype", "bf16 sums of fp32 gradients would lose what fp32 computed", fix))
     return problems
 
 

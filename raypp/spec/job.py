@@ -154,6 +154,8 @@ class TrainSection(Section):
     """Largest global gradient norm; null: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed in over data-parallel ranks; bf16 halves what travels and needs precision bf16."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward to save memory."""
     compile: bool = False
