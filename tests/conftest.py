@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "e2e"))
+for folder in ("e2e", "servers"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 if TYPE_CHECKING:
     from laptop import Laptop, Run

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from told import Told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.records import Coordinates, Seat
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks
@@ -52,23 +53,6 @@ class Stage(nn.Module):
         return x
 
 
-class Quiet:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def phase(self, name: str, detail: str = "") -> None:
-        pass
-
-    def step(self, report: Any) -> None:
-        pass
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def requests(self) -> Requests:
-        return Requests()
-
-
 def rank_life(rank: int, world: int, port: int, sizes: tuple[int, int, int], root: str, save: bool) -> dict[str, Any]:
     """Builds this rank's stage on a pp × dp_replicate × fsdp mesh; trains and saves it, or loads it.
 
@@ -93,7 +77,7 @@ def rank_life(rank: int, world: int, port: int, sizes: tuple[int, int, int], roo
             fully_shard(layer, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
         fully_shard(stage, mesh=mesh["dp_replicate", "fsdp"], reshard_after_forward=False)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
-    store, quiet = DirectoryStore(Path(root)), Quiet()
+    store, quiet = DirectoryStore(Path(root)), Told()
     seat = Seat(RUN, 1, rank, world, coordinates, Coordinates(*sizes, 1))
     saved = None
     if save:

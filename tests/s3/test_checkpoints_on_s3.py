@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from seaweed import BUCKET, seaweed
+from told import Told
 from torch import nn
 
 from raypp.checkpoint.commit import Commit as CommitDocument
@@ -16,7 +17,7 @@ from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.verify import newest_usable
-from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 
 pytestmark = pytest.mark.s3
@@ -36,23 +37,6 @@ class Alone:
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, dict[str, Any]]:
         return {rank: self.said[step, rank] for rank in ranks}
-
-
-class Told:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def phase(self, name: str, detail: str = "") -> None:
-        pass
-
-    def step(self, report: Any) -> None:
-        pass
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def requests(self) -> Requests:
-        return Requests()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from told import Told
 from torch import nn
 
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
@@ -23,7 +24,7 @@ from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.tensor_file import BLOCK_BYTES
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError
-from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -47,28 +48,6 @@ class Heard:
         if silent:
             raise TimeoutError(f"ranks {silent} did not say that their part of step {step} is stored")
         return {rank: self.said[step, rank] for rank in ranks}
-
-
-class Told:
-    """A reporter that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def phase(self, name: str, detail: str = "") -> None:
-        pass
-
-    def step(self, report: Any) -> None:
-        pass
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def requests(self) -> Requests:
-        return Requests()
-
-    def kinds(self) -> list[str]:
-        return [event.kind for event in self.events]
 
 
 def model(width: int = 48, seed: int = 0) -> nn.Module:
