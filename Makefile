@@ -1,6 +1,7 @@
-# make demo   from nothing to a trained model on this machine
-# make test   everything, with a Ray and an S3 server of its own
-.PHONY: venv demo test lint bench chaos clean
+# make demo        from nothing to a trained model on this machine
+# make test        what a change must pass, with a Ray and an S3 server of its own
+# make test-slow   the rest: every fault, several hosts
+.PHONY: venv demo test test-slow lint bench chaos clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -27,7 +28,10 @@ demo: venv
 	@$(BIN)/raypp submit jobs/quickstart.yaml --set name=quickstart-$$(date +%m%d-%H%M%S)
 
 test: venv
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+test-slow: venv
+	@$(BIN)/python -m pytest -m slow $(TESTS)
 
 lint: venv
 	$(BIN)/ruff check .
