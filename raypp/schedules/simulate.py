@@ -17,18 +17,22 @@ class StageTimes:
         forward: Of F, by stage.
         backward: Of B, by stage.
         input_share: Part of B that I takes; W takes the rest.
-        link: Of one message between two ranks.
+        link: Of one message between two ranks; a sequence gives it by border: `link[s]` between stages s and s + 1.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     input_share: float = 0.5
-    link: float = 0.0
+    link: float | Sequence[float] = 0.0
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
         """The same for all stages; the textbook's backward takes twice its forward."""
         return cls([forward] * num_stages, [backward] * num_stages, link=link)
+
+    def message(self, border: int) -> float:
+        """Of one message between stages `border` and `border + 1`, in either direction."""
+        return self.link if isinstance(self.link, int | float) else self.link[border]
 
     def of(self, action: Action) -> float:
         match action.kind:
@@ -143,7 +147,7 @@ class _Run:
         peer, arrives = self.rank_of[to], self.clock[rank]
         if peer != rank:
             # A link has one sender, whose actions come in order: messages queue in the order they are made here.
-            arrives = max(arrives, self.link_free[rank, peer]) + self.times.link
+            arrives = max(arrives, self.link_free[rank, peer]) + self.times.message(min(action.stage, to))
             self.link_free[rank, peer] = arrives
         self.arrival[direction, to, action.microbatch] = arrives
 
