@@ -1,0 +1,40 @@
+"""The depth of the warm-up, from times and memory."""
+
+import pytest
+
+from raypp.planning.lookahead import best_depth, depths
+from raypp.schedules.simulate import StageTimes
+
+
+@pytest.mark.parametrize(
+    ("link", "classic", "one_more"),
+    [(0.1, 0.94, 0.99), (0.5, 0.80, 0.97), (1.0, 0.67, 0.95), (1.5, 0.57, 0.92), (2.0, 0.50, 0.81)],
+)
+def test_four_ranks_reach_these_shares_of_a_free_link(link, classic, one_more):
+    """Forward 1, backward 2, 32 microbatches: computed independently of this program's simulator."""
+    free = depths("1f1b", 4, 1, 32, StageTimes.equal(4))[0].step_s
+    found = depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=link))
+    assert free / found[0].step_s == pytest.approx(classic, abs=0.015)
+    assert free / found[1].step_s == pytest.approx(one_more, abs=0.015)
+
+
+def test_a_free_link_needs_no_deeper_warm_up():
+    assert best_depth(depths("1f1b", 4, 1, 16, StageTimes.equal(4))).lookahead == 0
+
+
+def test_a_message_longer_than_a_forward_needs_a_second_forward_per_link():
+    assert best_depth(depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=1.0))).lookahead == 1
+    assert best_depth(depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=2.0))).lookahead == 2
+
+
+def test_memory_limits_the_depth_but_never_below_the_classic_warm_up():
+    times = StageTimes.equal(4, link=1.0)
+    assert [depth.lookahead for depth in depths("1f1b", 4, 1, 32, times, most_in_flight=[4, 3, 2, 1])] == [0]
+    assert [depth.lookahead for depth in depths("1f1b", 4, 1, 32, times, most_in_flight=[1, 1, 1, 1])] == [0]
+    limited = depths("1f1b", 4, 1, 32, times, most_in_flight=[8, 8, 8, 8])
+    assert [depth.lookahead for depth in limited] == [0, 1]
+    assert limited[1].in_flight == (7, 5, 3, 1)
+
+
+def test_a_schedule_without_a_warm_up_has_one_depth():
+    assert [depth.lookahead for depth in depths("gpipe", 4, 1, 8, StageTimes.equal(4, link=1.0))] == [0]
