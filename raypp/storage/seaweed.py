@@ -38,7 +38,7 @@ class SeaweedServer:
         secret_key: For AWS_SECRET_ACCESS_KEY.
         pid: The server's process.
         started: That process's creation time, so that a later process with its pid is not mistaken for it.
-        ports: Every port it listens on, all on 127.0.0.1.
+        ports: Every port it listens on, all on the endpoint's address.
         directory: Where it keeps its data, `weed.log` and `s3.json` (the keys, mode 0600).
     """
 
@@ -61,8 +61,9 @@ class SeaweedServer:
         secret_key: str | None = None,
         volume_mb: int = 1024,
         timeout_s: float = _START_S,
+        host: str = "127.0.0.1",
     ) -> SeaweedServer:
-        """Starts a server on free loopback ports and waits until a first object could be written.
+        """Starts a server on free ports (of loopback) and waits until a first object could be written.
 
         Data of an earlier server in the same directory are there again, under the same keys.
 
@@ -74,6 +75,7 @@ class SeaweedServer:
             secret_key: See `access_key`.
             volume_mb: Largest size of one of the server's data files.
             timeout_s: Longest wait for the first answer.
+            host: The only address it listens on; one that other machines reach makes it theirs to use, too.
 
         Raises:
             UnreachableError: The program is not installed, or did not come up; the end of its log is told.
@@ -83,8 +85,8 @@ class SeaweedServer:
         (directory / "data").mkdir(mode=0o700, exist_ok=True)
         access_key, secret_key = _keys(directory / "s3.json", access_key, secret_key)
         for left in reversed(range(3)):
-            process, ports = _launch(directory, detached, volume_mb)
-            endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+            process, ports = _launch(directory, detached, volume_mb, host)
+            endpoint = f"http://{host}:{ports['s3.port']}"
             server = cls(
                 endpoint,
                 access_key,
@@ -168,14 +170,14 @@ class SeaweedServer:
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
         """Waits until a small object can be written: the first write makes the server grow its volumes."""
-        port = int(self.endpoint.rpartition(":")[2])
+        host, _, port = self.endpoint.removeprefix("http://").rpartition(":")
         deadline = time.monotonic() + timeout_s
         told = "nothing listens on its port"
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 break
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection((host, int(port)), timeout=1).close()
                 store = self.store(_WARM_UP_BUCKET)
                 store.create_bucket()
                 store.put("warm", b"up")
@@ -228,15 +230,17 @@ def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[s
     return access_key, secret_key
 
 
-def _launch(directory: Path, detached: bool, volume_mb: int) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+def _launch(
+    directory: Path, detached: bool, volume_mb: int, host: str
+) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
     names = _PORTS + _MORE_PORTS
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
+    ports = dict(zip(names, _free_ports(len(names), host), strict=True))
     command = [
         str(find_weed()),
         "server",
         f"-dir={directory / 'data'}",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
+        f"-ip={host}",
+        f"-ip.bind={host}",
         "-s3",
         f"-s3.config={directory / 's3.json'}",
         "-s3.autoCreateBucket=false",
@@ -266,14 +270,14 @@ def _launch(directory: Path, detached: bool, volume_mb: int) -> tuple[subprocess
     return process, ports
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count: int, host: str) -> list[int]:
     """Ports that were free just now; all are held until all are chosen, so that they differ."""
     held = []
     try:
         for _ in range(count):
             listener = socket.socket()
             held.append(listener)
-            listener.bind(("127.0.0.1", 0))
+            listener.bind((host, 0))
         return [listener.getsockname()[1] for listener in held]
     finally:
         for listener in held:
