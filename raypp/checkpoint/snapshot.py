@@ -1,11 +1,18 @@
-"""A copy of the state in host memory, taken while training stands still for as short as possible."""
+"""A copy of the state in host memory, made while training goes on.
+
+Between two optimizer steps nothing changes the weights and the optimizer's state. So the copy may run beside the next
+step's forwards and backwards, and only the next change of what is being copied must wait for it (`before_update`): on
+CUDA on a stream of its own, on the CPU in a thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,19 +20,40 @@ from torch import Tensor
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
 
+Allocate = Callable[[int, bool], Tensor]
+"""(bytes, whether device copies go there: pinned memory is faster) -> a uint8 tensor of at least so many elements."""
+
+
+class _Copy(Protocol):
+    """A copy that may still be under way."""
+
+    def wait(self) -> None:
+        """Until it is done; raises what it failed with."""
+        ...
+
+    def hold_updates(self) -> None:
+        """Makes whatever the caller does next to the copied tensors come after the copy."""
+        ...
+
 
 @dataclass
 class Snapshot:
     """A copy of a rank's slices, laid out as the data section of its file.
 
     Valid until `release`; the buffer behind it is then used again.
+
+    Attributes:
+        entries: What lies where.
+        stall_s: Seconds that `take` needed.
+        held_s: Seconds that the next update of the tensors had to wait for the copy; grows while it waits.
     """
 
     entries: list[TensorEntry]
     stall_s: float
     _buffer: Tensor
-    _copied: torch.cuda.Event | None
+    _copy: _Copy
     _owner: SnapshotBuffer
+    held_s: float = 0.0
     _released: bool = field(default=False)
 
     @property
@@ -34,31 +62,32 @@ class Snapshot:
         return self._buffer.numel()
 
     def data(self) -> memoryview:
-        """The bytes. Waits for a copy from a device that is still under way."""
+        """The bytes. Waits for a copy that is still under way, and raises what it failed with."""
         if self._released:
             raise RuntimeError("this snapshot was released")
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copy.wait()
         return self._buffer.numpy().data
 
     def release(self) -> None:
-        """Gives the buffer back; may be called twice."""
+        """Gives the buffer back, after the copy; may be called twice."""
         if not self._released:
             self._released = True
-            self._owner._free()
+            self._owner._free(self._copy)
 
 
 class SnapshotBuffer:
-    """Host memory that is taken once and used for one snapshot after the other (pinned for CUDA).
+    """Host memory that is taken once and used for one snapshot after the other.
 
-    On CUDA the copies run on a stream of their own: the host does not wait for them, and of the device's
-    work only the next change of the copied tensors must (`before_update`).
+    Args:
+        allocate: Where the memory comes from; None: torch, pinned when something lies on a CUDA device. It is asked
+            again only when a snapshot needs more than the memory at hand.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate or _torch_memory
         self._memory: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._last: Snapshot | None = None
         self._busy = False
 
     @property
@@ -67,7 +96,9 @@ class SnapshotBuffer:
         return self._busy
 
     def take(self, slices: Iterable[Slice]) -> Snapshot:
-        """Copies the slices.
+        """Starts to copy the slices. Until the copy is done, only `before_update` makes it safe to change them.
+
+        Slices that may change without an optimizer's step (`Slice.moving`) are copied before this returns.
 
         Raises:
             RuntimeError: The last snapshot is still in use.
@@ -82,39 +113,97 @@ class SnapshotBuffer:
         self._busy = True
         try:
             views = [buffer[entry.begin : entry.end].view(entry.dtype).view(entry.shape) for entry in entries]
-            self._copied = self._copy_on_stream(ordered, views) if on_cuda else None
-            if not on_cuda:
-                for view, part in zip(views, ordered, strict=True):
-                    view.copy_(part.tensor)
+            pairs = list(zip(views, ordered, strict=True))
+            copy: _Copy = self._copy_on_stream(pairs) if on_cuda else self._copy_in_thread(pairs)
         except BaseException:
             self._busy = False
             raise
-        return Snapshot(entries, time.perf_counter() - started, buffer, self._copied, self)
+        self._last = Snapshot(entries, time.perf_counter() - started, buffer, copy, self)
+        return self._last
 
     def before_update(self, *_unused: Any) -> None:
         """Must run before the copied tensors are changed in place: an optimizer's step pre-hook."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+        last, self._last = self._last, None
+        if last is not None:
+            started = time.perf_counter()
+            last._copy.hold_updates()
+            last.held_s = time.perf_counter() - started
 
-    def _copy_on_stream(self, slices: list[Slice], views: list[Tensor]) -> torch.cuda.Event:
+    def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+        for view, part in pairs:
+            if part.moving:
+                view.copy_(part.tensor)
+        return _HostCopy(lambda: self._copy_still(pairs))
+
+    def _copy_still(self, pairs: list[tuple[Tensor, Slice]]) -> None:
+        for view, part in pairs:
+            if not part.moving:
+                view.copy_(part.tensor)
+
+    def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for view, part in zip(views, slices, strict=True):
+            for view, part in pairs:
                 view.copy_(part.tensor, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return event
+        if any(part.moving for _, part in pairs):
+            torch.cuda.current_stream().wait_event(event)
+        return _DeviceCopy(event)
 
     def _sized(self, size: int, pinned: bool) -> Tensor:
         if self._memory is None or self._memory.numel() < size:
             self._memory = None
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = self._allocate(size, pinned)
         return self._memory[:size]
 
-    def _free(self) -> None:
+    def _free(self, copy: _Copy) -> None:
+        with contextlib.suppress(Exception):  # `data` tells of a failure; here it counts that nothing writes any more
+            copy.wait()
         self._busy = False
+
+
+class _HostCopy:
+    """A copy by a thread of its own. torch's copies let other threads run."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="raypp-snapshot", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._copy()
+        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the data
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def hold_updates(self) -> None:
+        self._thread.join()
+
+
+@dataclass(frozen=True)
+class _DeviceCopy:
+    """Copies queued on a CUDA stream: the host waits for them only where it needs the bytes."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def hold_updates(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+def _torch_memory(size: int, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:

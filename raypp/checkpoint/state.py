@@ -33,6 +33,7 @@ class Slice:
         global_shape: Of the whole tensor.
         offset: Where the slice begins, per dimension.
         python: "int", "float" or "bool" when the value was a plain number, kept as a 0-dim tensor; else "".
+        moving: It may change without an optimizer's step (a module's buffer, which a forward may write).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Slice:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     python: str = ""
+    moving: bool = False
 
     @property
     def whole(self) -> bool:
@@ -154,7 +156,8 @@ def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinat
         return
     part = slice_of(name, value)
     if part.tensor.numel() and name not in slices:
-        slices[name] = Slice(name, part.tensor, part.global_shape, part.offset, python)
+        moving = not isinstance(value, nn.Parameter) and not name.startswith(OPTIMIZER)
+        slices[name] = Slice(name, part.tensor, part.global_shape, part.offset, python, moving)
 
 
 def _writes(tensor: Tensor, place: Coordinates) -> bool:
