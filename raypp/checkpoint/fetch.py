@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.tensor_file import BLOCK_BYTES, FileHeader, decode_header
+from raypp.checkpoint.tensor_file import FileHeader, decode_header
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import NotFound, ObjectStore
 
 _READERS = 8
-_BLOCKS_PER_READ = 16
+_READ_BYTES = 16 << 20
+"""Most of one request."""
 _ADVICE = "an older checkpoint is used instead"
 
 
@@ -85,23 +86,22 @@ def fetch_ranges(
     reads: list[tuple[CheckpointFile, _Run, int, int]] = []
     for key, wanted in ranges.items():
         file = by_key[key]
-        size = file.record.size - file.header.size
-        for first, last in _block_runs(wanted):
-            begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, size)
+        size, block_bytes = file.record.size - file.header.size, file.header.block_bytes
+        for first, last in _block_runs(wanted, block_bytes):
+            begin, end = first * block_bytes, min(last * block_bytes, size)
             run = _Run(begin, bytearray(end - begin))
             runs.setdefault(key, []).append(run)
-            reads.extend(
-                (file, run, block, min(block + _BLOCKS_PER_READ, last))
-                for block in range(first, last, _BLOCKS_PER_READ)
-            )
+            at_once = max(1, _READ_BYTES // block_bytes)
+            reads.extend((file, run, block, min(block + at_once, last)) for block in range(first, last, at_once))
 
     def read(job: tuple[CheckpointFile, _Run, int, int]) -> None:
         file, run, first, last = job
         key, header = file.record.key, file.header
-        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, run.begin + len(run.data))
+        size = header.block_bytes
+        begin, end = first * size, min(last * size, run.begin + len(run.data))
         data = memoryview(_get(store, key, header.size + begin, header.size + end))
         for block in range(first, last):
-            header.check_block(block, data[(block - first) * BLOCK_BYTES : (block - first + 1) * BLOCK_BYTES], key)
+            header.check_block(block, data[(block - first) * size : (block - first + 1) * size], key)
         run.data[begin - run.begin : end - run.begin] = data
 
     with ThreadPoolExecutor(_READERS) as pool:
@@ -110,9 +110,9 @@ def fetch_ranges(
     return FetchedRanges(runs)
 
 
-def _block_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
     """The blocks that ranges touch, as runs `[first, last)` of consecutive ones."""
-    touched = sorted({(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) for begin, end in ranges})
+    touched = sorted({(begin // block_bytes, -(-end // block_bytes)) for begin, end in ranges})
     runs: list[tuple[int, int]] = []
     for first, last in touched:
         if runs and first <= runs[-1][1]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.fetch import CheckpointFile, FetchedRanges, fetch_ranges, open_files
 from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
 from raypp.checkpoint.tensor_file import TensorEntry
@@ -111,7 +112,7 @@ def load_checkpoint(
     entries: list[tuple[Tensor, str, Any]] = []
     if optimizer is not None:
         known = {
-            name: (parts[0][1].global_shape, parts[0][1].dtype)
+            name: (parts[0][1].global_shape, DTYPES[parts[0][1].dtype])
             for name, parts in saved.items()
             if name.startswith(OPTIMIZER)
         }
@@ -196,7 +197,7 @@ def _copy(pieces: Sequence[_Piece], data: FetchedRanges) -> None:
     for piece in pieces:
         entry, target = piece.entry, piece.target
         raw = data.view(piece.file.record.key, *piece.bytes)
-        source = torch.frombuffer(raw, dtype=entry.dtype)
+        source = torch.frombuffer(raw, dtype=DTYPES[entry.dtype])
         first, last = piece.rows
         source = source.view((last - first, *entry.shape[1:]) if entry.shape else ())
         goal = target.tensor

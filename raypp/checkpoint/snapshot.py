@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
 
@@ -112,7 +113,7 @@ class SnapshotBuffer:
         buffer = self._sized(size, on_cuda)
         self._busy = True
         try:
-            views = [buffer[entry.begin : entry.end].view(entry.dtype).view(entry.shape) for entry in entries]
+            views = [buffer[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape) for entry in entries]
             pairs = list(zip(views, ordered, strict=True))
             copy: _Copy = self._copy_on_stream(pairs) if on_cuda else self._copy_in_thread(pairs)
         except BaseException:
@@ -217,7 +218,16 @@ def _layout(slices: list[Slice]) -> tuple[list[TensorEntry], int]:
         end = begin + part.tensor.numel() * part.tensor.element_size()
         shape = tuple(part.tensor.shape)
         entries.append(
-            TensorEntry(part.name, part.tensor.dtype, shape, begin, end, part.global_shape, part.offset, part.python)
+            TensorEntry(
+                part.name,
+                dtype_name(part.tensor.dtype, part.name),
+                shape,
+                begin,
+                end,
+                part.global_shape,
+                part.offset,
+                part.python,
+            )
         )
         begin = end
     return entries, begin
