@@ -1,0 +1,1 @@
+"""Machines for raypp: files that start Ray on them, and the test bed that imitates them."""

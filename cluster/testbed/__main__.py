@@ -1,0 +1,150 @@
+"""`python -m cluster.testbed`: test beds from the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from cluster.testbed import bed
+from cluster.testbed.bed import TestBed
+from cluster.testbed.network import Cut, instances
+from raypp.cli.errors import show_error
+from raypp.errors import RayppError
+
+_name = click.argument("name")
+_host = click.argument("host", type=int)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def testbed() -> None:
+    """Several hosts on one machine, to see what a job would do on your network. Needs root."""
+
+
+@testbed.command()
+@_name
+@click.option("--hosts", "-n", default=2, show_default=True, help="How many; host 0 is the Ray head.")
+@click.option("--rate", default="1gbit", show_default=True, help="Of each cable, each direction: 38mbit, 1gbit, none.")
+@click.option("--cpus", default=2, show_default=True, help="CPU slots of each host's Ray node.")
+@click.option("--no-ray", is_flag=True, help="Hosts and cables only.")
+@click.option("--no-store", is_flag=True, help="No S3 server.")
+@click.option("--pin", is_flag=True, help="Give each host one core of this machine.")
+def up(name: str, hosts: int, rate: str, cpus: int, no_ray: bool, no_store: bool, pin: bool) -> None:
+    """Make hosts, cables, Ray nodes and an S3 server."""
+    made = TestBed.up(name, hosts=hosts, rate=rate, cpus=cpus, ray=not no_ray, store=not no_store, pin=pin)
+    click.echo(f"the test bed {name} is up: {hosts} hosts, {rate} each way")
+    _show(made)
+    click.echo(f'use it:  eval "$(python -m cluster.testbed env {name})"; raypp submit JOB')
+    click.echo(f"end it:  python -m cluster.testbed down {name}")
+
+
+@testbed.command()
+@click.argument("name", required=False)
+@click.option("--all", "everything", is_flag=True, help="Every test bed of this machine.")
+def down(name: str | None, everything: bool) -> None:
+    """End a test bed and remove all it made, also what a crash has left."""
+    if not name and not everything:
+        raise click.UsageError("give a NAME or --all")
+    for one in instances() if everything else [str(name)]:
+        click.echo(f"the test bed {one} is down" if bed.remove(one) else f"there was no test bed {one}")
+
+
+@testbed.command()
+@click.argument("name", required=False)
+def status(name: str | None) -> None:
+    """Hosts, cables and processes; without NAME the test beds there are."""
+    if name is None:
+        click.echo("\n".join(instances()) or "there is no test bed")
+    else:
+        _show(TestBed.open(name))
+
+
+@testbed.command()
+@_name
+def env(name: str) -> None:
+    """Print shell lines that make `raypp` use the bed's cluster and store (they hold its keys)."""
+    for variable, value in TestBed.open(name).environment().items():
+        click.echo(f"export {variable}={shlex.quote(value)}")
+
+
+@testbed.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_name
+@_host
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def exec(name: str, host: int, command: tuple[str, ...]) -> None:
+    """Run COMMAND on HOST, with the bed's environment."""
+    opened = TestBed.open(name)
+    line = opened.command(host, command)
+    os.execvpe(line[0], line, opened.with_environment(dict(os.environ)))
+
+
+@testbed.command()
+@_name
+@_host
+@click.option("--one-way", type=click.Choice(["out", "in"]), help="Lose only what it sends, or only what it is sent.")
+def cut(name: str, host: int, one_way: str | None) -> None:
+    """Break HOST's cable."""
+    TestBed.open(name).cut(host, Cut(one_way) if one_way else Cut.BOTH)
+
+
+@testbed.command()
+@_name
+@_host
+@click.argument("rate")
+def rate(name: str, host: int, rate: str) -> None:
+    """Limit HOST's cable to RATE."""
+    TestBed.open(name).set_rate(host, rate)
+
+
+@testbed.command()
+@_name
+@_host
+@click.option("--silently", is_flag=True, help="Pull its cable first: a power cut, of which nobody hears.")
+def kill(name: str, host: int, silently: bool) -> None:
+    """Kill every process of HOST."""
+    TestBed.open(name).kill(host, silently=silently)
+
+
+def _plain(word: str, text: str, act: Callable[[TestBed, int], Any]) -> None:
+    @testbed.command(word, help=text)
+    @_name
+    @_host
+    def command(name: str, host: int) -> None:
+        act(TestBed.open(name), host)
+
+
+_plain("heal", "Put HOST's cable in order again. A node Ray has given up needs `start`, too.", TestBed.heal)
+_plain("freeze", "Stop every process of HOST (SIGSTOP).", TestBed.freeze)
+_plain("thaw", "Let HOST's processes go on.", TestBed.thaw)
+_plain("start", "Start HOST's Ray node again.", TestBed.start)
+
+
+def _show(shown: TestBed) -> None:
+    for one in shown.status():
+        node = {True: "in the cluster", False: "not in the cluster", None: "–"}[one["ray"]]
+        frozen = ", frozen" if one["frozen"] else ""
+        click.echo(
+            f"  {one['hostname']:<12} {one['address']:<12} {one['cable']:<24} "
+            f"{one['processes']} processes{frozen}, Ray: {node}"
+        )
+    if shown.ray:
+        click.echo(f"  dashboard  {shown.address}  (token in {shown.token_path})")
+    if shown.store:
+        click.echo(f"  S3 server  {shown.store.endpoint}  bucket {bed.BUCKET}")
+
+
+def main() -> None:
+    """Runs one command; errors a person can act on are told without a traceback."""
+    try:
+        testbed.main(prog_name="python -m cluster.testbed", standalone_mode=True)
+    except RayppError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

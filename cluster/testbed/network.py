@@ -1,0 +1,321 @@
+"""The hosts' network: one namespace per host, one bridge as their switch, one rate-limited cable each.
+
+Everything is named after the instance: bridge `rt-NAME-br`, namespaces `rt-NAME-h0` …, cables `rt-NAME-v0` …, and
+`/etc/netns/rt-NAME-h0` … for the hosts' own /etc/hosts and /etc/nsswitch.conf. `remove` finds them by these names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from raypp.errors import JobError, Problem, RayppError
+
+PREFIX = "rt-"
+_NAME = re.compile(r"^[a-z0-9]{1,7}$")
+_RATE = re.compile(r"^(\d+(?:\.\d+)?)(k|m|g)bit$")
+_ETC = Path("/etc/netns")
+_SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class NetworkError(RayppError):
+    """The kernel refused a part of the network."""
+
+
+class Cut(StrEnum):
+    """How a cable is broken.
+
+    both: pulled; the host itself sees that it has no carrier. out: what the host sends is lost, silently.
+    in: what is sent to it is lost, silently.
+    """
+
+    BOTH = "both"
+    OUT = "out"
+    IN = "in"
+
+
+def why_not() -> str | None:
+    """Why no test bed can be made here, or None."""
+    for program in ("ip", "tc", "unshare"):
+        if shutil.which(program) is None:
+            return f"the program `{program}` is not installed (Debian, Ubuntu: apt install iproute2 util-linux)"
+    if os.geteuid() != 0:
+        return "network namespaces need root; run it with sudo"
+    probe = f"{PREFIX}probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"this machine makes no network namespace: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+    return None
+
+
+def bits_per_s(rate: str) -> float:
+    """`150mbit`, `1gbit` as a number.
+
+    Raises:
+        JobError: It is no rate.
+    """
+    match = _RATE.match(rate.lower())
+    if match is None or float(match[1]) <= 0:
+        raise JobError(Problem("rate", f"{rate!r} is no rate", "write it as 38mbit, 1gbit or none"))
+    return float(match[1]) * _SCALE[match[2]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of one instance.
+
+    Attributes:
+        name: a-z and 0-9, at most 7: the names of network devices are short.
+        subnet: `10.77.N`; host i is `10.77.N.(10+i)`, the switch (this machine) `10.77.N.1`.
+        size: How many hosts.
+    """
+
+    name: str
+    subnet: str
+    size: int
+
+    @classmethod
+    def make(cls, name: str, size: int, rate: str = "none") -> Network:
+        """Makes it; nothing is left when that fails.
+
+        Args:
+            rate: Of every cable and direction, `1gbit`; `none`: as fast as the machine goes.
+
+        Raises:
+            JobError: A name or rate that is none, or the name is taken.
+            NetworkError: The kernel refused.
+        """
+        if not _NAME.match(name):
+            raise JobError(Problem("name", f"{name!r} names no test bed", "use 1 to 7 of a-z and 0-9"))
+        if not 1 <= size <= 200:
+            raise JobError(Problem("hosts", f"{size} hosts", "use 1 to 200"))
+        if rate != "none":
+            bits_per_s(rate)
+        if leftovers(name):
+            raise JobError(
+                Problem(
+                    "name", f"a test bed {name!r} is there already", f"end it: python -m cluster.testbed down {name}"
+                )
+            )
+        network = cls(name, _free_subnet(), size)
+        try:
+            network._make(rate)
+        except BaseException:
+            network.remove()
+            raise
+        return network
+
+    @property
+    def switch(self) -> str:
+        """This machine's address in the network."""
+        return f"{self.subnet}.1"
+
+    def address(self, host: int) -> str:
+        return f"{self.subnet}.{10 + host}"
+
+    def hostname(self, host: int) -> str:
+        return f"{self.name}-h{host}"
+
+    def namespace(self, host: int) -> str:
+        return f"{PREFIX}{self.name}-h{host}"
+
+    def cable(self, host: int) -> str:
+        """The switch's end of a host's cable; the host's own end is `eth0` in its namespace."""
+        return f"{PREFIX}{self.name}-v{host}"
+
+    @property
+    def bridge(self) -> str:
+        return f"{PREFIX}{self.name}-br"
+
+    # Cables ---------------------------------------------------------------------------------------
+
+    def set_rate(self, host: int, rate: str) -> None:
+        """Limits a host's cable, each direction by itself (full duplex)."""
+        for end in self._ends(host):
+            _limit(end, rate)
+
+    def cut(self, host: int, how: Cut = Cut.BOTH) -> None:
+        """Breaks a host's cable. Packets are lost; no connection is closed."""
+        outward, inward = self._ends(host)
+        if how is Cut.BOTH:
+            _do("ip", "link", "set", self.cable(host), "down")
+        else:
+            _do("tc", *(outward if how is Cut.OUT else inward).replacing("root", "blackhole"))
+
+    def heal(self, host: int, rate: str) -> None:
+        """Undoes every `cut` of a host's cable."""
+        _do("ip", "link", "set", self.cable(host), "up")
+        self.set_rate(host, rate)
+
+    def condition(self, host: int, rate: str) -> str:
+        """How a host's cable is, for people: `1gbit`, `cut`, `cut outward`, `cut inward`."""
+        if "state UP" not in _do("ip", "link", "show", self.cable(host)):
+            return "cut"
+        lost = ["qdisc blackhole" in _do("tc", *end.showing()) for end in self._ends(host)]
+        return {(True, False): "cut outward", (False, True): "cut inward"}.get((lost[0], lost[1]), rate)
+
+    # Processes ------------------------------------------------------------------------------------
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """What runs a command on a host: in its network, with its /etc/hosts, under its host name."""
+        as_host = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.hostname(host))
+        return ["ip", "netns", "exec", self.namespace(host), *as_host, *command]
+
+    def pids(self, host: int) -> list[int]:
+        """Every process of a host."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=False
+        )
+        return [int(pid) for pid in found.stdout.split()]
+
+    def signal(self, host: int, number: signal.Signals) -> int:
+        """Sends a signal to every process of a host, until no new one appears; returns how many got it."""
+        done: set[int] = set()
+        while fresh := [pid for pid in self.pids(host) if pid not in done]:
+            for pid in fresh:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            done.update(fresh)
+        return len(done)
+
+    def kill(self, host: int, patience_s: float = 10.0) -> None:
+        """SIGKILL to every process of a host; returns when they are gone."""
+        end = time.monotonic() + patience_s
+        while self.signal(host, signal.SIGKILL):
+            if time.monotonic() > end:
+                raise NetworkError(f"processes of {self.namespace(host)} do not die: {self.pids(host)}")
+            time.sleep(0.05)
+
+    def remove(self) -> None:
+        """Ends every process of the hosts and removes the network; see `remove_leftovers`."""
+        remove_leftovers(self.name)
+
+    # Making ---------------------------------------------------------------------------------------
+
+    def _make(self, rate: str) -> None:
+        _do("ip", "link", "add", self.bridge, "type", "bridge")
+        _do("ip", "addr", "add", f"{self.switch}/24", "dev", self.bridge)
+        _do("ip", "link", "set", self.bridge, "up")
+        for host in range(self.size):
+            self._write_etc(host)
+            inside = ("ip", "-n", self.namespace(host))
+            _do("ip", "netns", "add", self.namespace(host))
+            _do(*["ip", "link", "add"], self.cable(host), *["type", "veth", "peer", "name", "eth0", "netns"], inside[2])
+            _do("ip", "link", "set", self.cable(host), "master", self.bridge, "up")
+            _do(*inside, "link", "set", "lo", "up")
+            _do(*inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _do(*inside, "link", "set", "eth0", "up")
+            _do(*inside, "route", "add", "default", "via", self.switch)
+            if rate != "none":
+                self.set_rate(host, rate)
+
+    def _write_etc(self, host: int) -> None:
+        """Names are looked up in files only: a DNS nobody answers would hold up every rendezvous for ten seconds."""
+        directory = _ETC / self.namespace(host)
+        directory.mkdir(parents=True, exist_ok=True)
+        others = (f"{self.address(other)} {self.hostname(other)}" for other in range(self.size))
+        (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", *others, ""]))
+        (directory / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+        (directory / "resolv.conf").write_text("options timeout:1 attempts:1\n")
+
+    def _ends(self, host: int) -> tuple[_End, _End]:
+        """(what leaves the host, what goes to it)."""
+        return _End("eth0", self.namespace(host)), _End(self.cable(host), None)
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a cable; what is sent there goes through its queue."""
+
+    device: str
+    namespace: str | None
+
+    def replacing(self, *queue: str) -> list[str]:
+        """Arguments for `tc` that put another queue there."""
+        return [*self._inside(), "qdisc", "replace", "dev", self.device, *queue]
+
+    def showing(self) -> list[str]:
+        """Arguments for `tc` that tell the queue."""
+        return [*self._inside(), "qdisc", "show", "dev", self.device]
+
+    def _inside(self) -> list[str]:
+        return ["-n", self.namespace] if self.namespace else []
+
+
+def _limit(end: _End, rate: str) -> None:
+    """A token bucket as small as still reaches the rate: what fits into the bucket passes at full speed."""
+    if rate == "none":
+        _do("tc", *end.replacing("root", "pfifo"))
+        return
+    bits = bits_per_s(rate)
+    burst = max(66_000, int(bits / 8 * 0.001))
+    _do("tc", *end.replacing("root", "tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "latency", "50ms"))
+
+
+def leftovers(name: str) -> list[str]:
+    """Namespaces and network devices of an instance that are there."""
+    namespaces = [one for one in _namespaces() if one.startswith(f"{PREFIX}{name}-h")]
+    return namespaces + [one for one in _devices() if re.match(rf"{PREFIX}{name}-(br|v\d+)$", one)]
+
+
+def instances() -> list[str]:
+    """Names of the instances of which anything is there."""
+    found = {
+        match[1] for one in [*_namespaces(), *_devices()] if (match := re.match(rf"{PREFIX}([a-z0-9]+)-[hbv]", one))
+    }
+    return sorted(found)
+
+
+def remove_leftovers(name: str) -> list[str]:
+    """Ends all processes of an instance's hosts, and removes its namespaces, devices and files; returns their names."""
+    found = leftovers(name)
+    for one in found:
+        if one.startswith(f"{PREFIX}{name}-h"):
+            host = int(one.rpartition("h")[2])
+            Network(name, "", host + 1).kill(host)
+            _do("ip", "netns", "del", one)
+    # A cable goes with its namespace.
+    for one in leftovers(name):
+        with contextlib.suppress(NetworkError):
+            _do("ip", "link", "del", one)
+    for directory in _ETC.glob(f"{PREFIX}{name}-h*"):
+        shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def _namespaces() -> Iterator[str]:
+    for line in _do("ip", "netns", "list").splitlines():
+        yield line.split()[0]
+
+
+def _devices() -> Iterator[str]:
+    for line in _do("ip", "-o", "link", "show").splitlines():
+        yield line.split(": ")[1].partition("@")[0]
+
+
+def _free_subnet() -> str:
+    """The first 10.77.N no interface of this machine has."""
+    used = [ipaddress.ip_interface(line.split()[3]).network for line in _do("ip", "-4", "-o", "addr").splitlines()]
+    for third in range(256):
+        wanted = ipaddress.ip_network(f"10.77.{third}.0/24")
+        if not any(wanted.overlaps(one) for one in used):
+            return f"10.77.{third}"
+    raise NetworkError("every network of 10.77.0.0/16 is taken")
+
+
+def _do(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
