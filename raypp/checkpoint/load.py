@@ -125,7 +125,7 @@ def load_checkpoint(
     data = fetch_ranges(store, files, ranges)
     _copy(pieces, data)
     if optimizer is not None:
-        _fill_optimizer(optimizer, stages, entries, _python_numbers(saved))
+        fill_optimizer(optimizer, stages, entries, _python_numbers(saved))
     return Loaded(step, dict(commit.extra), commit, data.bytes_read, time.monotonic() - started)
 
 
@@ -212,7 +212,7 @@ def _python_numbers(saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEnt
     return {name: parts[0][1].python for name, parts in saved.items() if parts[0][1].python}
 
 
-def _fill_optimizer(
+def fill_optimizer(
     optimizer: torch.optim.Optimizer,
     stages: Sequence[nn.Module],
     entries: Sequence[tuple[Tensor, str, Any]],

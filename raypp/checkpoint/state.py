@@ -49,7 +49,11 @@ class Slice:
 
 
 def gather_state(
-    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, coordinates: Coordinates | None = None
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    coordinates: Coordinates | None = None,
+    *,
+    copies: bool = False,
 ) -> dict[str, Slice]:
     """The slices this rank must write. No communication; gradients must not be pending.
 
@@ -58,15 +62,16 @@ def gather_state(
         optimizer: Over their parameters; its state may still be empty.
         coordinates: This rank's place. What several ranks hold alike is written by the first of them only;
             None: this rank writes all it holds.
+        copies: Also tied weights whose first copy another stage holds.
 
     Returns:
         By global name. Slices without an element (a shard that fell empty) are left out.
     """
     slices: dict[str, Slice] = {}
-    for name, tensor in _model_tensors(stages, copies=False):
+    for name, tensor in _model_tensors(stages, copies=copies):
         _add(slices, name, tensor, coordinates)
     if optimizer is not None:
-        for name, parameter in _parameters(stages, copies=False):
+        for name, parameter in _parameters(stages, copies=copies):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     _add(slices, f"{OPTIMIZER}{name}/{key}", value, coordinates)

@@ -1,0 +1,249 @@
+"""The files of the memory tier: names, the block that says what a file holds, whose they are, and when they go.
+
+A file is one snapshot of one rank in shared memory: it outlives its process, and goes with its node. Its layout:
+`CONTROL_BYTES` of control block (magic, length and CRC-32 of a JSON object, the object), the data of the tensors from
+there on, and behind them the tail, JSON that is as long as the control block says. A file that is being written is
+called `….writing`, a whole one `….step-17`; the control block says the same, and is written last.
+
+Whoever writes or reads a file holds its lock (flock), which ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import stat
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
+"""Names another directory than /dev/shm: an operator's setting of a node, and how tests play several nodes on one."""
+CONTROL_BYTES = 4096
+_MAGIC = b"RAYPPMT1"
+_PAGE = 4096
+_FORGET_S = 3600.0
+"""A file nobody holds is kept this long while the process that would start its successor (the raylet, the torchrun
+agent) lives: the run may be between two attempts."""
+_YOUNG_S = 60.0
+_NAME = re.compile(
+    r"^raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>\d{1,9})"
+    r"\.rank-(?P<rank>\d{1,7})\.(?P<kind>own|copy)-(?P<number>\d)\.(?:step-(?P<step>\d{1,12})|writing)$"
+)
+
+
+@dataclass(frozen=True)
+class SlotName:
+    """What a file's name says.
+
+    Attributes:
+        run: The run's name.
+        life: 12 hex digits that tell runs of one name in different stores, or begun anew, apart.
+        attempt: Who wrote it.
+        rank: Whose state it is.
+        kind: "own": written by that rank; "copy": by its partner on another node.
+        number: Of several that one process fills in turn.
+        step: Optimizer steps done; None while it is being written.
+    """
+
+    run: str
+    life: str
+    attempt: int
+    rank: int
+    kind: str
+    number: int
+    step: int | None = None
+
+    def file_name(self) -> str:
+        state = "writing" if self.step is None else f"step-{self.step}"
+        return f"raypp.{self.run}.{self.life}.attempt-{self.attempt}.rank-{self.rank}.{self.kind}-{self.number}.{state}"
+
+
+def parse_name(text: str) -> SlotName | None:
+    """The name of a file of the memory tier; None for any other."""
+    match = _NAME.match(text)
+    if match is None:
+        return None
+    step = match["step"]
+    return SlotName(
+        match["run"], match["life"], int(match["attempt"]), int(match["rank"]), match["kind"], int(match["number"]),
+        None if step is None else int(step),
+    )  # fmt: skip
+
+
+def memory_directory() -> Path:
+    """Where this node keeps the files."""
+    return Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm")
+
+
+def list_slots(directory: Path) -> Iterator[tuple[SlotName, Path]]:
+    """The files of the memory tier that belong to this user, of all runs."""
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return
+    for path in entries:
+        name = parse_name(path.name)
+        if name is None:
+            continue
+        with contextlib.suppress(OSError):
+            facts = path.lstat()
+            # Somebody else's file in a directory open to all is neither read nor removed.
+            if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                yield name, path
+
+
+def open_locked(path: Path, *, create: bool = False) -> int | None:
+    """Opens a file and takes its lock; None when it is gone, or when a living process holds it.
+
+    Args:
+        create: Make it, readable by its owner only; it must not exist.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    if create:
+        flags |= os.O_CREAT | os.O_EXCL
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        if create:
+            raise
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _same_file(descriptor, path):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
+    """Writes the control block. After this a reader believes the file when `about["complete"]` is true."""
+    text = json.dumps(about, separators=(",", ":")).encode()
+    block = _MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+    if len(block) > CONTROL_BYTES:
+        raise ValueError(f"a control block of {len(block)} bytes")
+    os.pwrite(descriptor, block, 0)
+
+
+def read_control(descriptor: int) -> dict[str, Any] | None:
+    """The control block; None when it is torn or none at all."""
+    block = os.pread(descriptor, CONTROL_BYTES, 0)
+    length, crc = int.from_bytes(block[8:12], "little"), int.from_bytes(block[12:16], "little")
+    text = block[16 : 16 + length]
+    if block[:8] != _MAGIC or len(text) != length or zlib.crc32(text) != crc:
+        return None
+    try:
+        about = json.loads(text)
+    except ValueError:
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def tail_offset(data_size: int) -> int:
+    """Where the tail begins behind that many bytes of data."""
+    return CONTROL_BYTES + -(-data_size // _PAGE) * _PAGE
+
+
+def keeper() -> list[float]:
+    """Pid and start time of the process that started this one, and would start its successor."""
+    parent = os.getppid()
+    try:
+        return [parent, psutil.Process(parent).create_time()]
+    except psutil.Error:
+        return [parent, 0.0]
+
+
+def remove(path: Path) -> bool:
+    """Removes a file unless a living process holds it; whether it is gone."""
+    descriptor = open_locked(path)
+    if descriptor is None:
+        return not path.exists()
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    os.close(descriptor)
+    return True
+
+
+def remove_run(run: str, directory: Path | None = None) -> list[str]:
+    """Removes this node's files of a run that is over; names those removed. Files in use stay."""
+    found = list_slots(directory or memory_directory())
+    return [path.name for name, path in found if name.run == run and remove(path)]
+
+
+def remove_dead(directory: Path | None = None) -> list[str]:
+    """Removes what no process holds and nobody will come back for; names what was removed.
+
+    That is: the process that would start a successor is gone, or nothing happened for an hour.
+    """
+    return [path.name for _, path in list_slots(directory or memory_directory()) if _is_dead(path) and remove(path)]
+
+
+def room(directory: Path) -> int:
+    """Bytes of host memory that files in the directory could take now: what the file system, the host and the
+    process' memory group have left, whichever is least."""
+    facts = os.statvfs(directory)
+    free = [facts.f_bavail * facts.f_frsize, int(psutil.virtual_memory().available)]
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" when there is no limit
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        counts = (group / "memory.stat").read_text().splitlines()
+        # What the kernel gives back by itself when memory is wanted.
+        left += next(int(line.split()[1]) for line in counts if line.startswith("inactive_file "))
+        free.append(left)
+    return max(0, min(free))
+
+
+def allocated(directory: Path, run: str, life: str) -> int:
+    """Bytes that files of a run take on this node already."""
+    total = 0
+    for name, path in list_slots(directory):
+        if (name.run, name.life) == (run, life):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_blocks * 512
+    return total
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    """Whether the path still is the file that is open (it may have been renamed meanwhile)."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_dead(path: Path) -> bool:
+    descriptor = open_locked(path)
+    if descriptor is None:
+        return False
+    try:
+        age = time.time() - os.fstat(descriptor).st_mtime
+        about = read_control(descriptor)
+    finally:
+        os.close(descriptor)
+    if about is None:
+        return age > _YOUNG_S  # perhaps its maker is about to write the first block
+    return age > _FORGET_S or not _lives(about.get("keeper"))
+
+
+def _lives(keeper_of: Any) -> bool:
+    try:
+        pid, started = int(keeper_of[0]), float(keeper_of[1])
+        process = psutil.Process(pid)
+        return bool(abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, TypeError, ValueError, IndexError):
+        return False
