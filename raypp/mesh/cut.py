@@ -109,6 +109,49 @@ def balance(
     return cut
 
 
+def balance_ranks(
+    num_layers: int, placement: Sequence[Sequence[int]], input_weight: float = 0.0, output_weight: float = 0.0
+) -> list[int]:
+    """The cut whose costliest *rank* is cheapest, for placements that put unequal stages together, as a V does.
+
+    Layers are dealt one by one to the rank that has least so far, then those of a rank in the same way to its stages;
+    at equal cost the earlier one takes it. With layers that all cost the same no other cut has a cheaper costliest
+    rank, nor a smaller sum of squares.
+
+    Args:
+        num_layers: Decoder layers.
+        placement: Stages of every rank; as many on each.
+        input_weight: What the embedding costs, in layers.
+        output_weight: What norm, projection and loss cost, in layers.
+
+    Returns:
+        Layers of every stage, at least one each.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    num_stages = sum(map(len, placement))
+    if num_stages > num_layers:
+        raise ValueError(f"{num_layers} layers cannot fill {num_stages} stages")
+    extra = [0.0] * num_stages
+    extra[0] += input_weight
+    extra[-1] += output_weight
+    ranks = _deal_out(num_layers, [sum(extra[s] for s in held) for held in placement], least=len(placement[0]))
+    cut = [0] * num_stages
+    for held, layers in zip(placement, ranks, strict=True):
+        for stage, count in zip(held, _deal_out(layers, [extra[s] for s in held], least=1), strict=True):
+            cut[stage] = count
+    return cut
+
+
+def _deal_out(layers: int, extra: Sequence[float], least: int) -> list[int]:
+    """Layers to places that each have a cost already, `least` to each, then one by one to the cheapest."""
+    found = [least] * len(extra)
+    for _ in range(layers - least * len(extra)):
+        found[min(range(len(extra)), key=lambda i: (round(found[i] + extra[i], 9), i))] += 1
+    return found
+
+
 def _suffixes(total: int, num_stages: int, combine: _Combine) -> list[list[float]]:
     """best[s][i]: the smallest value of stages s.. holding layers i.., where `combine` adds a stage to the rest."""
     best = [[_NEVER] * (total + 1) for _ in range(num_stages + 1)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raypp.errors import JobError
-from raypp.mesh.cut import balance, cut_layers, no_layer
-from raypp.mesh.place import place_stages
+from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
+from raypp.mesh.place import Placement, place_stages
 from raypp.planning.weights import end_weights
 from raypp.schedules.action import Program
 from raypp.schedules.registry import build_program, schedule_named
@@ -34,7 +34,7 @@ def cut_of(job: Job) -> list[int]:
     """Layers of every stage: `pipeline.layers_per_stage`, else by the weights of the model's ends.
 
     Weights that came from "auto" give the cheapest cut in which every stage has a layer; given ones the cut of
-    `cut_layers`.
+    `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`): one rank has both ends.
 
     Raises:
         JobError: A stage would have no layer.
@@ -43,11 +43,22 @@ def cut_of(job: Job) -> list[int]:
     if pipeline.layers_per_stage is not None:
         return list(pipeline.layers_per_stage)
     first, last = end_weights(job)
+    placement = _placement(job)
+    if placement == "v" and stages <= layers:
+        return balance_ranks(layers, place_stages(job.mesh.pp, stages, placement), first, last)
     if "auto" not in (pipeline.input_weight, pipeline.output_weight):
         return cut_layers(layers, stages, first, last)
     if stages > layers:
         raise JobError(no_layer(layers, stages, first, last, pipeline.stages_per_rank))
     return balance([1.0] * layers, stages, first, last)
+
+
+def _placement(job: Job) -> Placement:
+    """Where the schedule puts stages; of a schedule that does not exist, which is told elsewhere, the usual."""
+    try:
+        return schedule_named(schedule_of(job)).placement
+    except JobError:
+        return "loop"
 
 
 def program_of(job: Job) -> tuple[list[list[int]], Program]:

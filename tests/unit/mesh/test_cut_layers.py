@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.cut import balance, cut_layers, most_stages
+from raypp.mesh.cut import balance, balance_ranks, cut_layers, most_stages
+from raypp.mesh.place import place_stages
 
 TABLE = {
     (36, 2): [18, 18],
@@ -101,3 +102,40 @@ def test_every_cut_keeps_all_layers_and_fills_all_stages(layers: int, stages: in
     except JobError:
         return
     assert len(cut) == stages and sum(cut) == layers and min(cut) >= 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "weights", "cut"),
+    [
+        (16, 2, (0, 0), [4, 4, 4, 4]),
+        (16, 2, (1, 1), [4, 5, 4, 3]),  # ranks: 7 + 2 and 9
+        (36, 4, (0, 4), [5, 5, 5, 5, 5, 5, 5, 1]),  # ranks: 6 + 4 and 10, 10, 10
+        (8, 2, (0.05, 1.25), [2, 3, 2, 1]),
+        (8, 4, (0, 30), [1] * 8),
+        (2, 1, (0, 0), [1, 1]),
+    ],
+)
+def test_a_cut_in_a_v_is_even_over_ranks(layers: int, pp: int, weights: tuple[float, float], cut: list[int]) -> None:
+    assert balance_ranks(layers, place_stages(pp, 2 * pp, "v"), *weights) == cut
+
+
+@given(st.integers(1, 3), st.integers(0, 5), st.floats(0, 3).map(lambda x: round(x, 2)), st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_no_other_cut_has_a_cheaper_costliest_rank(pp: int, more: int, first: float, percent: int) -> None:
+    last = percent / 100
+    placement = place_stages(pp, 2 * pp, "v")
+    layers = 2 * pp + more
+    found = balance_ranks(layers, placement, first, last)
+
+    def costliest(cut: tuple[int, ...] | list[int]) -> float:
+        return max(sum(cut[s] for s in held) + (first + last if 0 in held else 0) for held in placement)
+
+    assert sum(found) == layers and min(found) >= 1 and len(found) == 2 * pp
+    borders = combinations(range(1, layers), 2 * pp - 1)
+    others = (tuple(b - a for a, b in pairwise((0, *chosen, layers))) for chosen in borders)
+    assert costliest(found) <= min(map(costliest, others)) + 1e-6
+
+
+def test_fewer_layers_than_stages_of_a_v_is_an_error() -> None:
+    with pytest.raises(ValueError, match="3 layers cannot fill 4 stages"):
+        balance_ranks(3, [[0, 3], [1, 2]])

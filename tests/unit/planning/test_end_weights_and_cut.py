@@ -6,6 +6,7 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError
+from raypp.mesh.cut import balance
 from raypp.planning.plan import layer_cut, stage_program
 from raypp.planning.weights import end_weights
 from raypp.schedules.action import printed
@@ -72,3 +73,21 @@ def test_the_program_is_the_schedules() -> None:
 )
 def test_stages_lie_as_the_schedule_wants(pipeline: dict[str, object], placement: list[list[int]]) -> None:
     assert stage_program(job_with(pipeline=pipeline))[0] == placement
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_the_rank_with_both_ends_of_a_v_gets_fewer_layers(schedule: str) -> None:
+    sizes = {**LARGE, "num_layers": 64}
+    settings = {"mesh": {"pp": 4}, "train": {"precision": "bf16"}, "model": sizes, "data": {"seq_len": 8192}}
+    job = job_with(**settings, pipeline={"schedule": schedule, "stages_per_rank": 2})
+    cut, (first, last) = layer_cut(job), end_weights(job)
+    ranks = [cut[rank] + cut[7 - rank] for rank in range(4)]
+    assert sum(cut) == 64 and ranks[0] < min(ranks[1:])
+    assert ranks[0] + first + last <= max(ranks[1:])
+    loop = job_with(**settings, pipeline={"schedule": "interleaved_1f1b", "stages_per_rank": 2})
+    assert layer_cut(loop) == balance([1.0] * 64, 8, first, last)
+
+
+def test_a_v_with_fewer_layers_than_stages_is_named() -> None:
+    with pytest.raises(JobError, match="8 stages for 6 layers"):
+        layer_cut(job_with(model=SMALL, mesh={"pp": 4}, pipeline={"schedule": "zbv", "stages_per_rank": 2}))
