@@ -1,0 +1,131 @@
+"""The tensors of a checkpoint, whole, by name, whatever mesh wrote it. Without torch, and a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from raypp.checkpoint.arrays import Array, numpy_dtype
+from raypp.checkpoint.commit import Commit
+from raypp.checkpoint.fetch import CheckpointFile, fetch_ranges, open_files
+from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
+from raypp.errors import CheckpointError, Problem
+from raypp.storage import ObjectStore
+
+OPTIMIZER = "optim/"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor without its data.
+
+    Attributes:
+        name: Global name.
+        dtype: By safetensors' name.
+        shape: Of the whole.
+        ranks: Those whose objects hold slices of it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of dimension 0; a tensor without dimensions is one row."""
+        return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def pieces(self, at_most: int) -> Iterator[tuple[int, int]]:
+        """Cuts dimension 0 into ranges of at most so many bytes (one row at least)."""
+        step = max(1, at_most // max(1, self.row_bytes))
+        for first in range(0, self.rows, step):
+            yield first, min(first + step, self.rows)
+
+
+class SavedTensors:
+    """The tensors of one checkpoint.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        commit: The checkpoint's COMMIT.
+
+    Raises:
+        CheckpointError: An object is missing, torn or corrupt; it is named.
+    """
+
+    def __init__(self, store: ObjectStore, commit: Commit) -> None:
+        self._store = store
+        self._files = open_files(store, commit)
+        self._parts: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
+        for file in self._files:
+            for entry in file.header.entries:
+                self._parts.setdefault(entry.name, []).append((file, entry))
+        self.infos: dict[str, TensorInfo] = {name: self._info(name) for name in sorted(self._parts)}
+        """By global name, sorted."""
+
+    def _info(self, name: str) -> TensorInfo:
+        parts = self._parts[name]
+        entry = parts[0][1]
+        ranks = tuple(sorted({file.record.rank for file, _ in parts}))
+        return TensorInfo(name, entry.dtype, entry.global_shape, ranks)
+
+    def rows(self, name: str, first: int, last: int) -> Array:
+        """The rows `[first, last)` of a tensor; every byte read is checked.
+
+        Raises:
+            CheckpointError: An object is missing, torn or corrupt, or the slices do not make up these rows.
+        """
+        info = self.infos[name]
+        out = np.empty((last - first, *info.shape[1:]) if info.shape else (), numpy_dtype(info.dtype))
+        wanted: dict[tuple[object, tuple[int, ...], int, int], tuple[CheckpointFile, TensorEntry]] = {}
+        for file, entry in self._parts[name]:
+            begin, end = _overlap(entry, first, last)
+            # Two ranks may have written the same slice (a tied weight): the first is as good as the second.
+            if begin < end and 0 not in entry.shape:
+                wanted.setdefault((entry.offset[1:], entry.shape[1:], begin, end), (file, entry))
+        if sum((end - begin) * prod(shape) for _, shape, begin, end in wanted) != out.size:
+            raise CheckpointError(Problem(name, f"rows {first} to {last} are not whole in the checkpoint"))
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        spans = [
+            (file, entry, begin, end, *_bytes(entry, begin, end)) for (*_, begin, end), (file, entry) in wanted.items()
+        ]
+        for file, _, _, _, low, high in spans:
+            ranges.setdefault(file.record.key, []).append((low, high))
+        data = fetch_ranges(self._store, self._files, ranges)
+        for file, entry, begin, end, low, high in spans:
+            values = np.frombuffer(data.view(file.record.key, low, high), out.dtype)
+            if not info.shape:
+                out[...] = values.reshape(())
+                continue
+            box = [slice(begin - first, end - first)]
+            box += [slice(a, a + n) for a, n in zip(entry.offset[1:], entry.shape[1:], strict=True)]
+            out[tuple(box)] = values.reshape(end - begin, *entry.shape[1:])
+        return out
+
+
+def _overlap(entry: TensorEntry, first: int, last: int) -> tuple[int, int]:
+    """The rows of the whole tensor that are both wanted and in this slice."""
+    if not entry.shape:
+        return first, last
+    return max(first, entry.offset[0]), min(last, entry.offset[0] + entry.shape[0])
+
+
+def _bytes(entry: TensorEntry, begin: int, end: int) -> tuple[int, int]:
+    """Where these rows of the whole tensor lie in the data section of the slice's file."""
+    if not entry.shape:
+        return entry.begin, entry.end
+    row = (entry.end - entry.begin) // entry.shape[0]
+    return entry.begin + (begin - entry.offset[0]) * row, entry.begin + (end - entry.offset[0]) * row
