@@ -79,7 +79,7 @@ def exec(name: str, host: int, command: tuple[str, ...]) -> None:
     """Run COMMAND on HOST, with the bed's environment."""
     opened = TestBed.open(name)
     line = opened.command(host, command)
-    os.execvpe(line[0], line, opened.with_environment(dict(os.environ)))
+    os.execvpe(line[0], line, opened.with_environment())
 
 
 @testbed.command()
