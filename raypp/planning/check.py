@@ -8,6 +8,7 @@ from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.weights import end_weights
+from raypp.planning.wire import wire_problems
 from raypp.schedules.registry import schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
@@ -18,6 +19,7 @@ def check_plan(job: Job) -> list[Problem]:
     problems = list(_schedule(job))
     problems += _cut(job)
     problems += _axes(job)
+    problems += wire_problems(job)
     if job.train.activation_checkpointing == "selective":
         problems += _selective(job)
     if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":

@@ -32,15 +32,22 @@ class Boundary:
 
 
 def message_bytes(job: Job) -> int:
-    """Bytes of one activation between two ranks: micro_batch_size · seq_len · hidden_size numbers, a cp rank's share.
+    """Bytes of the larger message between two ranks, activations or gradients: micro_batch_size · seq_len · hidden_size
+    numbers, a cp rank's share.
 
     Rows are as long as data.seq_len; negotiated lengths are shorter. int8 also sends a fp32 scale per token.
     """
+    return max(
+        _message_bytes(job, job.pipeline.wire.of("activations")), _message_bytes(job, job.pipeline.wire.of("gradients"))
+    )
+
+
+def _message_bytes(job: Job, compression: str) -> int:
     wire, tokens = job.pipeline.wire, microbatch_tokens(job)
-    if wire.compression == "int8":
+    if compression == "int8":
         return tokens * (job.model.hidden_size + 4)
     number = {"auto": activation_bytes(job), "fp32": 4, "bf16": 2}[wire.dtype]
-    if wire.compression == "bf16":
+    if compression == "bf16":
         number = min(number, 2)
     return tokens * job.model.hidden_size * number
 

@@ -10,7 +10,8 @@ from raypp.schedules.registry import build_program
 from raypp.schedules.simulate import StageTimes, simulate
 
 WORTH = 0.01
-"""A deeper warm-up must make a step this much shorter: what it costs in memory is certain, what it gains is computed."""
+"""A deeper warm-up must make a step this much shorter: its memory is certain, its gain is computed."""
+
 _PATIENCE = 3
 """Deeper programs are not tried once so many in a row brought nothing."""
 

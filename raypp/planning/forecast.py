@@ -1,0 +1,205 @@
+"""A step on given machines: compute, links, collectives, the bottleneck, and what would help.
+
+A step is: reading and agreeing, the gathering of weights, the schedule (simulated with each stage's and each border's
+times), the reduction of gradients, the update. What overlaps with the schedule is counted as if it did not, except
+messages between stages, which the simulator lets run beside compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypp.mesh.geometry import Mesh
+from raypp.mesh.place import place_stages
+from raypp.planning.choices import cut_of, schedule_of
+from raypp.planning.costs import Costs
+from raypp.planning.links import message_bytes
+from raypp.planning.lookahead import best_depth, depths
+from raypp.planning.machines import Machines, Node
+from raypp.planning.memory import RankMemory, rank_memory, stage_activation_bytes, stage_parameters
+from raypp.planning.traffic import (
+    Border,
+    LinkUse,
+    border_between,
+    collectives,
+    layer_traffic,
+    link_uses,
+    of_pipeline_rank,
+)
+from raypp.schedules.registry import build_program, schedule_named
+from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.spec.job import Job
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step takes on given machines.
+
+    Attributes:
+        step_s: Seconds of a step.
+        tokens_per_s: Of all replicas, every row full.
+        parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
+        lookahead: Extra warm-up forwards it rests on.
+        stage_s: Seconds of compute of each pipeline rank in a step.
+        idle: Share of the pipeline's time in which ranks stand still, on average.
+        free_pipeline_s: Seconds of the schedule with links that cost nothing.
+        links: The cables pipelines cross, the busiest first.
+        memory: Of every pipeline rank.
+        bottleneck: In words.
+        measured: Which of its grounds are measured: "costs", "links".
+        sources: Where costs and links come from, in words.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    parts: Mapping[str, float]
+    lookahead: int
+    stage_s: tuple[float, ...]
+    idle: float
+    free_pipeline_s: float
+    links: tuple[LinkUse, ...]
+    memory: tuple[RankMemory, ...]
+    bottleneck: str
+    measured: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory)
+
+
+def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0) -> Forecast:
+    """What a step of a job takes.
+
+    Args:
+        job: The job; `check_plan` finds nothing wrong with it.
+        machines: Where it runs.
+        costs: Of a device of speed 1.
+        device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
+
+    Raises:
+        ResourcesError: The job has more ranks than the machines have devices.
+        JobError: Its schedule cannot do its sizes.
+    """
+    mesh, cut, name = Mesh.of(job.mesh), cut_of(job), schedule_of(job)
+    seats = machines.seats(mesh)
+    pp, per_rank, microbatches = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
+    placement = place_stages(pp, job.num_stages, schedule_named(name).placement)
+    holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    size = message_bytes(job)
+    borders = [border_between(mesh, seats, machines, holder[s], holder[s + 1], size) for s in range(len(cut) - 1)]
+    speeds = [min(of_pipeline_rank(mesh, seats, holder[s]), key=lambda n: n.speed).speed for s in range(len(cut))]
+    times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
+
+    lookahead = job.pipeline.lookahead
+    if lookahead == "auto":
+        room = _most_in_flight(job, cut, placement, device_memory) if device_memory else None
+        lookahead = best_depth(depths(name, pp, per_rank, microbatches, times, room)).lookahead
+    program = build_program(name, pp, per_rank, microbatches, lookahead)
+    timeline = simulate(program, times)
+    free = simulate(program, StageTimes(times.forward, times.backward, times.input_share))
+    memory = tuple(rank_memory(job, stages, cut, timeline.in_flight) for stages in placement)
+
+    parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
+    unshard, reduce = collectives(job, machines, mesh, seats, parameters)
+    slowest = min(node.speed for node in seats)
+    share = job.mesh.fsdp * job.mesh.cp
+    parts = {
+        "other": costs.step_s,
+        "unshard": unshard,
+        "pipeline": timeline.makespan,
+        "reduce": reduce,
+        "optimizer": costs.optimizer_s * max(parameters) / share / slowest,
+    }
+    step_s = sum(parts.values())
+    tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len
+    busy = tuple(sum(slot.end - slot.start for slot in timeline.slots[rank]) for rank in range(pp))
+    used = link_uses(machines, borders, program, times, timeline, microbatches, size, step_s)
+    return Forecast(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        parts=parts,
+        lookahead=lookahead,
+        stage_s=busy,
+        idle=timeline.bubble,
+        free_pipeline_s=free.makespan,
+        links=used,
+        memory=memory,
+        bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
+        measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
+        sources=(f"compute {costs.source}", f"machines {machines.source}"),
+    )
+
+
+def _stage_times(
+    job: Job,
+    machines: Machines,
+    mesh: Mesh,
+    seats: Sequence[Node],
+    costs: Costs,
+    cut: Sequence[int],
+    speeds: Sequence[float],
+    borders: Sequence[Border],
+    size: int,
+) -> StageTimes:
+    within = layer_traffic(job, machines, mesh, seats)
+    forward, backward, end = [], [], len(cut) - 1
+    for stage, (layers, speed) in enumerate(zip(cut, speeds, strict=True)):
+        f, b = layers * costs.layer.forward, layers * costs.layer.backward
+        for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
+            f, b = f + part.forward * here, b + part.backward * here
+        crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
+        copying = crossed * size * costs.copy_s
+        forward.append(f / job.mesh.cp / speed + layers * within + copying)
+        backward.append(b / job.mesh.cp / speed + 2 * layers * within + copying)
+    return StageTimes(forward, backward, link=[border.seconds for border in borders])
+
+
+def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int) -> list[int]:
+    """Microbatches in flight that every stage has room for, its rank's other memory taken off."""
+    room = [0] * len(cut)
+    tokens = job.train.micro_batch_size * -(-job.data.seq_len // job.mesh.cp)
+    for stages in placement:
+        fixed = rank_memory(job, stages, cut, [0] * len(cut)).total
+        for stage in stages:
+            each = tokens * stage_activation_bytes(job, stage, cut) * len(stages)
+            if stage == len(cut) - 1:
+                each += tokens * job.model.vocab_size * _FP32
+            room[stage] = int(max(0, memory - fixed) // max(1, each))
+    return room
+
+
+def _bottleneck(
+    step_s: float,
+    parts: Mapping[str, float],
+    busy: Sequence[float],
+    timeline: Timeline,
+    free: Timeline,
+    links: Sequence[LinkUse],
+) -> str:
+    """What a step waits for most, in words."""
+    exposed = timeline.makespan - free.makespan
+    outside = max((name for name in parts if name != "pipeline"), key=lambda name: parts[name])
+    most = max(range(len(busy)), key=lambda rank: busy[rank])
+    bubble = free.makespan - busy[most]
+    worst = max(((exposed, "link"), (parts[outside], outside), (bubble, "bubble")), key=lambda entry: entry[0])
+    said = ""
+    if links:
+        link = links[0]
+        hidden = "hidden" if exposed < 0.02 * step_s else f"{exposed / step_s:.0%} of the step not hidden"
+        said = f"; the link between {link.nodes[0]} and {link.nodes[1]} is {link.busy:.0%} busy, {hidden}"
+    if worst[0] < (0.15 if worst[1] == "bubble" else 0.1) * step_s:
+        return f"compute: pipeline rank {most} computes {busy[most] / step_s:.0%} of the step{said}"
+    words = {
+        "link": f"links: {exposed / step_s:.0%} of the step waits for messages",
+        "bubble": f"the pipeline's fill and drain: {bubble / step_s:.0%} of the step",
+        "unshard": f"gathering weights (fsdp): {parts['unshard'] / step_s:.0%} of the step",
+        "reduce": f"reducing gradients (fsdp, dp_replicate): {parts['reduce'] / step_s:.0%} of the step",
+        "optimizer": f"the optimizer: {parts['optimizer'] / step_s:.0%} of the step",
+        "other": f"reading and agreeing: {parts['other'] / step_s:.0%} of the step",
+    }
+    return words[worst[1]] + said

@@ -1,0 +1,151 @@
+"""The nodes a job may run on and what joins them: given, or as `raypp doctor` measured them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raypp.errors import JobError, ResourcesError
+from raypp.mesh.geometry import Mesh
+from raypp.mesh.seating import seat_order
+from raypp.records import NodeFacts
+
+INSIDE_GBPS = 100.0
+"""Between two devices of one node when nothing else is known: PCIe, or a CPU's memory."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine.
+
+    Attributes:
+        name: As people know it.
+        devices: How many ranks it takes.
+        speed: Of one of its devices, relative to the one whose costs are known.
+    """
+
+    name: str
+    devices: int
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What two nodes have between them, in each direction.
+
+    Attributes:
+        gbps: Gbit/s.
+        latency_s: Seconds before the first byte arrives.
+    """
+
+    gbps: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Nodes and links.
+
+    Attributes:
+        nodes: In the order of their addresses, which is the order pipelines run through them.
+        link: Between any two nodes that `links` does not name; None: costs nothing.
+        links: By the names of the two nodes, in either order.
+        inside_gbps: Between two devices of one node.
+        measured: True when the links are times of a clock.
+        source: Where it comes from, for people.
+    """
+
+    nodes: tuple[Node, ...]
+    link: Link | None = None
+    links: Mapping[frozenset[str], Link] = field(default_factory=dict)
+    inside_gbps: float = INSIDE_GBPS
+    measured: bool = False
+    source: str = ""
+
+    @classmethod
+    def alike(
+        cls, world: int, per_node: int, gbps: float | None, latency_s: float = 0.0, inside_gbps: float = INSIDE_GBPS
+    ) -> Machines:
+        """So many equal nodes that `world` ranks fit, with one rate between all of them."""
+        count = -(-world // per_node)
+        nodes = tuple(Node(f"node {index}", per_node) for index in range(count))
+        where = f"{count} node{'s' if count > 1 else ''} with {per_node} device{'s' if per_node > 1 else ''} each"
+        link = Link(gbps, latency_s) if gbps else None
+        told = f", {gbps:g} Gbit/s between them" if gbps else ", links cost nothing (give --link-gbps or --links)"
+        return cls(nodes, link, inside_gbps=inside_gbps, source=f"given: {where}{told if count > 1 else ''}")
+
+    @property
+    def devices(self) -> int:
+        return sum(node.devices for node in self.nodes)
+
+    def between(self, one: str, other: str) -> Link | None:
+        """The link between two nodes; that inside when they are one; None: costs nothing."""
+        if one == other:
+            return Link(self.inside_gbps)
+        return self.links.get(frozenset((one, other)), self.link)
+
+    def seats(self, mesh: Mesh) -> list[Node]:
+        """The node of every rank, as raypp seats them.
+
+        Raises:
+            ResourcesError: There are more ranks than devices.
+        """
+        if mesh.world > self.devices:
+            what = f"{mesh.world} ranks for {self.devices} device{'s' if self.devices > 1 else ''}"
+            raise ResourcesError(what, "use a smaller mesh, or name more nodes")
+        facts: list[NodeFacts] = []
+        homes: list[Node] = []
+        for position, node in enumerate(self.nodes):
+            for device in range(node.devices):
+                if len(facts) == mesh.world:
+                    break
+                address = f"10.{position // 65536}.{position // 256 % 256}.{position % 256}"
+                facts.append(NodeFacts(node.name, address, node.name, device, "", device_index=device))
+                homes.append(node)
+        ranks = seat_order(mesh, facts)
+        by_rank = dict(zip(ranks, homes, strict=True))
+        return [by_rank[rank] for rank in range(mesh.world)]
+
+
+def read_machines(path: Path) -> Machines:
+    """What `raypp doctor --out` wrote.
+
+    The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`, optional
+    `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when). A pair measured both ways counts
+    with its slower direction.
+
+    Raises:
+        JobError: It cannot be read, or names a node it does not list.
+    """
+    fix = "write it with: raypp doctor --out FILE"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        names = [node if isinstance(node, str) else str(node["node"]) for node in found["nodes"]]
+        nodes = tuple(_node(name, found.get("devices", [])) for name in names)
+        links: dict[frozenset[str], Link] = {}
+        for entry in found.get("links", []):
+            pair = frozenset((str(entry["from"]), str(entry["to"])))
+            link = Link(float(entry["gbps"]), float(entry.get("latency_ms", 0.0)) / 1e3)
+            links[pair] = min(link, links.get(pair, link), key=lambda one: one.gbps)
+    except FileNotFoundError:
+        raise JobError(f"{path} does not exist", fix) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JobError(f"{path} does not describe machines: {type(error).__name__}: {error}", fix) from error
+    unknown = sorted({name for pair in links for name in pair} - set(names))
+    if not nodes or unknown:
+        what = f"names {unknown[0]!r} in links, but not in nodes" if unknown else "has no nodes"
+        raise JobError(f"{path} {what}", fix)
+    slow = [pair for pair, link in links.items() if link.gbps <= 0]
+    if slow:
+        raise JobError(f"{path} gives the link between {' and '.join(sorted(slow[0]))} no rate", fix)
+    source = f"measured {found.get('measured', '')} ({path})".replace("  ", " ")
+    return Machines(nodes, links=links, measured=True, source=source)
+
+
+def _node(name: str, devices: Sequence[Mapping[str, Any]]) -> Node:
+    own = [device for device in devices if str(device["node"]) == name]
+    speeds = [float(device.get("flops_rel") or 1.0) for device in own]
+    return Node(name, max(1, len(own)), min(speeds, default=1.0))

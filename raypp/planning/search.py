@@ -1,0 +1,269 @@
+"""Which mesh, cut, schedule and number of microbatches would be fastest: every candidate forecast, the best first.
+
+The global batch stays what the job says: microbatches · micro_batch_size · replicas. Candidates that a job could not
+run, or that need more memory than a device has, are left out and counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.errors import JobError, RayppError, ResourcesError
+from raypp.planning.check import check_plan
+from raypp.planning.choices import cut_of
+from raypp.planning.costs import Costs
+from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.machines import Machines
+from raypp.schedules.registry import SCHEDULES, schedule_named
+from raypp.spec.job import Job
+from raypp.spec.load import job_document, parse_job
+
+_MOST_STAGES_PER_RANK = 4
+_MOST_ACTIONS = 40_000
+"""Programs with more actions (ranks · stages · microbatches · 2) are not simulated: seconds each."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job that could be run instead.
+
+    Attributes:
+        changes: The keys that differ from the job given, ready for `--set`.
+        job: The job with them.
+        forecast: What it takes.
+    """
+
+    changes: Mapping[str, Any]
+    job: Job
+    forecast: Forecast
+
+    def settings(self) -> list[str]:
+        """`key=value` for `raypp submit --set`."""
+        return [f"{key}={_plain(value)}" for key, value in self.changes.items()]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        best: Candidates, the fastest first.
+        tried: Forecasts made.
+        refused: Candidates that `check_plan` finds something wrong with.
+        too_large: Candidates that need more memory than a device has.
+        out_of_time: The search ended before all were tried.
+    """
+
+    best: tuple[Candidate, ...]
+    tried: int
+    refused: int
+    too_large: int
+    out_of_time: bool
+
+
+def search(
+    job: Job,
+    machines: Machines,
+    costs: Costs,
+    *,
+    device_memory: int = 0,
+    keep: int = 10,
+    patience_s: float = 60.0,
+) -> Found:
+    """Ranks the jobs that do the same training on these machines.
+
+    Args:
+        job: Says model, data, batch; its mesh and pipeline are what may change. cp stays as it is.
+        machines: All their devices are used.
+        costs: Of a device of speed 1.
+        device_memory: Bytes of a device; 0: not looked at.
+        keep: How many to return.
+        patience_s: When it has taken so long, what has been tried must do.
+
+    Raises:
+        ResourcesError: No candidate can run.
+    """
+    end = time.monotonic() + patience_s
+    batch = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size
+    found: list[Candidate] = []
+    tried = refused = too_large = 0
+    out_of_time = False
+    for changes in _candidates(job, machines.devices, batch):
+        if time.monotonic() > end:
+            out_of_time = True
+            break
+        one = _changed(job, changes)
+        if one is None or check_plan(one):
+            refused += 1
+            continue
+        try:
+            cast = forecast(one, machines, costs, device_memory)
+        except RayppError:
+            refused += 1
+            continue
+        tried += 1
+        if device_memory and cast.peak_memory > device_memory:
+            too_large += 1
+            continue
+        found.append(Candidate(_difference(job, one, cast), one, cast))
+    if not found:
+        what = f"of {tried + refused} ways to cut this job over {machines.devices} devices none can run"
+        why = f": {too_large} need more memory than a device has" if too_large else ""
+        fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
+        raise ResourcesError(what + why, fix)
+    found.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
+    improved = [_better_cut(one, job, machines, costs, device_memory) for one in found[:3]]
+    best = sorted([*improved, *found[3:]], key=lambda one: one.forecast.step_s)
+    return Found(tuple(best[:keep]), tried, refused, too_large, out_of_time)
+
+
+def advice(job: Job, machines: Machines, costs: Costs, now: Forecast, device_memory: int = 0) -> list[tuple[str, float]]:
+    """Single changes that would make a step shorter by more than 2 %, the best first.
+
+    Returns:
+        What to change, and the share of the step's time it saves, computed.
+    """
+    pipeline = job.pipeline
+    single: list[tuple[str, dict[str, Any]]] = []
+    if job.mesh.pp > 1:
+        if pipeline.lookahead != "auto":
+            single.append(("pipeline.lookahead auto", {"pipeline.lookahead": "auto"}))
+        if pipeline.wire.compression == "none":
+            for kind in ("bf16", "int8") if job.train.precision == "fp32" else ("int8",):
+                text = f"pipeline.wire.compression {kind} (changes the numbers)"
+                single.append((text, {"pipeline.wire.compression": kind}))
+        if job.train.micro_batch_size % 2 == 0:
+            halved = {"pipeline.microbatches": 2 * pipeline.microbatches}
+            halved["train.micro_batch_size"] = job.train.micro_batch_size // 2
+            text = f"microbatches half as large: pipeline.microbatches {2 * pipeline.microbatches}, "
+            single.append((f"{text}train.micro_batch_size {job.train.micro_batch_size // 2}", halved))
+        else:
+            more = 2 * pipeline.microbatches
+            single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
+    gains = []
+    tokens = now.tokens_per_s
+    for text, changes in single:
+        one = _changed(job, changes)
+        if one is None or check_plan(one):
+            continue
+        cast = forecast(one, machines, costs, device_memory)
+        gain = 1 - tokens / cast.tokens_per_s
+        if gain > 0.02 and not (device_memory and cast.peak_memory > device_memory):
+            gains.append((text, gain))
+    faster = Machines(machines.nodes, None, {}, machines.inside_gbps)
+    if job.mesh.pp > 1 and now.links:
+        gain = 1 - forecast(job, faster, costs, device_memory).step_s / now.step_s
+        if gain > 0.02:
+            gains.append(("links that cost nothing", gain))
+    return sorted(gains, key=lambda entry: -entry[1])
+
+
+def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
+    """Keys to change, likely good ones first: few pipeline ranks before many, 1F1B before the rest."""
+    cp = job.mesh.cp
+    if devices % cp:
+        return
+    rest = devices // cp
+    for pp in _divisors(rest):
+        for fsdp in reversed(_divisors(rest // pp)):
+            replicas = rest // pp
+            if batch % replicas:
+                continue
+            mesh = {"mesh.pp": pp, "mesh.fsdp": fsdp, "mesh.dp_replicate": replicas // fsdp}
+            for rows in _divisors(batch // replicas):
+                if rows > 4 * job.train.micro_batch_size:
+                    continue
+                microbatches = batch // replicas // rows
+                sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
+                for schedule, stages in _schedules(pp, microbatches):
+                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= _MOST_ACTIONS:
+                        kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
+                        yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
+
+
+def _schedules(pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in ("1f1b", *(name for name in SCHEDULES.names() if name not in ("1f1b", "gpipe"))):
+        schedule = schedule_named(name)
+        if microbatches < schedule.least_microbatches(pp):
+            continue
+        least, most = schedule.stages_per_rank
+        for stages in range(least, min(most, _MOST_STAGES_PER_RANK) + 1):
+            if stages > 1 or name == "1f1b":
+                yield name, stages
+
+
+def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int) -> Candidate:
+    """The candidate with layers moved between neighbouring stages as long as the forecast gets shorter.
+
+    The default cut knows neither measured costs nor that one node's devices are slower than another's.
+    """
+    if one.job.num_stages == 1:
+        return one
+    best, cut = one, cut_of(one.job)
+    for _ in range(2 * len(cut)):
+        better = None
+        for source in range(len(cut)):
+            for target in range(len(cut)):
+                if source == target or cut[source] < 2:
+                    continue
+                moved = list(cut)
+                moved[source] -= 1
+                moved[target] += 1
+                changed = _changed(best.job, {"pipeline.layers_per_stage": moved})
+                if changed is None:
+                    continue
+                cast = forecast(changed, machines, costs, device_memory)
+                fits = not device_memory or cast.peak_memory <= device_memory
+                shortest = (better or best).forecast.step_s
+                if fits and cast.step_s < shortest * 0.995:
+                    better = Candidate(_difference(job, changed, cast), changed, cast)
+            if len(cut) > 8 and better is not None:
+                break
+        if better is None:
+            return best
+        best, cut = better, cut_of(better.job)
+    return best
+
+
+def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
+    """The job with keys changed; None when the job language refuses it."""
+    document = job_document(job)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = document
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    try:
+        return parse_job(document)
+    except JobError:
+        return None
+
+
+def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
+    """The keys in which another job differs, with its values."""
+    ours, theirs = job_document(job), job_document(other)
+    found: dict[str, Any] = {}
+    for section in ("mesh", "pipeline", "train"):
+        for name, value in theirs[section].items():
+            if value != ours[section][name]:
+                found[f"{section}.{name}"] = value
+    if job.pipeline.lookahead == "auto" and cast.lookahead:
+        found["pipeline.lookahead"] = cast.lookahead
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).replace(" ", "") if isinstance(value, list) else str(value)

@@ -1,0 +1,182 @@
+"""What a step sends: between stages, within a stage, and how long the links of the machines need for it.
+
+Messages of ranks that share a node's cable at the same border take turns: `n` pipelines that cross from one node to
+another at the same place each see an `n`-th of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypp.mesh.geometry import Mesh
+from raypp.planning.machines import Link, Machines, Node
+from raypp.planning.weights import activation_bytes
+from raypp.schedules.action import Program
+from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.spec.job import Job
+from raypp.spec.models import MoeOptions
+
+_FP32 = 4
+_MOST_LINKS = 16
+"""With more cables than this, what each one alone would gain is not simulated."""
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """The cable between two nodes, in its busier direction.
+
+    Attributes:
+        nodes: The two.
+        gbps: Its rate.
+        bytes_per_step: Activations or gradients of all pipelines that cross here.
+        message_s: Of one message, those that share the cable counted in.
+        busy: Share of the step in which it carries something.
+        exposed_s: What a step would gain if it cost nothing.
+    """
+
+    nodes: tuple[str, str]
+    gbps: float
+    bytes_per_step: int
+    message_s: float
+    busy: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Border:
+    """Between stages `s` and `s + 1` of all pipelines: the nodes crossed, and how many messages go at a time."""
+
+    crossings: Mapping[tuple[str, str], int]
+    seconds: float
+
+
+def of_pipeline_rank(mesh: Mesh, seats: Sequence[Node], rank: int) -> list[Node]:
+    """The nodes of a pipeline rank's ranks, in order."""
+    return [node for number, node in enumerate(seats) if mesh.coordinates(number).pp == rank]
+
+
+def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper: int, lower: int, size: int) -> Border:
+    """The slowest message of a border, all pipelines sending at once."""
+    if upper == lower:
+        return Border({}, 0.0)
+    senders, receivers = of_pipeline_rank(mesh, seats, upper), of_pipeline_rank(mesh, seats, lower)
+    pairs = [(a.name, b.name) for a, b in zip(senders, receivers, strict=True)]
+    leaving: dict[str, int] = {}
+    arriving: dict[str, int] = {}
+    crossings: dict[tuple[str, str], int] = {}
+    for a, b in pairs:
+        if a != b:
+            leaving[a], arriving[b] = leaving.get(a, 0) + 1, arriving.get(b, 0) + 1
+            crossings[a, b] = crossings.get((a, b), 0) + 1
+    seconds = 0.0
+    for a, b in pairs:
+        link = machines.between(a, b)
+        if link is not None:
+            share = max(leaving.get(a, 1), arriving.get(b, 1)) if a != b else 1
+            seconds = max(seconds, link.latency_s + share * size * 8 / (link.gbps * 1e9))
+    return Border(crossings, seconds)
+
+
+def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> float:
+    """Seconds of cp's and ep's messages in one layer's forward of one microbatch; a backward has twice as many.
+
+    Ring: keys and values go around, (cp - 1) / cp of them past every rank. Ulysses: queries, keys, values and the
+    result change places. Experts: the rows of the tokens go out and come back, to (ep - 1) / ep of the ranks.
+    """
+    model, number = job.model, activation_bytes(job)
+    tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
+    seconds = 0.0
+    if job.mesh.cp > 1:
+        keys, queries = 2 * model.kv_heads * model.dim_per_head, model.num_heads * model.dim_per_head
+        moved = (
+            keys * (job.mesh.cp - 1) if job.mesh.cp_style == "ring" else (2 * queries + keys) * (1 - 1 / job.mesh.cp)
+        )
+        seconds += _over(_slowest(machines, seats, mesh.groups("cp")), tokens * moved * number)
+    if job.mesh.ep > 1 and isinstance(model, MoeOptions):
+        rows = 2 * model.experts_per_token * model.hidden_size * (1 - 1 / job.mesh.ep)
+        seconds += _over(_slowest(machines, seats, mesh.groups(("fsdp", "cp"))), tokens * rows * number)
+    return seconds
+
+
+def collectives(
+    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int]
+) -> tuple[float, float]:
+    """Seconds of gathering the weights and of reducing the gradients in a step, by the stage that takes longest.
+
+    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum twice as many.
+    """
+    shards = job.mesh.fsdp * job.mesh.cp
+    unshard = reduce = 0.0
+    largest = max(parameters)
+    if shards > 1:
+        rate = _slowest(machines, seats, mesh.groups(("fsdp", "cp")))
+        part = (shards - 1) / shards * largest
+        times = 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
+        unshard = times * _over(rate, part * activation_bytes(job))
+        reduce += _over(rate, part * (2 if job.train.reduce_dtype == "bf16" else _FP32))
+    if job.mesh.dp_replicate > 1:
+        rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
+        reduce += _over(rate, 2 * (count - 1) / count * largest / shards * _FP32)
+    return unshard, reduce
+
+
+def _slowest(machines: Machines, seats: Sequence[Node], groups: Sequence[Sequence[int]]) -> Link | None:
+    """The link that holds a ring through each of these groups up; groups that leave a node together share its cable."""
+    leaving: dict[str, int] = {}
+    for group in groups:
+        names = {seats[rank].name for rank in group}
+        for name in names if len(names) > 1 else ():
+            leaving[name] = leaving.get(name, 0) + 1
+    slowest: Link | None = None
+    for group in groups:
+        for one, other in zip(group, [*group[1:], group[0]], strict=True):
+            a, b = seats[one].name, seats[other].name
+            link = machines.between(a, b)
+            if link is None:
+                continue
+            rate = link.gbps / (max(leaving.get(a, 1), leaving.get(b, 1)) if a != b else 1)
+            if slowest is None or rate < slowest.gbps:
+                slowest = Link(rate, link.latency_s)
+    return slowest
+
+
+def _over(link: Link | None, count: float) -> float:
+    return link.latency_s + count * 8 / (link.gbps * 1e9) if link else 0.0
+
+
+def link_uses(
+    machines: Machines,
+    borders: Sequence[Border],
+    program: Program,
+    times: StageTimes,
+    timeline: Timeline,
+    microbatches: int,
+    size: int,
+    step_s: float,
+) -> tuple[LinkUse, ...]:
+    """What every cable that pipelines cross carries in a step, the busiest first."""
+    pairs: dict[frozenset[str], dict[tuple[str, str], int]] = {}
+    for border in borders:
+        for (a, b), count in border.crossings.items():
+            ways = pairs.setdefault(frozenset((a, b)), {})
+            # Activations go from a to b, gradients as many bytes from b to a.
+            for way in ((a, b), (b, a)):
+                ways[way] = ways.get(way, 0) + count
+    found = []
+    for pair, ways in pairs.items():
+        link = machines.between(*pair)
+        if link is None:
+            continue
+        carried = max(ways.values()) * microbatches * size
+        own = [s for s, border in enumerate(borders) if any(frozenset(way) == pair for way in border.crossings)]
+        without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
+        gained = 0.0
+        if len(pairs) <= _MOST_LINKS:
+            relieved = StageTimes(times.forward, times.backward, times.input_share, without)
+            gained = max(0.0, timeline.makespan - simulate(program, relieved).makespan)
+        nodes = tuple(sorted(pair))
+        message = max(borders[s].seconds for s in own)
+        use = carried * 8 / (link.gbps * 1e9) / step_s
+        found.append(LinkUse((nodes[0], nodes[1]), link.gbps, carried, message, use, gained))
+    return tuple(sorted(found, key=lambda use: -use.busy))
