@@ -1,0 +1,142 @@
+"""Sending parts of an object that lies in memory to S3: several at once, never copied, at a given pace."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from raypp.storage.pace import Abandoned
+from raypp.storage.source import MemorySource
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+_DSCP_LOWER_EFFORT = 0x20
+"""CS1 as a TOS byte: what switches that look at it send after everything else."""
+_PRIORITY_FILLER = 1
+"""Linux' TC_PRIO_FILLER: in the sender's own queue after everything else."""
+
+
+class PartBody:
+    """A part as the file that boto3 wants: reads are views of the memory.
+
+    Pieces are paced only while they are sent, not while boto3 reads them for the signature.
+    """
+
+    def __init__(self, source: MemorySource, start: int, end: int) -> None:
+        self._source, self._start, self._end = source, start, end
+        self._views = source.views(start, end)
+        self._place = 0
+        self.sending = True
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset + (0, self._place, len(self))[whence]
+        return self._place
+
+    def read(self, size: int | None = -1) -> memoryview | bytes:
+        """The next piece, a view. While sending it is of the pace's size, whatever was asked for: boto3's HTTP client
+        asks for 16 KiB, which costs a system call and a change of threads each.
+        """
+        wanted = self._source.pace.piece_bytes if self.sending or size is None or size < 0 else size
+        begin = 0
+        for view in self._views:
+            if self._place < begin + len(view):
+                piece = view[self._place - begin :][:wanted]
+                if self.sending:
+                    self._source.pace.take(len(piece))
+                self._place += len(piece)
+                return piece
+            begin += len(view)
+        return b""
+
+
+def send_parts(
+    source: MemorySource, part_bytes: int, in_flight: int, send: Callable[[int, PartBody], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Sends all parts, the first one last.
+
+    Args:
+        source: The object.
+        part_bytes: Size of each part but the last.
+        in_flight: Parts under way at once.
+        send: (number from 1, body) -> what completes the upload says of this part; called in threads.
+
+    Returns:
+        What `send` returned, in the order of the parts.
+
+    Raises:
+        Whatever `send` raised first; parts not yet begun are then not sent.
+    """
+    starts = range(0, source.size, part_bytes)
+
+    def send_one(index: int) -> dict[str, Any]:
+        start = starts[index]
+        return send(index + 1, PartBody(source, start, min(start + part_bytes, source.size)))
+
+    with ThreadPoolExecutor(in_flight, thread_name_prefix="raypp-upload") as pool:
+        futures = {index: pool.submit(send_one, index) for index in [*range(1, len(starts)), 0]}
+        wait(futures.values(), return_when="FIRST_EXCEPTION")
+        for future in futures.values():
+            future.cancel()
+        for future in futures.values():
+            if not future.cancelled() and (error := future.exception()) is not None:
+                raise error
+        return [futures[index].result() for index in range(len(starts))]
+
+
+def put_source(client: S3Client, bucket: str, name: str, source: MemorySource) -> None:
+    """Writes a small object in one request, at the source's pace."""
+    body: Any = PartBody(source, 0, source.size)
+    client.put_object(Bucket=bucket, Key=name, Body=body)
+
+
+def prepare_client(client: S3Client) -> None:
+    """Makes a client send `PartBody`s at their pace, with low priority where the operating system allows it.
+
+    Must be called before the client's first request.
+    """
+    for operation in ("PutObject", "UploadPart"):
+        client.meta.events.register_first(f"request-created.s3.{operation}", _signing)
+        client.meta.events.register_last(f"request-created.s3.{operation}", _sending)
+    # botocore has no setting for socket options; its session hands this list to every connection it opens.
+    options = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_socket_options", None)
+    if isinstance(options, list):
+        options.extend(low_priority_options())
+
+
+def low_priority_options() -> list[tuple[int, int, int]]:
+    """The socket options for traffic that may wait, those that this machine accepts."""
+    wanted = [(socket.IPPROTO_IP, socket.IP_TOS, _DSCP_LOWER_EFFORT)]
+    if hasattr(socket, "SO_PRIORITY"):
+        wanted.append((socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_FILLER))
+    accepted = []
+    with socket.socket() as scratch:
+        for option in wanted:
+            try:
+                scratch.setsockopt(*option)
+            except OSError:
+                continue
+            accepted.append(option)
+    return accepted
+
+
+def _signing(request: Any, **_others: Any) -> None:
+    if isinstance(request.data, PartBody):
+        request.data.seek(0)  # it may be a part's second try
+        request.data.sending = False
+
+
+def _sending(request: Any, **_others: Any) -> None:
+    if isinstance(request.data, PartBody):
+        request.data.sending = True
+
+
+__all__ = ["Abandoned", "PartBody", "low_priority_options", "prepare_client", "send_parts"]
