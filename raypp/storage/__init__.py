@@ -10,6 +10,7 @@ from raypp.storage.store import (
     ObjectStore,
     ServerNotThere,
     StoreError,
+    Unfinished,
 )
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "ObjectStore",
     "ServerNotThere",
     "StoreError",
+    "Unfinished",
     "open_store",
 ]

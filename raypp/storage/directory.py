@@ -6,12 +6,12 @@ import contextlib
 import errno
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
+from raypp.storage.patience import Patience
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -19,6 +19,7 @@ from raypp.storage.store import (
     NotFound,
     ObjectInfo,
     StoreError,
+    Unfinished,
     check_key,
     check_prefix,
     probe_by_writing,
@@ -27,9 +28,12 @@ from raypp.storage.store import (
 _TEMPORARY = ".raypp-incoming"
 _FORGOTTEN_AFTER_S = 24 * 3600.0
 _LINK_TRIES = 20
+_LONGEST_NAME = 200
+_STALE_TRIES = 3
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
-def open_directory(url: str, *, missing_bucket: str = "error") -> DirectoryStore:
+def open_directory(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> DirectoryStore:
     """The store of `file:///directory` or of a plain path. The directory is made by the first write."""
     path = url
     if url.lower().startswith("file:"):
@@ -50,12 +54,16 @@ class DirectoryStore:
     """Objects are files below `root`, mode 0600. Several hosts may share it over a network file system
     that has atomic `rename` and `link` (NFS does).
 
+    A write goes to a file of its own in one folder of the root, is synced, and is then moved to its name. What a
+    writer that was killed left there is `unfinished`.
+
     Args:
         root: An absolute path; made when first written to.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._links: bool | None = None
 
     @property
     def url(self) -> str:
@@ -70,14 +78,18 @@ class DirectoryStore:
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         path = self._path(key)
         first = start or 0
-        try:
-            with path.open("rb") as file:
-                file.seek(first)
-                return file.read() if end is None else file.read(max(0, end - first))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
-        except OSError as error:
-            raise self._failure(error, key) from error
+        for left in reversed(range(_STALE_TRIES)):
+            try:
+                with path.open("rb") as file:
+                    file.seek(first)
+                    return file.read() if end is None else file.read(max(0, end - first))
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
+            except OSError as error:
+                # Another host replaced the file while NFS still knew the old one: it is looked up anew.
+                if error.errno != errno.ESTALE or not left:
+                    raise self._failure(error, key) from error
+        raise AssertionError("unreachable")
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
@@ -112,21 +124,62 @@ class DirectoryStore:
                 except OSError:
                     break
 
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        wanted = _spelt(check_prefix(prefix))
+        try:
+            entries = sorted(os.scandir(self.root / _TEMPORARY), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._failure(error, _TEMPORARY) from error
+        for entry in entries:
+            name = entry.name.rpartition("~")[0]
+            if name.startswith(wanted):
+                with contextlib.suppress(FileNotFoundError):
+                    yield Unfinished(unquote(name), entry.name, entry.stat().st_mtime)
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        for one in unfinished:
+            try:
+                (self.root / _TEMPORARY / check_key(one.id).replace("/", "")).unlink(missing_ok=True)
+            except OSError as error:
+                raise self._failure(error, one.key) from error
+
+    def limitations(self) -> tuple[Problem, ...]:
+        if self._links is None:
+            self._links = self._try_to_link()
+        if self._links:
+            return ()
+        return (
+            Problem(
+                self.url,
+                "this file system has no hard links; raypp creates claims and commits by exclusive creation instead: "
+                "still only one writer wins, but one that is killed in the middle leaves a torn object behind, "
+                "which is then passed over",
+                "better use a file system with hard links (any local one, NFS), or S3",
+            ),
+        )
+
     def probe(self) -> None:
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "give a directory"))
-        self._drop_forgotten()
         probe_by_writing(self)
+        self._drop_forgotten()
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
+    def _incoming(self, key: str) -> Path:
+        """A new name in the folder of writes that have not ended; it says whose key it is (cut off if that is long)."""
+        # One level, in the root: two hosts see the same folder, and a rename stays within one file system.
+        return self.root / _TEMPORARY / f"{_spelt(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
+
     def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
         """Temporary file, fsync, move: a reader sees the old object, none, or the whole new one."""
         path = self._path(key)
-        incoming = self.root / _TEMPORARY / secrets.token_hex(8)
+        incoming = self._incoming(key)
         try:
-            incoming.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folders(incoming.parent)
             with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
@@ -146,10 +199,10 @@ class DirectoryStore:
 
     def _move(self, incoming: Path, path: Path, if_absent: bool) -> None:
         """`link` refuses to replace, `rename` replaces; both are atomic."""
-        place: Callable[[Path, Path], object] = os.link if if_absent else os.replace
+        place: Callable[[Path, Path], object] = _link if if_absent else os.replace
         for left in reversed(range(_LINK_TRIES)):
             try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_folders(path.parent)
             except FileExistsError as error:
                 if left and (path.parent.is_dir() or not path.parent.exists()):
                     continue  # it was there, and was taken away before mkdir looked what it is
@@ -162,6 +215,23 @@ class DirectoryStore:
                 if not left:
                     raise
         _sync_directory(path.parent)
+
+    def _try_to_link(self) -> bool:
+        """Whether this file system has hard links: tried on a file of our own."""
+        one, other = self._incoming("links"), self._incoming("links")
+        try:
+            _make_folders(one.parent)
+            one.touch(mode=0o600, exist_ok=False)
+            os.link(one, other)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise self._failure(error, one.name) from error
+        finally:
+            for path in (one, other):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         try:
@@ -184,9 +254,14 @@ class DirectoryStore:
                 continue  # deleted while we were looking
 
     def _drop_forgotten(self) -> None:
-        """Removes what writers that were killed left behind."""
-        oldest = time.time() - _FORGOTTEN_AFTER_S
+        """Removes what writers that were killed left behind a day ago, by the file system's own clock."""
+        here = self._incoming("clock")
         with contextlib.suppress(OSError):
+            here.touch(mode=0o600, exist_ok=False)
+            try:
+                oldest = here.stat().st_mtime - _FORGOTTEN_AFTER_S
+            finally:
+                here.unlink(missing_ok=True)
             for path in (self.root / _TEMPORARY).iterdir():
                 if path.stat().st_mtime < oldest:
                     path.unlink(missing_ok=True)
@@ -208,6 +283,56 @@ class DirectoryStore:
                 )
             )
         return StoreError(Problem(place, f"{error}", "is the directory reachable from this machine?"))
+
+
+def _spelt(key: str) -> str:
+    """A key as one file name. Keys with a common beginning have names with a common beginning."""
+    return quote(key, safe="").replace("~", "%7E")
+
+
+def _link(incoming: Path, path: Path) -> None:
+    """Gives a finished file its name, unless that is taken.
+
+    Raises:
+        FileExistsError: It is taken.
+    """
+    try:
+        os.link(incoming, path)
+    except FileExistsError:
+        # NFS sends a request again when its answer was lost, and then finds our own link: two names are the proof.
+        if incoming.stat().st_nlink != 2 or not path.samefile(incoming):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _create_exclusively(incoming, path)
+
+
+def _create_exclusively(incoming: Path, path: Path) -> None:
+    """The same where there are no hard links: one of several wins; a reader may see the beginning of the file."""
+    data = incoming.read_bytes()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _make_folders(path: Path) -> None:
+    """`mkdir -p`, and every new folder's name is durable in the one above it."""
+    if path.is_dir():
+        return
+    new = path
+    missing = []
+    while not new.exists():
+        missing.append(new)
+        new = new.parent
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_directory(folder.parent)
 
 
 def _sync_directory(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
 from raypp.registry import Registry
+from raypp.storage.patience import Patience
 from raypp.storage.store import ObjectStore
 
 MissingBucket = Literal["error", "create"]
@@ -20,7 +21,7 @@ STORES.register(
 _URL = re.compile(r"^(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*):/+(?P<rest>.*)$")
 
 
-def open_store(url: str, *, missing_bucket: MissingBucket = "error") -> ObjectStore:
+def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: Patience | None = None) -> ObjectStore:
     """Opens the store at a URL: `s3://bucket/prefix`, `file:///directory`, or a plain directory.
 
     Nothing is asked of the store yet (`probe` does that), except with `missing_bucket="create"`.
@@ -29,6 +30,7 @@ def open_store(url: str, *, missing_bucket: MissingBucket = "error") -> ObjectSt
         url: Where. `~` stands for the home directory; a relative directory starts at the working directory.
         missing_bucket: "create" makes the bucket when it is not there. Only for stores raypp itself
             started, or when a person asked for it: nobody's bucket is made silently.
+        patience: How long failures that may pass are met by asking again; None: what suits a command.
 
     Raises:
         JobError: Not such a URL.
@@ -49,4 +51,4 @@ def open_store(url: str, *, missing_bucket: MissingBucket = "error") -> ObjectSt
         if scheme not in STORES:
             STORES.get(scheme.replace(":", ""), key="checkpoint.url")
     build = STORES.get(scheme, key="checkpoint.url").build()
-    return cast(ObjectStore, build(url, missing_bucket=missing_bucket))
+    return cast(ObjectStore, build(url, missing_bucket=missing_bucket, patience=patience))

@@ -1,21 +1,34 @@
-"""An S3 bucket as a store, on AWS or on any server that speaks S3 and honours If-None-Match.
+"""An S3 bucket as a store, on AWS or on any server that speaks S3.
 
-Settings come from the usual places: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
-AWS_PROFILE, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's role.
+Settings come from the usual places (docs/storage.md has the table): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's role.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypp.errors import JobError, Problem
-from raypp.storage.s3_errors import CONFLICT, is_ambiguous, status_of, translated
+from raypp.storage.patience import Patience, patience_from_environment
+from raypp.storage.s3_client import S3Clients
+from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
+from raypp.storage.s3_errors import (
+    CONFLICT,
+    REFUSED_CONDITION,
+    code_of,
+    doubts_credentials,
+    is_nobody_there,
+    may_pass,
+    status_of,
+    translated,
+)
+from raypp.storage.s3_parts import put_source
+from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
+from raypp.storage.source import MemorySource
 from raypp.storage.store import (
     AlreadyExists,
     BucketMissing,
@@ -23,6 +36,7 @@ from raypp.storage.store import (
     NotFound,
     ObjectInfo,
     StoreError,
+    Unfinished,
     check_key,
     check_prefix,
     probe_by_writing,
@@ -31,17 +45,12 @@ from raypp.storage.store import (
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-PART_BYTES = 16 << 20
-"""Objects up to this size travel in one request, larger ones in parts of this size."""
-PARTS_IN_FLIGHT = 4
-"""Parts of one object uploaded at once; a stream holds at most this many (and one) in memory."""
-_MOST_PARTS = 9000
-_TRIES = 5
 _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?$", re.IGNORECASE)
+_CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
 T = TypeVar("T")
 
 
-def open_s3(url: str, *, missing_bucket: str = "error") -> S3Store:
+def open_s3(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
     """The store of `s3://bucket/prefix`."""
     match = _URL.match(url)
     if match is None:
@@ -55,7 +64,7 @@ def open_s3(url: str, *, missing_bucket: str = "error") -> S3Store:
     prefix = (match["prefix"] or "").strip("/")
     if prefix:
         check_key(prefix)
-    store = S3Store(match["bucket"], prefix)
+    store = S3Store(match["bucket"], prefix, patience=patience)
     if missing_bucket == "create":
         store.create_bucket()
     return store
@@ -67,10 +76,12 @@ class S3Store:
     Args:
         bucket: Its name.
         prefix: Put before every key, without slashes at its ends; may be empty.
-        endpoint: The server's URL; None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or AWS itself.
+        endpoint: The server's URL; None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's, or AWS itself.
         access_key: Together with `secret_key`; None: boto3's usual places.
         secret_key: See `access_key`.
         part_bytes: Size of the parts of large objects (S3 allows no less than 5 MiB).
+        patience: How long failures that may pass are met by asking again; None: the environment's.
+        timeout_s: Longest silence on a connection; None: the environment's.
     """
 
     def __init__(
@@ -82,45 +93,40 @@ class S3Store:
         access_key: str | None = None,
         secret_key: str | None = None,
         part_bytes: int = PART_BYTES,
+        patience: Patience | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.bucket = bucket
         self.prefix = prefix
         self.part_bytes = part_bytes
-        self.endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-        keys = {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key} if access_key else {}
-        self._client = _client(self.endpoint, keys, tries=_TRIES)
-        # A conditional write may not be repeated behind our back: the repetition would meet our own object.
-        self._single_try = _client(self.endpoint, keys, tries=1)
+        self.patience = patience or patience_from_environment()
+        self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s)
+        self._exclusive = ExclusiveCreate(self)
 
     @property
     def url(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
 
+    @property
+    def endpoint(self) -> str | None:
+        """The server's URL; None for AWS itself."""
+        return self._clients.endpoint
+
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
         name, body = self._name(key), bytes(data)
         if if_absent:
-            self._put_if_absent(key, name, body)
+            self._exclusive.create(key, body)
         else:
-            self._ask(key, lambda: self._client.put_object(Bucket=self.bucket, Key=name, Body=body))
+            self.ask(key, lambda client: client.put_object(Bucket=self.bucket, Key=name, Body=body))
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
-        if size <= self.part_bytes:
-            self.put(key, _joined(key, chunks, size))
-            return
-        name = self._name(key)
-        started = self._ask(key, lambda: self._client.create_multipart_upload(Bucket=self.bucket, Key=name))
-        upload = started["UploadId"]
-        try:
-            done = self._upload_parts(key, name, upload, chunks, size)
-            self._ask(
-                key,
-                lambda: self._client.complete_multipart_upload(
-                    Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": done}
-                ),
-            )
-        except BaseException:
-            self._abort(name, upload)
-            raise
+        if size <= self.part_bytes and isinstance(chunks, MemorySource):
+            name, source = self._name(key), chunks
+            self.ask(key, lambda client: put_source(client, self.bucket, name, source))
+        elif size <= self.part_bytes:
+            self.put(key, joined(key, chunks, size))
+        else:
+            upload_in_parts(self, key, self._name(key), chunks, size)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         first = start or 0
@@ -131,37 +137,41 @@ class S3Store:
             wanted["Range"] = f"bytes={first}-{'' if end is None else end - 1}"
         name = self._name(key)
 
-        def read() -> bytes:
-            return self._client.get_object(Bucket=self.bucket, Key=name, **wanted)["Body"].read()
-
-        # boto3 repeats requests, but not the reading of a body that breaks off.
-        for left in reversed(range(3)):
+        def read(client: S3Client) -> bytes:
             try:
-                return read()
+                answer = client.get_object(Bucket=self.bucket, Key=name, **wanted)
             except Exception as error:
                 if status_of(error) == 416:
                     return b""
-                if is_ambiguous(error) and left:
-                    time.sleep(0.2)
-                    continue
-                raise translated(error, self, key) from error
-        raise AssertionError("unreachable")
+                raise
+            body = answer["Body"].read()
+            # 200 instead of 206: the server did not look at the range.
+            whole = wanted and answer["ResponseMetadata"]["HTTPStatusCode"] == 200
+            return body[first:end] if whole else body
+
+        return self.ask(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
         name = self._name(key)
         try:
-            found = self._ask(key, lambda: self._client.head_object(Bucket=self.bucket, Key=name))
+            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
             return None
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        below = f"{self.prefix}/" if self.prefix else ""
+        for info in self.list_all(prefix):
+            if not info.key.startswith(f"{BIDS}/"):
+                yield info
+
+    def list_all(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """`list`, with raypp's own bids."""
+        below = self._below
         more: dict[str, Any] = {}
+        full = below + check_prefix(prefix)
         while True:
-            page = self._ask(
-                prefix,
-                partial(self._client.list_objects_v2, Bucket=self.bucket, Prefix=below + check_prefix(prefix), **more),
+            page = self.ask(
+                prefix, partial(_send, operation="list_objects_v2", Bucket=self.bucket, Prefix=full, **more)
             )
             for entry in page.get("Contents", []):
                 # Some servers list folders as empty objects.
@@ -175,154 +185,149 @@ class S3Store:
         names = [self._name(key) for key in keys]
         for first in range(0, len(names), 1000):
             batch: Any = [{"Key": name} for name in names[first : first + 1000]]
-            answer = self._ask(
-                batch[0]["Key"],
-                partial(self._client.delete_objects, Bucket=self.bucket, Delete={"Objects": batch, "Quiet": True}),
+            answer: Any = self.ask(
+                batch[0]["Key"][len(self._below) :],
+                partial(
+                    _send,
+                    operation="delete_objects",
+                    Bucket=self.bucket,
+                    Delete={"Objects": batch, "Quiet": True},
+                ),
             )
             for refused in answer.get("Errors", []):
                 if refused.get("Code") not in ("NoSuchKey", "404"):
                     raise StoreError(
                         Problem(
-                            f"s3://{self.bucket}/{refused.get('Key')}", f"was not deleted: {refused.get('Message')}"
+                            f"s3://{self.bucket}/{refused.get('Key')}",
+                            f"was not deleted: {refused.get('Code')} {refused.get('Message')}",
                         )
                     )
 
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        full = self._below + check_prefix(prefix)
+        more: dict[str, Any] = {}
+        while True:
+            page = self.ask(
+                prefix, partial(_send, operation="list_multipart_uploads", Bucket=self.bucket, Prefix=full, **more)
+            )
+            for entry in page.get("Uploads", []):
+                if entry["Key"].startswith(full):
+                    key = entry["Key"][len(self._below) :]
+                    yield Unfinished(key, entry["UploadId"], entry["Initiated"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        for one in unfinished:
+            name = self._name(one.key)
+            try:
+                self.ask(
+                    one.key,
+                    partial(_send, operation="abort_multipart_upload", Bucket=self.bucket, Key=name, UploadId=one.id),
+                )
+            except NotFound:
+                continue
+
+    def limitations(self) -> tuple[Problem, ...]:
+        return () if self._exclusive.condition_is_honoured() else (limitation(self.url),)
+
     def probe(self) -> None:
         # Listing is asked first because its refusals say why; those of HEAD have no body.
-        self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
         """Makes the bucket when it is not there. Only for callers that were told to."""
         try:
-            self._ask("", lambda: self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+            self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         except BucketMissing:
-            region = self._client.meta.region_name
+            region = self._clients.current.meta.region_name
             where: Any = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
-            try:
-                self._client.create_bucket(Bucket=self.bucket, **where)
-            except Exception as error:
-                if status_of(error) != 409:
-                    raise translated(error, self, "") from error
 
-    def _name(self, key: str) -> str:
-        check_key(key)
-        return f"{self.prefix}/{key}" if self.prefix else key
+            def create(client: S3Client) -> None:
+                try:
+                    client.create_bucket(Bucket=self.bucket, **where)
+                except Exception as error:
+                    if status_of(error) != CONFLICT:
+                        raise
 
-    def _ask(self, key: str, request: Callable[[], T]) -> T:
-        try:
-            return request()
-        except Exception as error:
-            raise translated(error, self, key) from error
+            self.ask("", create)
 
-    def _put_if_absent(self, key: str, name: str, body: bytes) -> None:
-        """If-None-Match: *, repeated by hand: after a lost answer, "exists" may mean our own object."""
+    def put_if_none_match(self, key: str, data: Data) -> None:
+        """If-None-Match: *. After a lost answer, "exists" may mean our own object: then it is read and compared.
+
+        Raises:
+            AlreadyExists: Another's object is there.
+            ConditionNotSupported: The server refused the header.
+        """
+        name, body = self._name(key), bytes(data)
         in_doubt = False
-        for attempt in range(_TRIES):
+
+        def write(client: S3Client) -> None:
+            nonlocal in_doubt
             try:
-                self._single_try.put_object(Bucket=self.bucket, Key=name, Body=body, IfNoneMatch="*")
-                return
+                client.put_object(Bucket=self.bucket, Key=name, Body=body, IfNoneMatch="*")
             except Exception as error:
                 status = status_of(error)
-                if status == 412:
+                if status == REFUSED_CONDITION:
                     if in_doubt and self.get(key) == body:
                         return
                     raise AlreadyExists(Problem(f"{self.url}/{key}", "is already there")) from None
-                # 409: another conditional write of the key is under way (AWS); it decides, we ask again.
-                retry = status == CONFLICT or is_ambiguous(error)
-                if not retry or attempt == _TRIES - 1:
-                    raise translated(error, self, key) from error
+                if status == 501 or (status == 400 and code_of(error) in _CONDITION_UNKNOWN):
+                    raise ConditionNotSupported(
+                        Problem(self.url, f"the server refused If-None-Match: {error}")
+                    ) from None
                 in_doubt = in_doubt or status != CONFLICT
-                time.sleep(0.2 * 2**attempt)
-
-    def _upload_parts(self, key: str, name: str, upload: str, chunks: Iterable[Data], size: int) -> Any:
-        """Uploads the parts as the chunks come; returns what completes the upload."""
-        part_bytes = max(self.part_bytes, -(-size // _MOST_PARTS))
-        futures: list[Future[str]] = []
-
-        def send(number: int, body: bytes) -> str:
-            answer = self._client.upload_part(
-                Bucket=self.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body
-            )
-            return answer["ETag"]
-
-        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="raypp-upload") as pool:
-            try:
-                for number, part in enumerate(_parts(key, chunks, size, part_bytes), start=1):
-                    running = [future for future in futures if not future.done()]
-                    if len(running) >= PARTS_IN_FLIGHT:
-                        wait(running, return_when="FIRST_COMPLETED")
-                    for future in futures:
-                        if future.done():
-                            self._ask(key, future.result)
-                    futures.append(pool.submit(send, number, part))
-                return [
-                    {"PartNumber": number, "ETag": self._ask(key, future.result)}
-                    for number, future in enumerate(futures, start=1)
-                ]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
                 raise
 
-    def _abort(self, name: str, upload: str) -> None:
+        # 409: another conditional write of the key is under way (AWS); it decides, we ask again.
+        self.ask(key, write, also=lambda error: status_of(error) == CONFLICT)
+
+    def ask(
+        self, key: str, request: Callable[[S3Client], T], also: Callable[[BaseException], bool] = lambda _: False
+    ) -> T:
+        """Sends a request until it succeeds, fails for good, or patience is at its end.
+
+        Credentials that have ended are looked for anew, once for each that were found.
+
+        Args:
+            key: Of which object, for messages.
+            request: Sends it.
+            also: Further failures that may pass.
+        """
+        pauses = self.patience.pauses()
+        begun, tries = time.monotonic(), 0
+        while True:
+            client = self._clients.current
+            tries += 1
+            try:
+                return request(client)
+            except Exception as error:
+                if doubts_credentials(error) and self._clients.renew(client):
+                    continue
+                spent = time.monotonic() - begun
+                gone = is_nobody_there(error) and spent > self.patience.unreachable_s
+                pause = next(pauses, None) if (may_pass(error) or also(error)) and not gone else None
+                if pause is None:
+                    tried = f"tried {tries} times in {spent:.0f} s" if tries > 1 else ""
+                    raise translated(error, self, key, tried) from error
+                time.sleep(pause)
+
+    def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
+        """Sends a request once; None when it failed (for cleaning up after a failure, which is the one to tell)."""
         try:
-            self._single_try.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
-        except Exception:  # noqa: BLE001 - the failure that led here is the one to tell; parts expire
-            return
+            return request(self._clients.current)
+        except Exception:  # noqa: BLE001 - see above
+            return None
+
+    @property
+    def _below(self) -> str:
+        return f"{self.prefix}/" if self.prefix else ""
+
+    def _name(self, key: str) -> str:
+        return self._below + check_key(key)
 
 
-def _client(endpoint: str | None, keys: dict[str, Any], tries: int) -> S3Client:
-    # boto3 takes 0.3 s to import: only those who use S3 pay.
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    config = Config(
-        connect_timeout=5,
-        read_timeout=60,
-        retries={"mode": "standard", "total_max_attempts": tries},
-        max_pool_connections=4 * PARTS_IN_FLIGHT,
-        # Many servers answer boto3's newer checksum headers with errors or damaged bodies.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"addressing_style": "path" if endpoint else "auto"},
-    )
-    try:
-        session = boto3.session.Session()
-        region = session.region_name or "us-east-1"
-        client: S3Client = session.client("s3", endpoint_url=endpoint, region_name=region, config=config, **keys)
-        return client
-    except (BotoCoreError, ValueError) as error:
-        raise JobError(
-            Problem(
-                "", f"the AWS settings cannot be used: {error}", "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION"
-            )
-        ) from error
-
-
-def _parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int) -> Iterator[bytes]:
-    """The chunks, cut and joined into parts of `part_bytes` (the last one shorter)."""
-    part = bytearray()
-    seen = 0
-    for chunk in chunks:
-        view = memoryview(chunk).cast("B")
-        seen += len(view)
-        while len(view):
-            taken = view[: part_bytes - len(part)]
-            part += taken
-            view = view[len(taken) :]
-            if len(part) == part_bytes:
-                yield bytes(part)
-                part = bytearray()
-    if seen != size:
-        raise ValueError(f"{key}: the chunks hold {seen} bytes, {size} were announced")
-    if part:
-        yield bytes(part)
-
-
-def _joined(key: str, chunks: Iterable[Data], size: int) -> bytes:
-    data = b"".join(chunks)
-    if len(data) != size:
-        raise ValueError(f"{key}: the chunks hold {len(data)} bytes, {size} were announced")
-    return data
+def _send(client: S3Client, operation: str, **request: Any) -> Any:
+    return getattr(client, operation)(**request)

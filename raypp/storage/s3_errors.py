@@ -1,4 +1,4 @@
-"""What went wrong between boto3 and a server, in words a person can act on."""
+"""What went wrong between boto3 and a server: may it pass, and how to say it to a person."""
 
 from __future__ import annotations
 
@@ -8,17 +8,39 @@ from raypp.errors import Problem, RayppError
 from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
 
 CONFLICT = 409
+REFUSED_CONDITION = 412
 _UNKNOWN_KEY = {"InvalidAccessKeyId", "InvalidClientTokenId"}
 _WRONG_SECRET = {"SignatureDoesNotMatch"}
-_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}
+_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
+_CLOCK = {"RequestTimeTooSkewed"}
+_PASSING = {
+    "SlowDown",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "RequestThrottled",
+    "TooManyRequests",
+    "InternalError",
+    "OperationAborted",
+    # The bytes were changed or cut off on their way.
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+}
+_STAYING = {501, 505, 507}
+_MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 
 class _Place(Protocol):
     bucket: str
-    endpoint: str | None
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def endpoint(self) -> str | None: ...
 
 
 def status_of(error: BaseException) -> int:
@@ -30,29 +52,87 @@ def status_of(error: BaseException) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def is_ambiguous(error: BaseException) -> bool:
-    """Whether the request may or may not have been carried out: no answer, half an answer, or 5xx."""
-    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError, ResponseStreamingError
+def code_of(error: BaseException) -> str:
+    """S3's word for a server's refusal; empty when the error is not one."""
+    from botocore.exceptions import ClientError
+
+    if not isinstance(error, ClientError):
+        return ""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later: no answer, half an answer, damaged bytes, 5xx, 429.
+
+    A request that changes something may have been carried out all the same.
+    """
+    from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError, ResponseStreamingError
+    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
-        return status_of(error) >= 500 or error.response["Error"].get("Code") in (
-            "SlowDown",
-            "RequestTimeout",
-            "Throttling",
-        )
-    return isinstance(
-        error, (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError, TimeoutError)
+        status = status_of(error)
+        return code_of(error) in _PASSING or status == 429 or (status >= 500 and status not in _STAYING)
+    return is_half_an_answer(error) or isinstance(
+        error,
+        (
+            HTTPClientError,
+            NoConnection,
+            ResponseStreamingError,
+            FlexibleChecksumError,
+            ResponseParserError,
+            ConnectionError,
+            TimeoutError,
+        ),
     )
 
 
-def translated(error: Exception, store: _Place, key: str) -> Exception:
-    """The error as a `RayppError`; errors that are not about the store come back as they are."""
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+def is_half_an_answer(error: BaseException) -> bool:
+    """Whether the connection ended before the whole body had come."""
+    from botocore.exceptions import IncompleteReadError
+
+    return isinstance(error, IncompleteReadError)
+
+
+def is_nobody_there(error: BaseException) -> bool:
+    """Whether nothing listens at the endpoint (it may be starting again)."""
+    from botocore.exceptions import EndpointConnectionError
+
+    return isinstance(error, EndpointConnectionError)
+
+
+def doubts_credentials(error: BaseException) -> bool:
+    """Whether other credentials could help: these have ended, were taken back, or were replaced."""
+    code = code_of(error)
+    # HEAD has no body to say why: its 403 has only a number.
+    return code in _UNKNOWN_KEY | _WRONG_SECRET | _EXPIRED or code == "403"
+
+
+def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Exception:
+    """The error as a `RayppError`; errors that are not about the store come back as they are.
+
+    Args:
+        error: What boto3 raised.
+        store: Where.
+        key: Of which object; empty: of none.
+        tried: How long it was tried, in words, for failures that may pass.
+    """
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        CredentialRetrievalError,
+        FlexibleChecksumError,
+        NoCredentialsError,
+        PartialCredentialsError,
+    )
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, RayppError):
         return error
+    place = f"{store.url}/{key}" if key else store.url
+    after = f", {tried}" if tried else ""
     if isinstance(error, ClientError):
-        return _refusal(error, store, key)
+        return _refusal(error, store, place, after)
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return AccessRefused(
             Problem(
@@ -61,24 +141,39 @@ def translated(error: Exception, store: _Place, key: str) -> Exception:
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             )
         )
+    if isinstance(error, CredentialRetrievalError):
+        return AccessRefused(
+            Problem(store.url, f"new credentials could not be had: {error}", "see the profile that AWS_PROFILE names")
+        )
+    if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
+        return StoreError(
+            Problem(
+                place,
+                f"what came is damaged: {error}{after}",
+                "a server that computes checksums another way needs AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
+            )
+        )
+    if is_half_an_answer(error):
+        return StoreError(
+            Problem(place, f"is cut off on its way: {error}{after}", "look at the server and the network")
+        )
     if isinstance(error, (BotoCoreError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
             Problem(
-                store.url,
-                f"no answer from the S3 server at {where}: {error}",
+                place,
+                f"no answer from the S3 server at {where}: {error}{after}",
                 "is it running, and reachable from this machine? AWS_ENDPOINT_URL_S3 says where it is",
             )
         )
     return error
 
 
-def _refusal(error: Exception, store: _Place, key: str) -> RayppError:
-    status = status_of(error)
-    answer = getattr(error, "response", {}).get("Error", {})
-    code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
+def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppError:
+    status, code = status_of(error), code_of(error)
+    answer = getattr(error, "response", {})
+    message = str(answer.get("Error", {}).get("Message", ""))
     at = f" at {store.endpoint}" if store.endpoint else ""
-    place = f"{store.url}/{key}" if key else store.url
     if code == "NoSuchBucket":
         return BucketMissing(
             Problem(
@@ -89,20 +184,9 @@ def _refusal(error: Exception, store: _Place, key: str) -> RayppError:
         )
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:
         return NotFound(Problem(place, "there is no such object"))
-    if code in _UNKNOWN_KEY:
-        return AccessRefused(
-            Problem(
-                place, f"the server{at} does not know the access key", "check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL_S3"
-            )
-        )
-    if code in _WRONG_SECRET:
-        return AccessRefused(
-            Problem(
-                place, f"the server{at} refuses the signature: the secret key is wrong", "check AWS_SECRET_ACCESS_KEY"
-            )
-        )
-    if code in _EXPIRED:
-        return AccessRefused(Problem(place, "the credentials have expired", "get new ones, and set AWS_SESSION_TOKEN"))
+    what, fix = _about_the_caller(code, at, answer)
+    if what:
+        return AccessRefused(Problem(place, what, fix))
     if status in (401, 403):
         return AccessRefused(
             Problem(
@@ -111,18 +195,33 @@ def _refusal(error: Exception, store: _Place, key: str) -> RayppError:
                 f"give the key the right to list, read, write and delete in the bucket {store.bucket!r}",
             )
         )
-    if status == 301 or code in (
-        "PermanentRedirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
-    ):
+    if status == 301 or code in _MOVED:
         return StoreError(
             Problem(place, f"the bucket is in another region: {message}", "set AWS_REGION to the bucket's region")
         )
     return StoreError(
         Problem(
             place,
-            f"the server{at} answered {status} {code}: {message}",
+            f"the server{at} answered {status} {code}: {message}{after}",
             "this may pass; look at the server if it stays",
         )
     )
+
+
+def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[str, str]:
+    """What is wrong with who asks, and what helps; empty when it is something else."""
+    if code in _UNKNOWN_KEY:
+        return f"the server{at} does not know the access key", "check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL_S3"
+    if code in _WRONG_SECRET:
+        return f"the server{at} refuses the signature: the secret key is wrong", "check AWS_SECRET_ACCESS_KEY"
+    if code in _EXPIRED:
+        return "the credentials have expired", "get new ones, and set AWS_SESSION_TOKEN"
+    if code in _CLOCK:
+        metadata = answer.get("ResponseMetadata")
+        headers = metadata.get("HTTPHeaders", {}) if isinstance(metadata, dict) else {}
+        return (
+            f"the clock of this machine and that of the server{at} are too far apart"
+            + (f" (the server says {headers['date']})" if "date" in headers else ""),
+            "set this machine's clock (chrony, ntp); S3 allows 15 minutes",
+        )
+    return "", ""

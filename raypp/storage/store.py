@@ -61,6 +61,21 @@ class ObjectInfo:
     modified: float
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A write that was begun and has not ended: under way, or of a writer that died.
+
+    Attributes:
+        key: The object it is to become, relative to the store's URL.
+        id: What the store calls it.
+        started: When it was begun, seconds since 1970 by the store's clock. Compare it with nobody else's.
+    """
+
+    key: str
+    id: str
+    started: float
+
+
 class ObjectStore(Protocol):
     """A store. All methods may be called from several threads at once; each process opens its own."""
 
@@ -114,6 +129,21 @@ class ObjectStore(Protocol):
         """Deletes objects; those that are not there are passed over."""
         ...
 
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """Every write that was begun under a key that starts with `prefix` and has not ended."""
+        ...
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        """Gives writes up: what they had stored goes, and they can no longer end. Those that ended are passed over."""
+        ...
+
+    def limitations(self) -> tuple[Problem, ...]:
+        """What this store cannot do, found by trying it, and what is done instead. Remembered after the first call.
+
+        For people: whoever begins a run tells them.
+        """
+        ...
+
     def probe(self) -> None:
         """Tries everything raypp needs on a small object of its own, which it removes again.
 
@@ -156,14 +186,14 @@ def probe_by_writing(store: ObjectStore) -> None:
     """Writes, reads, lists, conditionally rewrites and deletes one small object.
 
     Raises:
-        StoreError: A step failed, or the store lets a conditional write replace an object, without
-            which two attempts could commit the same step.
+        StoreError: A step failed, or a write that must not replace an object did.
     """
     key = f".raypp-probe-{secrets.token_hex(8)}"
     data = secrets.token_bytes(16)
     store.put(key, data)
     try:
-        if store.get(key) != data or [info.size for info in store.list(key)] != [len(data)]:
+        there = store.get(key) == data and store.get(key, 4, 8) == data[4:8]
+        if not there or [info.size for info in store.list(key)] != [len(data)]:
             raise StoreError(Problem(store.url, "does not give back what was written", "use another store"))
         try:
             store.put(key, secrets.token_bytes(16), if_absent=True)
@@ -172,8 +202,8 @@ def probe_by_writing(store: ObjectStore) -> None:
         raise StoreError(
             Problem(
                 store.url,
-                "this server ignores If-None-Match: a conditional write replaced an object; no commit is safe on it",
-                "use one that honours it: AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
+                "a write that must not replace an object did so: no commit is safe here",
+                "use AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
             )
         )
     finally:

@@ -1,0 +1,191 @@
+"""boto3's clients, made from the settings people have for AWS and for servers like it, and made again
+when the credentials they hold have ended.
+
+docs/storage.md has the table of settings. Each S3 store has one `S3Clients`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from raypp.errors import JobError, Problem
+from raypp.storage.patience import seconds_from_environment
+from raypp.storage.s3_parts import prepare_client
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+CONNECTIONS = 16
+"""Requests of one client under way at once."""
+_TIMEOUT_S = 30.0
+_STYLES = ("path", "virtual", "auto")
+
+
+class S3Clients:
+    """The client in use, the same one for all threads.
+
+    Args:
+        endpoint: The server's URL; None: what AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the profile say, or AWS.
+        access_key: Together with `secret_key`; None: boto3's usual places.
+        secret_key: See `access_key`.
+        timeout_s: Longest silence on a connection; None: RAYPP_STORE_TIMEOUT_S, or 30 s.
+
+    Raises:
+        JobError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._given_endpoint = endpoint
+        self._keys: dict[str, Any] = (
+            {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key} if access_key else {}
+        )
+        self._timeout_s = timeout_s or seconds_from_environment("RAYPP_STORE_TIMEOUT_S") or _TIMEOUT_S
+        self._lock = threading.Lock()
+        self._client, self._identity = self._build()
+        address = str(self._client.meta.endpoint_url)
+        self.endpoint: str | None = None if _is_aws(address) else address
+        """The server's URL; None for AWS itself."""
+
+    @property
+    def current(self) -> S3Client:
+        return self._client
+
+    def renew(self, refused: S3Client) -> bool:
+        """Asks the sources of credentials again, after the server refused a client's.
+
+        Args:
+            refused: The client whose credentials were refused.
+
+        Returns:
+            Whether there are others now, so that asking again has sense.
+        """
+        with self._lock:
+            if refused is not self._client:
+                return True
+            if self._keys:
+                return False
+            client, identity = self._build()
+            if identity == self._identity:
+                return False
+            self._client, self._identity = client, identity
+            return True
+
+    def _build(self) -> tuple[S3Client, object]:
+        """A client, and what tells its credentials from others."""
+        # boto3 takes 0.3 s to import: only those who use S3 pay.
+        import boto3
+        import botocore.session
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            core = botocore.session.get_session()
+            profile = core.get_scoped_config()
+            session = boto3.session.Session(botocore_session=core)
+            # boto3 itself does not look at AWS_REGION, which every other AWS SDK does.
+            region = os.environ.get("AWS_REGION") or session.region_name or "us-east-1"
+            style = _addressing_style(profile)
+
+            def make(style: str | None, checksums: str | None) -> S3Client:
+                client: S3Client = session.client(
+                    "s3",
+                    endpoint_url=self._given_endpoint,
+                    region_name=region,
+                    config=_config(self._timeout_s, style, checksums),
+                    **self._keys,
+                )
+                return client
+
+            client = make(style, None)
+            if not _is_aws(str(client.meta.endpoint_url)):
+                # Many servers have no name per bucket, and answer boto3's newer checksum headers with
+                # errors or damaged bodies: what they can do must be said to be used.
+                client = make(style or "path", None if _checksums_are_set(profile) else "when_required")
+            if _requester_pays():
+                client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
+            prepare_client(client)
+            credentials = core.get_credentials()
+            return client, _identity(credentials)
+        except (BotoCoreError, ValueError) as error:
+            raise JobError(
+                Problem(
+                    "",
+                    f"the AWS settings cannot be used: {error}",
+                    "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION",
+                )
+            ) from error
+
+
+def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
+    from botocore.config import Config
+
+    settings: dict[str, Any] = {}
+    if style is not None:
+        settings["s3"] = {"addressing_style": style}
+    if checksums is not None:
+        settings["request_checksum_calculation"] = checksums
+        settings["response_checksum_validation"] = checksums
+    return Config(
+        connect_timeout=min(5.0, timeout_s),
+        read_timeout=timeout_s,
+        # Asking again is our own: what a repeated request may mean differs from one to the other.
+        retries={"mode": "standard", "total_max_attempts": 1},
+        max_pool_connections=CONNECTIONS,
+        **settings,
+    )
+
+
+def _identity(credentials: Any) -> object:
+    from botocore.exceptions import BotoCoreError
+
+    if credentials is None:
+        return None
+    try:
+        frozen = credentials.get_frozen_credentials()
+    except BotoCoreError:
+        return object()  # told in full by the next request
+    return (frozen.access_key, frozen.secret_key, frozen.token)
+
+
+def _addressing_style(profile: dict[str, Any]) -> str | None:
+    """`path` (http://server/bucket/key), `virtual` (http://bucket.server/key) or `auto`; None: nobody said."""
+    name, style = "RAYPP_S3_ADDRESSING_STYLE", os.environ.get("RAYPP_S3_ADDRESSING_STYLE", "").strip().lower()
+    if not style:
+        section = profile.get("s3")
+        name, style = "s3.addressing_style", str(section.get("addressing_style", "")) if section else ""
+    if style and style not in _STYLES:
+        raise JobError(Problem(name, f"{style!r} is not a way to address a bucket", f"use one of {', '.join(_STYLES)}"))
+    return style or None
+
+
+def _checksums_are_set(profile: dict[str, Any]) -> bool:
+    names = ("request_checksum_calculation", "response_checksum_validation")
+    return any(name in profile or os.environ.get(f"AWS_{name.upper()}") for name in names)
+
+
+def _requester_pays() -> bool:
+    payer = os.environ.get("RAYPP_S3_REQUEST_PAYER", "").strip().lower()
+    if payer not in ("", "requester"):
+        raise JobError(
+            Problem("RAYPP_S3_REQUEST_PAYER", f"{payer!r} is not a payer", "leave it empty, or set it to requester")
+        )
+    return payer == "requester"
+
+
+def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:
+    """Adds the word that the caller pays to every request that can carry it."""
+    if model.input_shape is not None and "RequestPayer" in model.input_shape.members:
+        params.setdefault("RequestPayer", "requester")
+
+
+def _is_aws(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))

@@ -1,0 +1,143 @@
+"""Large objects in parts, several at once, held in memory only while they travel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from raypp.storage.s3_parts import send_parts
+from raypp.storage.source import MemorySource
+from raypp.storage.store import Data, NotFound
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+PART_BYTES = 16 << 20
+"""Objects up to this size travel in one request, larger ones in parts of this size."""
+PARTS_IN_FLIGHT = 4
+"""Parts of one object uploaded at once; a stream holds at most this many (and one) in memory."""
+_MOST_PARTS = 9000
+T = TypeVar("T")
+
+
+class _Server(Protocol):
+    bucket: str
+    part_bytes: int
+
+    def ask(self, key: str, request: Callable[[S3Client], T]) -> T: ...
+    def ask_once(self, request: Callable[[S3Client], T]) -> T | None: ...
+
+
+def upload_in_parts(server: _Server, key: str, name: str, chunks: Iterable[Data], size: int) -> None:
+    """Writes an object from chunks. When it raises, nothing appeared, and the parts were given up (or expire).
+
+    Args:
+        server: Who asks, with patience.
+        key: The object, for messages.
+        name: Its name in the bucket.
+        chunks: Its bytes; each stays unchanged until the next is asked for.
+        size: All of them together.
+    """
+    upload = server.ask(key, lambda client: client.create_multipart_upload(Bucket=server.bucket, Key=name)["UploadId"])
+    try:
+        parts = _upload_parts(server, key, name, upload, chunks, size)
+        _complete(server, key, name, upload, parts)
+    except BaseException:
+        server.ask_once(lambda client: client.abort_multipart_upload(Bucket=server.bucket, Key=name, UploadId=upload))
+        raise
+
+
+def _complete(server: _Server, key: str, name: str, upload: str, parts: list[dict[str, Any]]) -> None:
+    """Joins the parts. After a lost answer the upload is gone because the object is there: then that is looked at."""
+    more: Any = {"Parts": parts}
+    try:
+        server.ask(
+            key,
+            lambda client: client.complete_multipart_upload(
+                Bucket=server.bucket, Key=name, UploadId=upload, MultipartUpload=more
+            ),
+        )
+    except NotFound:
+        tag = server.ask(key, lambda client: client.head_object(Bucket=server.bucket, Key=name)["ETag"])
+        if tag.strip('"') != _tag_of_parts(parts):
+            raise
+
+
+def _tag_of_parts(parts: list[dict[str, Any]]) -> str:
+    """The ETag S3 gives to an object of these parts: the MD5 of their MD5s, and how many they are."""
+    digests = [part["ETag"].strip('"') for part in parts]
+    try:
+        joined = b"".join(bytes.fromhex(digest) for digest in digests)
+    except ValueError:
+        return ""  # an encrypting server's tags are no MD5s
+    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def _upload_parts(
+    server: _Server, key: str, name: str, upload: str, chunks: Iterable[Data], size: int
+) -> list[dict[str, Any]]:
+    """Uploads the parts as the chunks come; returns what completes the upload."""
+    part_bytes = max(server.part_bytes, -(-size // _MOST_PARTS))
+    futures: list[Future[dict[str, Any]]] = []
+
+    def send(number: int, body: Any) -> dict[str, Any]:
+        answer: Any = server.ask(
+            key,
+            lambda client: client.upload_part(
+                Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body
+            ),
+        )
+        sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
+        return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+
+    if isinstance(chunks, MemorySource):
+        return send_parts(chunks, part_bytes, PARTS_IN_FLIGHT, send)
+    with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="raypp-upload") as pool:
+        try:
+            for number, part in enumerate(cut_into_parts(key, chunks, size, part_bytes), start=1):
+                running = [future for future in futures if not future.done()]
+                if len(running) >= PARTS_IN_FLIGHT:
+                    wait(running, return_when="FIRST_COMPLETED")
+                for future in futures:
+                    if future.done():
+                        future.result()
+                futures.append(pool.submit(send, number, part))
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def cut_into_parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int) -> Iterator[bytes]:
+    """The chunks, cut and joined into parts of `part_bytes` (the last one shorter)."""
+    part = bytearray()
+    seen = 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        seen += len(view)
+        while len(view):
+            taken = view[: part_bytes - len(part)]
+            part += taken
+            view = view[len(taken) :]
+            if len(part) == part_bytes:
+                yield bytes(part)
+                part = bytearray()
+    if seen != size:
+        raise ValueError(f"{key}: the chunks hold {seen} bytes, {size} were announced")
+    if part:
+        yield bytes(part)
+
+
+def joined(key: str, chunks: Iterable[Data], size: int) -> bytes:
+    """All chunks as one.
+
+    Raises:
+        ValueError: They do not add up to `size`.
+    """
+    data = b"".join(chunks)
+    if len(data) != size:
+        raise ValueError(f"{key}: the chunks hold {len(data)} bytes, {size} were announced")
+    return data
