@@ -12,6 +12,7 @@ from raypp.errors import JobError, Problem
 from raypp.planning.check import check_plan
 from raypp.spec.checks import check_spec
 from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
+from raypp.spec.paths import is_remote
 
 
 def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +40,11 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
         if error.rest is None:
             raise
         file, problems = error.rest, list(error.problems)
+    try:
+        file = sized(file)
+    except JobError as error:
+        # Without sizes there is no plan, and whether the data fit is not known either.
+        raise JobError(in_order([*problems, *error.problems])) from error
     reported = {problem.key for problem in problems}
     problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
     reported |= {problem.key for problem in problems}
@@ -47,6 +53,19 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     return file
+
+
+def sized(file: JobFile) -> JobFile:
+    """The job with the sizes of the model that `model.from_hf` names, if it names one."""
+    if file.job.model.from_hf is None:
+        return file
+    from raypp.checkpoint.hf_source import with_hf_sizes
+
+    if is_remote(file.job.model.from_hf):
+        from raypp.control.clusters import lend_store_settings
+
+        lend_store_settings()
+    return with_hf_sizes(file)
 
 
 def _plan_problems(file: JobFile) -> list[Problem]:

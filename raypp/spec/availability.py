@@ -11,7 +11,6 @@ from raypp.spec.models import MODELS
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": tuple(MODELS.names()),
-    "model.from_hf": (None,),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
     "pipeline.wire.dtype": ("auto",),
     "pipeline.wire.compression": ("none",),

@@ -72,8 +72,8 @@ def _not_available(job: Job) -> Iterator[Problem]:
 
 def _model(job: Job) -> Iterator[Problem]:
     model = job.model
-    if model.from_hf is not None:
-        return
+    if model.from_hf is not None and "num_layers" not in model.model_fields_set:
+        return  # its sizes are not read yet
     if model.head_dim is None and model.hidden_size % model.num_heads:
         better = max(1, round(model.hidden_size / model.num_heads)) * model.num_heads
         yield Problem(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.from_hf import load_from_hf
 from raypp.checkpoint.load import load_checkpoint
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
@@ -31,7 +32,7 @@ def restore_newest(
     """Loads weights, optimizer state, data position and recent reports. Collective over the world.
 
     Rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next older.
-    A run that has checkpoints never starts from nothing.
+    A run that has checkpoints never starts from nothing, nor from `model.from_hf` again.
 
     Returns:
         The step that was loaded; 0 when the run begins.
@@ -43,10 +44,11 @@ def restore_newest(
     candidates = [c.step for c in list_checkpoints(store, job.name)] if seat.rank == 0 else []
     rejected: list[Problem] = []
     while True:
-        step = _from_rank_zero(candidates.pop() if candidates else 0)
-        if step == 0:
+        step = _from_rank_zero(candidates.pop() if candidates else -1)
+        if step < 0:
             if rejected:
                 raise CheckpointError(rejected)
+            _begin(job, stages, seat, reporter)
             return 0
         loaded = None
         try:
@@ -69,6 +71,17 @@ def restore_newest(
             recent.tell_again(reporter)
             reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
         return step
+
+
+def _begin(job: Job, stages: Sequence[nn.Module], seat: Seat, reporter: Reporter) -> None:
+    """A run's first weights, when they are not drawn: those of `model.from_hf`."""
+    if job.model.from_hf is None:
+        return
+    loaded = load_from_hf(job.model.from_hf, stages)
+    if seat.rank == 0:
+        megabytes = round(loaded.bytes_read / 1e6, 1)
+        what = f"{job.model.from_hf}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"
+        reporter.event(Event("loaded_from_hf", what, attempt=seat.attempt, step=0))
 
 
 def _from_rank_zero(value: int) -> int:

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.hf_source import with_hf_sizes
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.errors import JobError, Problem, RayppError
@@ -167,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("raypp").setLevel(logging.INFO)
     try:
-        file = load_job(options.job, options.set)
+        file = with_hf_sizes(load_job(options.job, options.set))
         problems = check_spec(file.job, file.directory)
         if problems:
             raise JobError([file.locate(problem) for problem in problems])
