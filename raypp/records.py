@@ -103,6 +103,8 @@ class StepReport:
     lr: float = 0.0
     parts_s: dict[str, float] = field(default_factory=dict)
     """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save."""
+    extras: dict[str, float] = field(default_factory=dict)
+    """What only some models have: aux_loss and z_loss with experts."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ class RunGauges:
         self._set(names.TOKENS, report.tokens)
         self._set(names.SEQ_LEN, report.seq_len)
         self._set(names.STEP_SECONDS, report.step_s)
+        for metric in (names.AUX_LOSS, names.Z_LOSS):
+            if (name := metric.name.removeprefix("raypp_")) in report.extras:
+                self._set(metric, report.extras[name])
         for part, seconds in report.parts_s.items():
             self._set(names.STEP_PART_SECONDS, seconds, part=part)
 

@@ -106,6 +106,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         exchange: Runs experts that are spread over ranks; None: all are here. Set by `parallel.expert`.
+        router_sums: What the router's losses were since they were last taken.
         microbatch_group: The ranks that share a microbatch (context parallel), for the balance loss; None: this one.
     """
 
@@ -115,8 +116,11 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(options.hidden_size, options.num_experts, bias=False)
         self.experts = StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
         self.exchange: Exchange | None = None
+        self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
 
+    # Not compiled: how many rows an expert gets is a plain number, and every microbatch would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_BTC: Tensor, labelled_BT: Tensor | None = None) -> Tensor:
         """Routes every token, padding too.
 
@@ -143,35 +147,30 @@ class MixtureOfExperts(nn.Module):
         out_SC = (rows_NC[back_N].view(*experts_SK.shape, -1) * weights_SK[..., None]).sum(1)
 
         if labelled_BT is not None and torch.is_grad_enabled():
-            loss = router_loss_sum(
-                logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.options, self.microbatch_group
-            )
-            out_SC = _AddLoss.apply(out_SC, loss)  # type: ignore[no-untyped-call]
+            sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
+            loss = weighted(sums_2, self.options)
+            out_SC = _AddLoss.apply(out_SC, loss, sums_2.detach(), self.router_sums)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
 
 
-def router_loss_sum(
+def router_sums(
     logits_SE: Tensor,
     probabilities_SE: Tensor,
     experts_SK: Tensor,
     labelled_S: Tensor,
-    options: MoeOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """One layer's share of the router's losses of a microbatch, times the microbatch's tokens with a label.
+    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, fp32.
 
     Balance (Switch Transformer, arXiv:2101.03961, section 2.2, for K choices): E · Σ_e f_e · P_e over those tokens, f_e
     the choices of expert e per token, P_e its mean probability. Z-loss (ST-MoE, arXiv:2202.08906, section 2.2): the
-    mean of logsumexp(logits)². Each is weighted, and averaged over the model's layers. The main loss is a sum over
-    tokens, divided by the global count after all microbatches: so what is added here is a sum over tokens, too, and the
-    step's losses are token-weighted means over microbatches, whatever ranks they ran on.
+    mean of logsumexp(logits)².
 
     Args:
         logits_SE: Router logits.
         probabilities_SE: Their softmax, fp32.
         experts_SK: The experts chosen.
         labelled_S: Tokens with a label, bool.
-        options: Weights of the losses.
         group: The ranks that share the microbatch; collective over them. Each returns its tokens' part of the sum.
     """
     experts, chosen = probabilities_SE.shape[1], experts_SK.shape[1]
@@ -186,21 +185,49 @@ def router_loss_sum(
         choices_E, tokens = sums[:-1], sums[-1].clamp(min=1)
     balance = experts * (choices_E * (probabilities_SE * counted_S[:, None]).sum(0)).sum() / tokens
     z = (logits_SE.float().logsumexp(-1).square() * counted_S).sum()
-    return (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.num_layers
+    return torch.stack((balance, z))
+
+
+def weighted(sums_2: Tensor, options: MoeOptions) -> Tensor:
+    """What one layer's `router_sums` add to the loss.
+
+    That is a sum over tokens, too, divided by the global count after all microbatches: so the step's losses are
+    token-weighted means over microbatches, whatever ranks they ran on.
+    """
+    balance, z = sums_2
+    loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.num_layers
+    return loss
+
+
+class RouterSums:
+    """Adds up one layer's `router_sums`, microbatch by microbatch, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._total_2: Tensor | None = None
+
+    def add(self, sums_2: Tensor) -> None:
+        self._total_2 = sums_2.double() if self._total_2 is None else self._total_2 + sums_2
+
+    def take(self) -> Tensor:
+        """The total since the last call, fp64 `[2]` on the CPU: balance, z."""
+        total_2, self._total_2 = self._total_2, None
+        return torch.zeros(2, dtype=torch.float64) if total_2 is None else total_2.cpu()
 
 
 class _AddLoss(torch.autograd.Function):
     """Adds a loss to the one being trained, where it arises: its gradient joins in this stage's own backward, so the
-    stage with the main loss need not know of it."""
+    stage with the main loss need not know of it. Its sums are noted there, too: a forward may be run a second time to
+    recompute activations, a backward never is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.one = torch.ones_like(loss)
+    def forward(ctx: Any, x: Tensor, loss: Tensor, sums_2: Tensor, noted: RouterSums) -> Tensor:
+        ctx.one, ctx.sums_2, ctx.noted = torch.ones_like(loss), sums_2, noted
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, ctx.one
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.noted.add(ctx.sums_2)
+        return gradient, ctx.one, None, None
 
 
 class MoeDecoderLayer(DecoderLayer):

@@ -25,6 +25,8 @@ STEPS = Metric("raypp_steps", "Optimizer steps the run is to make.")
 LOSS = Metric("raypp_loss", "Loss of the last step, per valid token, over all replicas.")
 GRAD_NORM = Metric("raypp_grad_norm", "Global gradient norm of the last step, before clipping.")
 LEARNING_RATE = Metric("raypp_learning_rate", "Learning rate of the last step.")
+AUX_LOSS = Metric("raypp_aux_loss", "Load-balancing loss of the last step, unweighted, mean over layers; experts only.")
+Z_LOSS = Metric("raypp_z_loss", "Router z-loss of the last step, unweighted, mean over layers; experts only.")
 TOKENS_PER_SECOND = Metric("raypp_tokens_per_second", "Valid tokens per second in the last step, over all replicas.")
 TOKENS = Metric("raypp_tokens", "Valid tokens of the last step, over all replicas.")
 SEQ_LEN = Metric("raypp_seq_len", "Longest agreed sequence length of the last step, in tokens.")
@@ -44,6 +46,8 @@ METRICS: tuple[Metric, ...] = (
     LOSS,
     GRAD_NORM,
     LEARNING_RATE,
+    AUX_LOSS,
+    Z_LOSS,
     TOKENS_PER_SECOND,
     TOKENS,
     SEQ_LEN,

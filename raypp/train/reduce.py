@@ -20,10 +20,17 @@ from raypp.parallel.shard import counts_here, local_part
 
 @dataclass(frozen=True)
 class GlobalSums:
-    """Over all ranks: `loss` is the sum of token losses, `grad_norm` the 2-norm of the undivided gradient sum."""
+    """Over all ranks.
+
+    Attributes:
+        loss: Sum of token losses.
+        grad_norm: 2-norm of the undivided gradient sum.
+        extra: Sums of what else was given.
+    """
 
     loss: float
     grad_norm: float
+    extra: Tensor
 
 
 class GradientReducer:
@@ -54,22 +61,25 @@ class GradientReducer:
             found.append(local_part(parameter.grad))
         return found
 
-    def sums(self, gradients: Sequence[Tensor], loss_sum: float) -> GlobalSums:
+    def sums(self, gradients: Sequence[Tensor], loss_sum: float, extra: Tensor | None = None) -> GlobalSums:
         """The global loss sum and gradient norm. Collective over the world: all must call it, once per step.
 
         Args:
             gradients: From `gradients()`.
             loss_sum: Sum of this rank's token losses; 0 where the last stage is elsewhere, and on all but one of
                 the ranks that computed the same loss.
+            extra: More numbers to add up over the world, fp64 `[n]`, as many on every rank.
         """
-        vector = torch.zeros(self._size + 1, dtype=torch.float64)
+        more = torch.zeros(0, dtype=torch.float64) if extra is None else extra
+        vector = torch.zeros(self._size, dtype=torch.float64)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()
             # Added, not assigned: the two ends of a tied embedding may both be here, and have one place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
-        vector[-1] = loss_sum
+        vector = torch.cat((vector, torch.tensor([loss_sum], dtype=torch.float64), more))
         dist.all_reduce(vector)
-        return GlobalSums(loss=float(vector[-1]), grad_norm=math.sqrt(float(vector[:-1].sum())))
+        end = self._size
+        return GlobalSums(float(vector[end]), math.sqrt(float(vector[:end].sum())), vector[end + 1 :])
 
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:

@@ -19,6 +19,7 @@ from raypp.spec.job import Job
 from raypp.train.build import BuiltStages
 from raypp.train.optimizer import learning_rate, set_learning_rate
 from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
+from raypp.train.router_losses import RouterLosses
 
 
 @dataclass
@@ -71,6 +72,7 @@ class StepRunner:
     ) -> None:
         self.job, self.seat, self.built, self.loader = job, seat, built, loader
         self.optimizer, self.reducer, self.device = optimizer, reducer, device
+        self.router_losses = RouterLosses(built.modules, job.model)
         self.share = groups.context_share(job.mesh.cp_style)
         self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
 
@@ -143,7 +145,7 @@ class StepRunner:
             if self.built.tied is not None:
                 self.built.tied.sum_gradients()
             gradients = self.reducer.gradients()
-            sums = self.reducer.sums(gradients, loss_sum)
+            sums = self.reducer.sums(gradients, loss_sum, self.router_losses.take())
         rate = learning_rate(step, self.job.train)
         with watch.part("optimizer"):
             self._update(gradients, sums, read.plan.global_tokens, rate)
@@ -169,4 +171,5 @@ class StepRunner:
             attempt=self.seat.attempt,
             lr=rate,
             parts_s=dict(watch.parts),
+            extras=self.router_losses.report(sums.extra, plan.global_tokens),
         )

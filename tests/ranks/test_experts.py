@@ -6,6 +6,7 @@ differ. The seeds here are such that none does; the tolerances are those of dens
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ def trained(job: dict[str, Any], steps: int = STEPS, blank: tuple[int, ...] = BL
 def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
     found = trained(document(kind))
     assert min(found["grad_norm"]) > 0.05, "clipping is not active"
+    for extras in found["extras"]:
+        # Perfect balance is experts_per_token; six equal logits of nearly 0 give log(6) squared.
+        assert 2 <= extras["aux_loss"] < 2.5 and extras["z_loss"] == pytest.approx(math.log(6) ** 2, rel=0.1)
     return found
 
 

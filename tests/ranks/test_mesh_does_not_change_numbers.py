@@ -56,6 +56,7 @@ def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
     assert found["loss"] == reference["loss"]
     assert found["tokens"] == reference["tokens"]
     assert found["grad_norm"] == reference["grad_norm"]
+    assert found["extras"] == reference["extras"]
     for step, (ours, theirs) in enumerate(zip(found["gradients"], reference["gradients"], strict=True)):
         assert ours.keys() == theirs.keys()
         differing = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
@@ -67,6 +68,8 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: flo
     assert found["tokens"] == reference["tokens"]
     assert found["loss"] == pytest.approx(reference["loss"], rel=relative)
     assert found["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative)
+    for ours, theirs in zip(found["extras"], reference["extras"], strict=True):
+        assert ours == pytest.approx(theirs, rel=relative)
     for ours, theirs in zip(found["gradients"], reference["gradients"], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():

@@ -66,6 +66,7 @@ def train_steps(
         "loss": [r.loss for r in reports],
         "grad_norm": [r.grad_norm for r in reports],
         "tokens": [r.tokens for r in reports],
+        "extras": [r.extras for r in reports],
         "gradients": list(kept.values()),
         "weights": weights,
     }
@@ -75,9 +76,8 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     """One result from those of all ranks: every rank has part of the names, and all must report the same sums."""
     first = results[0]
     for other in results[1:]:
-        assert other["loss"] == first["loss"] and other["grad_norm"] == first["grad_norm"], (
-            "ranks report different sums"
-        )
+        same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras"))
+        assert same, "ranks report different sums"
     steps = len(first["gradients"])
     return {
         **first,

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import run, whole_model
+from torch.utils.checkpoint import checkpoint
 
 from raypp.models import moe
-from raypp.models.moe import MixtureOfExperts, StackedExperts, router_loss_sum
+from raypp.models.moe import MixtureOfExperts, StackedExperts, router_sums, weighted
 from raypp.spec.models import MoeOptions
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -51,7 +52,7 @@ def test_the_balance_loss_is_that_of_transformers_times_the_tokens() -> None:
     logits, probabilities, chosen = routed(settings, 40)
     labelled = torch.arange(40) % 3 > 0
     expected = modeling.load_balancing_loss_func((logits,), 5, 2, attention_mask=labelled[None].long())
-    found = router_loss_sum(logits, probabilities, chosen, labelled, settings)
+    found = weighted(router_sums(logits, probabilities, chosen, labelled), settings)
     torch.testing.assert_close(found, expected * labelled.sum())
 
 
@@ -60,14 +61,14 @@ def test_the_z_loss_is_the_sum_of_squared_log_partition_functions() -> None:
     logits, probabilities, chosen = routed(settings, 12)
     labelled = torch.arange(12) < 7
     expected = 0.5 * logits[:7].exp().sum(-1).log().square().sum()
-    torch.testing.assert_close(router_loss_sum(logits, probabilities, chosen, labelled, settings), expected)
+    torch.testing.assert_close(weighted(router_sums(logits, probabilities, chosen, labelled), settings), expected)
 
 
 def test_a_microbatch_without_a_label_has_no_router_loss() -> None:
     settings = options(aux_loss_weight=1.0, z_loss_weight=1.0)
     logits, probabilities, chosen = routed(settings, 12)
     nothing = torch.zeros(12, dtype=torch.bool)
-    assert float(router_loss_sum(logits, probabilities, chosen, nothing, settings)) == 0.0
+    assert float(weighted(router_sums(logits, probabilities, chosen, nothing), settings)) == 0.0
 
 
 def test_the_gradient_is_that_of_the_output_and_the_router_losses_together() -> None:
@@ -81,11 +82,25 @@ def test_the_gradient_is_that_of_the_output_and_the_router_losses_together() -> 
     logits = block.gate(x.view(-1, 16))
     probabilities = logits.softmax(-1)
     chosen = probabilities.topk(2, dim=-1).indices
-    loss = router_loss_sum(logits, probabilities, chosen, labelled.flatten(), block.options)
+    loss = weighted(router_sums(logits, probabilities, chosen, labelled.flatten()), block.options)
     assert float(loss.detach()) > 1
     (block(x).square().sum() + loss).backward()
     for name, parameter in block.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+def test_router_sums_are_noted_once_also_when_activations_are_recomputed() -> None:
+    block = random_block()
+    labelled = torch.arange(18).view(2, 9) % 4 > 0
+    taken = []
+    for again in (False, True):
+        for seed in (3, 4):
+            x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+            out = checkpoint(block, x, labelled, use_reentrant=False) if again else block(x, labelled)
+            out.sum().backward()
+        taken.append(block.router_sums.take())
+    assert torch.equal(*taken) and bool((taken[0] > 1).all())
+    assert not block.router_sums.take().any()
 
 
 def test_router_losses_reach_every_layer_and_are_averaged_over_them() -> None:

@@ -47,6 +47,14 @@ def test_floats_come_back_bit_for_bit(loss, norm):
     assert bits(read.grad_norm) == bits(norm)
 
 
+def test_what_only_some_models_report_comes_after_the_keys_of_every_row() -> None:
+    plain = StepReport(1, 2.0, 0.5, 10, 8, 0.1, 100.0, 1)
+    experts = StepReport(1, 2.0, 0.5, 10, 8, 0.1, 100.0, 1, extras={"aux_loss": 2.01, "z_loss": 3.2})
+    rows = [read_step(step_line(report, 0.0)).row() for report in (plain, experts)]
+    assert tuple(rows[0]) == ROW_KEYS
+    assert tuple(rows[1]) == (*ROW_KEYS, "aux_loss", "z_loss") and rows[1]["z_loss"] == 3.2
+
+
 def test_a_loss_that_is_no_number_is_told_as_such(store):
     record(store, "a1", [report(1, loss=math.nan), report(2, loss=math.inf)])
     losses = [json.loads(json.dumps(row))["loss"] for row in RunReader(store, "r").history()]
