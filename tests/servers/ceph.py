@@ -1,0 +1,209 @@
+"""A second real S3 server for tests: one Ceph of one monitor, one OSD and one radosgw, on loopback and in a temporary
+directory. It honours and ignores other things than SeaweedFS does, as servers in the wild do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raypp.storage.s3 import S3Store
+
+PACKAGES = "apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
+_PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
+_ACCESS_KEY, _SECRET_KEY = "raypp", "raypp-secret-of-tests"
+_START_S = 120.0
+
+_CONFIGURATION = """
+[global]
+fsid = {fsid}
+mon host = v1:127.0.0.1:{mon_port}
+mon initial members = a
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = none
+auth service required = none
+auth client required = none
+ms bind msgr2 = false
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 2
+osd pool default pgp num = 2
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon data = {directory}/mon
+mon data avail crit = 1
+osd data = {directory}/osd
+osd objectstore = memstore
+memstore device bytes = 4294967296
+osd memory target = 939524096
+run dir = {directory}/run
+admin socket = {directory}/run/$name.$pid.asok
+log file = {directory}/log/$name.log
+pid file = {directory}/run/$name.pid
+rgw data = {directory}/rgw
+rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw dns name = localhost
+debug ms = 0
+"""
+
+
+def missing_programs() -> list[str]:
+    """The programs of Ceph that this machine lacks."""
+    return [name for name in _PROGRAMS if shutil.which(name) is None]
+
+
+class CephServer:
+    """A running Ceph. The same surface as the SeaweedFS one, as far as tests need it.
+
+    Args:
+        directory: For its data, sockets and logs.
+        buckets: Made at start.
+    """
+
+    name = "ceph"
+    access_key = _ACCESS_KEY
+    secret_key = _SECRET_KEY
+
+    def __init__(self, directory: Path, buckets: tuple[str, ...] = ()) -> None:
+        self.directory = directory
+        self._configuration = directory / "ceph.conf"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._port = 0
+        for folder in ("mon", "osd", "rgw", "run", "log"):
+            (directory / folder).mkdir()
+        try:
+            self._start()
+            for bucket in buckets:
+                self.store(bucket).create_bucket()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
+        """A store on this server, with its keys."""
+        return S3Store(
+            bucket,
+            prefix,
+            **{"endpoint": self.endpoint, "access_key": _ACCESS_KEY, "secret_key": _SECRET_KEY, **more},  # type: ignore[arg-type]
+        )
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL_S3": self.endpoint,
+            "AWS_ACCESS_KEY_ID": _ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": _SECRET_KEY,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def stop(self) -> None:
+        """Ends every process it started. Nothing is kept."""
+        for process in reversed(self._processes):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait(10)
+        self._processes.clear()
+
+    def _start(self) -> None:
+        mon_port, self._port = _free_ports(2)
+        fsid = str(uuid.uuid4())
+        self._configuration.write_text(
+            _CONFIGURATION.format(fsid=fsid, mon_port=mon_port, directory=self.directory, port=self._port)
+        )
+        self._run("monmaptool", "--create", "--addv", "a", f"v1:127.0.0.1:{mon_port}", "--fsid", fsid, "monmap")
+        self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", "monmap")
+        self._launch("ceph-mon", "-i", "a")
+        osd = str(uuid.uuid4())
+        number = self._run("ceph", "osd", "new", osd).strip()
+        self._run("ceph-osd", "-i", number, "--mkfs", "--osd-uuid", osd)
+        self._run("ceph", "osd", "crush", "add", f"osd.{number}", "1.0", "root=default", "host=h0")
+        self._launch("ceph-osd", "-i", number)
+        self._wait("its OSD", lambda: "1 up" in self._run("ceph", "osd", "stat"))
+        self._launch("radosgw", "-n", "client.rgw")
+        self._wait("radosgw", self._answers)
+        self._run(
+            "radosgw-admin",
+            "user",
+            "create",
+            "--uid=raypp",
+            "--display-name=raypp",
+            f"--access-key={_ACCESS_KEY}",
+            f"--secret-key={_SECRET_KEY}",
+        )
+
+    def _run(self, program: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [program, "-c", str(self._configuration), *arguments] if program != "monmaptool" else [program, *arguments],
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+        return done.stdout
+
+    def _launch(self, program: str, *arguments: str) -> None:
+        with (self.directory / "log" / f"{program}.out").open("wb") as out:
+            self._processes.append(
+                subprocess.Popen(
+                    [program, "-c", str(self._configuration), "-f", *arguments],
+                    cwd=self.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                )
+            )
+
+    def _wait(self, what: str, ready: object) -> None:
+        end = time.monotonic() + _START_S
+        while not ready():  # type: ignore[operator]
+            dead = [process.args for process in self._processes if process.poll() is not None]
+            if dead or time.monotonic() > end:
+                logs = "\n".join(path.read_text()[-1500:] for path in (self.directory / "log").glob("*.out"))
+                raise RuntimeError(f"Ceph: {what} did not come up; ended: {dead}\n{logs}")
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=2).close()
+            return True
+        except OSError:
+            return False
+
+
+@contextmanager
+def ceph(*buckets: str) -> Iterator[CephServer]:
+    """A running server with these buckets, gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="raypp-ceph-", ignore_cleanup_errors=True) as directory:
+        server = CephServer(Path(directory), buckets)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for listener in held:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in held]
+    finally:
+        for listener in held:
+            listener.close()

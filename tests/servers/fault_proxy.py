@@ -1,0 +1,346 @@
+"""A proxy that makes faults on purpose: the bytes of a real server pass through it, except where a rule says otherwise.
+
+It speaks HTTP/1.1 as far as S3 clients and servers use it (bodies with a length or in chunks), one thread for each
+connection. Requests keep their Host and their signature.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+_BUFFER = 64 << 10
+_REASONS = {500: "Internal Server Error", 503: "Service Unavailable", 403: "Forbidden", 429: "Too Many Requests"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rule may look at.
+
+    Attributes:
+        method: PUT, GET …
+        target: Path and query as sent.
+        headers: Names in lower case.
+    """
+
+    method: str
+    target: str
+    headers: dict[str, str]
+
+
+Wanted = Callable[[Request], bool]
+
+
+@dataclass
+class Fault:
+    """A rule: what happens to the requests that match.
+
+    Attributes:
+        wanted: Which requests.
+        times: How many of them; None: all.
+        status, code: Answer with these instead of asking the server.
+        cut_request_at: Reset both connections after so many bytes of the request's body.
+        cut_answer_at: Reset the client's connection after so many bytes of the answer's body.
+        end_answer_at: Close it in order there instead: the body is shorter than announced.
+        lose_answer: The server carries the request out; the client gets a reset.
+        flip_request_at, flip_answer_at: Flip a bit of this byte of the body.
+        stall_s: Say nothing for so long before the answer's body.
+        then: Called once the request has been passed on and before the answer is.
+        hits: How often it struck.
+    """
+
+    wanted: Wanted
+    times: int | None = 1
+    status: int = 0
+    code: str = ""
+    cut_request_at: int | None = None
+    cut_answer_at: int | None = None
+    end_answer_at: int | None = None
+    lose_answer: bool = False
+    flip_request_at: int | None = None
+    flip_answer_at: int | None = None
+    stall_s: float = 0.0
+    then: Callable[[], None] | None = None
+    hits: int = field(default=0, init=False)
+
+
+class FaultProxy:
+    """Listens on a free loopback port until `close`.
+
+    Args:
+        upstream: The real server's URL; may be set anew when that was started again elsewhere.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream = upstream
+        self.seen: list[Request] = []
+        self._faults: list[Fault] = []
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._port = 0
+        self.up()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def add(self, wanted: Wanted, **what: object) -> Fault:
+        """Adds a rule; of several that match, the first one strikes."""
+        fault = Fault(wanted, **what)  # type: ignore[arg-type]
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def clear(self) -> None:
+        """No rule any more."""
+        with self._lock:
+            self._faults.clear()
+
+    def up(self) -> None:
+        """Listens (again), on the same port as before."""
+        if self._listener is not None:
+            return
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self._port))
+        listener.listen(64)
+        self._port = listener.getsockname()[1]
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), daemon=True, name="fault-proxy").start()
+
+    def down(self) -> None:
+        """Nothing listens any more; what is under way is reset."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            # close() alone does not wake the thread in accept(), which would take one more connection.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        with self._lock:
+            open_now = list(self._connections)
+        for connection in open_now:
+            _reset(connection)
+
+    close = down
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(client)
+        reader = _Reader(client)
+        try:
+            while self._one_request(client, reader):
+                pass
+        except (OSError, EOFError, ValueError):
+            _reset(client)
+        finally:
+            with self._lock:
+                self._connections.discard(client)
+            with suppress(OSError):
+                client.close()
+
+    def _one_request(self, client: socket.socket, reader: _Reader) -> bool:
+        """Passes one request and its answer; False when the connection is at its end."""
+        try:
+            head = reader.head()
+        except EOFError:
+            return False
+        first, headers = _parsed(head)
+        method, target, _ = first.split(" ", 2)
+        request = Request(method, target, headers)
+        with self._lock:
+            self.seen.append(request)
+            fault = next((f for f in self._faults if (f.times is None or f.hits < f.times) and f.wanted(request)), None)
+            if fault is not None:
+                fault.hits += 1
+        fault = fault or Fault(lambda _: False)
+        if headers.get("expect", "").lower() == "100-continue":
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:"))
+        if fault.status:
+            for _piece in reader.body(headers):
+                pass
+            client.sendall(_refusal(fault))
+            return True
+        place = urlsplit(self.upstream)
+        with socket.create_connection((place.hostname, place.port), timeout=60) as server:
+            with self._lock:
+                self._connections.add(server)
+            try:
+                return self._pass(client, reader, server, head, request, fault)
+            finally:
+                with self._lock:
+                    self._connections.discard(server)
+
+    def _pass(
+        self, client: socket.socket, reader: _Reader, server: socket.socket, head: bytes, request: Request, fault: Fault
+    ) -> bool:
+        server.sendall(head)
+        sent = 0
+        for piece in reader.body(request.headers):
+            if fault.cut_request_at is not None and sent + len(piece) > fault.cut_request_at:
+                server.sendall(piece[: fault.cut_request_at - sent])
+                _reset(server)
+                _reset(client)
+                return False
+            server.sendall(_flipped(piece, sent, fault.flip_request_at))
+            sent += len(piece)
+        answers = _Reader(server)
+        answer = answers.head()
+        while answer.split(b" ", 2)[1] == b"100":
+            answer = answers.head()
+        if fault.then is not None:
+            fault.then()
+        if fault.lose_answer:
+            for _piece in answers.body(_parsed(answer)[1], answer=True):
+                pass
+            _reset(client)
+            return False
+        return self._pass_answer(client, answers, answer, request, fault)
+
+    def _pass_answer(
+        self, client: socket.socket, answers: _Reader, answer: bytes, request: Request, fault: Fault
+    ) -> bool:
+        first, headers = _parsed(answer)
+        client.sendall(answer)
+        if fault.stall_s:
+            time.sleep(fault.stall_s)
+        if request.method == "HEAD" or first.split(" ")[1] in ("204", "304"):
+            return headers.get("connection", "").lower() != "close"
+        sent = 0
+        for piece in answers.body(headers, answer=True):
+            for limit, end in ((fault.cut_answer_at, _reset), (fault.end_answer_at, _end)):
+                if limit is not None and sent + len(piece) > limit:
+                    client.sendall(piece[: limit - sent])
+                    end(client)
+                    return False
+            client.sendall(_flipped(piece, sent, fault.flip_answer_at))
+            sent += len(piece)
+        return headers.get("connection", "").lower() != "close" and (
+            "content-length" in headers or "transfer-encoding" in headers
+        )
+
+
+@contextmanager
+def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
+    """A proxy before a server, gone at the end."""
+    proxy = FaultProxy(upstream)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+class _Reader:
+    """Reads a connection by heads and bodies."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._held = b""
+
+    def head(self) -> bytes:
+        while b"\r\n\r\n" not in self._held:
+            self._more()
+        head, _, self._held = self._held.partition(b"\r\n\r\n")
+        return head + b"\r\n\r\n"
+
+    def body(self, headers: dict[str, str], answer: bool = False) -> Iterator[bytes]:
+        """The body as it is on the wire (chunk sizes included)."""
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            yield from self._chunks()
+        elif "content-length" in headers:
+            yield from self._exactly(int(headers["content-length"]))
+        elif answer:
+            while True:
+                if self._held:
+                    piece, self._held = self._held, b""
+                    yield piece
+                try:
+                    self._more()
+                except EOFError:
+                    return
+
+    def _chunks(self) -> Iterator[bytes]:
+        while True:
+            line = self._line()
+            yield line
+            size = int(line.split(b";")[0], 16)
+            if size == 0:
+                while True:
+                    line = self._line()
+                    yield line
+                    if line == b"\r\n":
+                        return
+            yield from self._exactly(size + 2)
+
+    def _exactly(self, left: int) -> Iterator[bytes]:
+        while left:
+            if not self._held:
+                self._more()
+            piece, self._held = self._held[:left], self._held[left:]
+            left -= len(piece)
+            yield piece
+
+    def _line(self) -> bytes:
+        while b"\r\n" not in self._held:
+            self._more()
+        line, _, self._held = self._held.partition(b"\r\n")
+        return line + b"\r\n"
+
+    def _more(self) -> None:
+        piece = self._connection.recv(_BUFFER)
+        if not piece:
+            raise EOFError
+        self._held += piece
+
+
+def _parsed(head: bytes) -> tuple[str, dict[str, str]]:
+    first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    return first, {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+def _refusal(fault: Fault) -> bytes:
+    code = fault.code or "InternalError"
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>made by the test</Message></Error>".encode()
+    reason = _REASONS.get(fault.status, "No")
+    return (
+        f"HTTP/1.1 {fault.status} {reason}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def _flipped(piece: bytes, begin: int, at: int | None) -> bytes:
+    if at is None or not begin <= at < begin + len(piece):
+        return piece
+    changed = bytearray(piece)
+    changed[at - begin] ^= 1
+    return bytes(changed)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends a connection with RST instead of FIN: what was on its way is lost."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # Wakes a thread that reads from it; close() alone would not.
+        connection.shutdown(socket.SHUT_RD)
+    with suppress(OSError):
+        connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
