@@ -26,6 +26,7 @@ from raypp.checkpoint.upload import upload_snapshot, with_patience
 from raypp.errors import CheckpointError, RayppError
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
+from raypp.storage.pace import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,9 @@ class CheckpointSaver:
         job_doc: The resolved job; its model, data, mesh, pipeline and train sections go into COMMIT.
         seat: This rank's place.
         announcements: How ranks tell each other, outside of the training's groups.
-        reporter: Where events go: committed, save_failed, save_waited, prune_failed.
+        reporter: Where events go: committed, save_failed, save_waited, save_skipped, prune_failed.
         keep: Committed checkpoints to keep.
+        max_upload_mbps: Most that this node's ranks send together, in Mbit/s; each takes an equal share. 0 = no limit.
         commit_timeout_s: How long the committing rank waits for the others' parts.
     """
 
@@ -60,14 +62,13 @@ class CheckpointSaver:
         reporter: Reporter,
         keep: int,
         *,
+        max_upload_mbps: float = 0.0,
         commit_timeout_s: float = 600.0,
     ) -> None:
         self.store = store
         self.run = run
         self.seat = seat
         self.keep = keep
-        self.last_stall_s = 0.0
-        """Seconds that training stood still for the last save: waiting for the one before, and copying."""
         self._job = job_identity(job_doc)
         self._announcements = announcements
         self._reporter = reporter
@@ -75,6 +76,9 @@ class CheckpointSaver:
         self._buffer = SnapshotBuffer()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._pace = Pace(max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size), self._closed.is_set)
+        self._snapshot: Snapshot | None = None
+        self._before_s = 0.0
         self._last_step: int | None = None
         self._committed: int | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -82,10 +86,11 @@ class CheckpointSaver:
     def save(
         self, step: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
     ) -> None:
-        """Copies the state to host memory and returns; the upload and the commit go on in a thread.
+        """Begins a save and returns; the copy to host memory, the upload and the commit go on in threads.
 
-        Every rank must call it at the same steps, between two steps, with no gradient pending. When the save
-        before is still under way, it waits for that first and says so. Store failures are events, never raised.
+        Every rank must call it at the same steps, between two steps, with no gradient pending. The optimizer's next
+        step waits for the copy, by a hook this sets. When the save before is still under way, this waits for that first
+        and says so. Store failures are events, never raised.
 
         Args:
             step: Optimizer steps done; higher than at the last call.
@@ -101,15 +106,36 @@ class CheckpointSaver:
             optimizer.register_step_pre_hook(self._buffer.before_update)
             self._optimizer = optimizer
         snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
-        self.last_stall_s = time.perf_counter() - started
+        self._snapshot, self._before_s = snapshot, time.perf_counter() - started
         self._last_step = step
         self._thread = threading.Thread(
             target=self._store,
-            args=(step, snapshot, dict(extra), self.last_stall_s),
+            args=(step, snapshot, dict(extra), self._before_s),
             name=f"raypp-save-{step}",
             daemon=True,
         )
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last save is still under way on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def last_stall_s(self) -> float:
+        """Seconds that training stood still for the last save: waiting for the one before, beginning the copy, and, in
+        the step after, waiting for the copy's end (0 before that step's update)."""
+        return self._before_s + (self._snapshot.held_s if self._snapshot is not None else 0.0)
+
+    def skip(self, step: int) -> None:
+        """Says that the save of a step is left out, because the last one is not durable yet."""
+        if self.seat.rank == COMMITTING_RANK:
+            self._tell(
+                "save_skipped",
+                f"step {step} was not saved: the save of step {self._last_step} was still under way "
+                "(checkpoint.if_busy: skip)",
+                step,
+            )
 
     def wait(self) -> int | None:
         """Waits until the last save is committed or has failed.
@@ -150,17 +176,24 @@ class CheckpointSaver:
         rank = self.seat.rank
         try:
             try:
+                snapshot.data()  # the copy, which is not a part of the upload's time
+                copied = time.monotonic()
                 record = self._upload(step, snapshot)
             finally:
                 snapshot.release()
-            self._announcements.announce(step, rank, {"object": None if record is None else asdict(record)})
+            facts = {"stall_s": stall_s + snapshot.held_s, "upload_s": time.monotonic() - copied}
+            self._announcements.announce(
+                step, rank, {"object": None if record is None else asdict(record), "facts": facts}
+            )
+        except Abandoned:
+            return
         except Exception as error:  # noqa: BLE001 - a thread has nobody above it; every failure becomes an event
             self._failed(step, f"rank {rank} could not store its part: {error}")
             self._announce_quietly(step, rank, {"error": str(error)})
         if rank != COMMITTING_RANK:
             return
         try:
-            self._commit(step, extra, started, stall_s)
+            self._commit(step, extra, started)
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
                 self._failed(step, str(error))
@@ -175,7 +208,7 @@ class CheckpointSaver:
         if self.store.head(commit_key(self.run, step)) is not None:
             self._refuse_own_commit(step)
         about = {"run": self.run, "step": step, "attempt": seat.attempt, "rank": seat.rank}
-        return upload_snapshot(self.store, key, snapshot, seat.rank, about, self._closed.wait)
+        return upload_snapshot(self.store, key, snapshot, seat.rank, about, self._closed.wait, pace=self._pace)
 
     def _refuse_own_commit(self, step: int) -> None:
         """Objects that a commit of this attempt number names are never written again."""
@@ -186,7 +219,7 @@ class CheckpointSaver:
         if attempt >= self.seat.attempt:
             raise CheckpointError(f"step {step} is already committed, by attempt {attempt}")
 
-    def _commit(self, step: int, extra: dict[str, Any], started: float, stall_s: float) -> None:
+    def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
         said = self._announcements.wait_all(step, range(seat.world_size), self._timeout_s, self._closed.is_set)
         failed = {rank: message["error"] for rank, message in said.items() if "error" in message}
@@ -196,21 +229,29 @@ class CheckpointSaver:
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
         self._committed = step
-        self._tell(
-            "committed",
-            f"step {step}: {commit.size / 1e6:.1f} MB in {len(records)} objects, {time.monotonic() - started:.2f} s "
-            f"after a stop of {stall_s * 1e3:.0f} ms",
-            step,
-            seconds=round(time.monotonic() - started, 3),
-            stall_s=round(stall_s, 6),
-            bytes=commit.size,
-            objects=len(records),
-        )
+        self._tell_committed(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
         self._announce_quietly(step, _OUTCOME, {"committed": True})
         try:
             prune(self.store, self.run, self.keep, newest=step, attempt=seat.attempt)
         except RayppError as error:
             self._tell("prune_failed", f"old checkpoints could not be removed: {error}", step)
+
+    def _tell_committed(self, commit: Commit, facts: Sequence[Mapping[str, float]], seconds: float) -> None:
+        """Stall and upload are those of the slowest rank; the rate is that of all of them together."""
+        stall_s, upload_s = (max(fact[name] for fact in facts) for name in ("stall_s", "upload_s"))
+        rate = commit.size / 1e6 / max(upload_s, 1e-9)
+        self._tell(
+            "committed",
+            f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects, {seconds:.2f} s after a "
+            f"stop of {stall_s * 1e3:.0f} ms; {rate:.0f} MB/s",
+            commit.step,
+            seconds=round(seconds, 3),
+            stall_s=round(stall_s, 6),
+            upload_s=round(upload_s, 3),
+            upload_mb_per_s=round(rate, 1),
+            bytes=commit.size,
+            objects=len(commit.objects),
+        )
 
     def _hear_outcome(self, step: int) -> None:
         """Learns from the committing rank, or, when that is gone, from the store, how the commit went."""

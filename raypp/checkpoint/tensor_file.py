@@ -85,6 +85,16 @@ def block_digest(data: memoryview) -> str:
 
 def encode_header(entries: list[TensorEntry], data: memoryview, about: dict[str, Any]) -> bytes:
     """Length field and header of a file with these entries over this data section."""
+    blocks = "".join(block_digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
+    return _encode(entries, blocks, about)
+
+
+def header_size(entries: list[TensorEntry], data_size: int, about: dict[str, Any]) -> int:
+    """Bytes that `encode_header` will give, without looking at the data."""
+    return len(_encode(entries, "0" * (_DIGITS * -(-data_size // BLOCK_BYTES)), about))
+
+
+def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> bytes:
     layout = {
         entry.name: {
             "shape": entry.global_shape,
@@ -93,7 +103,6 @@ def encode_header(entries: list[TensorEntry], data: memoryview, about: dict[str,
         }
         for entry in entries
     }
-    blocks = "".join(block_digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
     raypp = {**about, "tensors": layout, "block_bytes": BLOCK_BYTES, "blocks": blocks}
     document: dict[str, Any] = {"__metadata__": {"format": "pt", "raypp": json.dumps(raypp, separators=(",", ":"))}}
     for entry in entries:

@@ -1,17 +1,20 @@
-"""One rank's part of a save: encode, hash, stream to the store, with patience."""
+"""One rank's part of a save: checksums and parts at the same time, from the snapshot's memory, with patience."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.snapshot import Snapshot
-from raypp.checkpoint.tensor_file import encode_header
+from raypp.checkpoint.tensor_file import encode_header, header_size
 from raypp.storage import ObjectStore, StoreError
+from raypp.storage.pace import Abandoned, Pace
+from raypp.storage.source import MemorySource
 
-_CHUNK_BYTES = 4 << 20
+_HASHED_AT_ONCE = 4 << 20
 
 
 def upload_snapshot(
@@ -22,6 +25,7 @@ def upload_snapshot(
     about: dict[str, Any],
     pause: Callable[[float], bool],
     tries: int = 4,
+    pace: Pace | None = None,
 ) -> ObjectRecord:
     """Writes a snapshot as one object; it is durable when this returns.
 
@@ -33,23 +37,28 @@ def upload_snapshot(
         about: Goes into the file's header.
         pause: Called with the seconds before the next try; True means: give up.
         tries: How often it is tried, each wait twice as long as the one before, from 0.5 s.
+        pace: How fast; None: as fast as it goes.
 
     Raises:
         StoreError: The last try's failure.
     """
     data = snapshot.data()
-    header = encode_header(snapshot.entries, data, about)
-    size = len(header) + len(data)
-    for left in reversed(range(tries)):
-        digest = hashlib.sha256()
-        try:
-            store.put_stream(key, _chunks(header, data, digest), size)
-        except StoreError:
-            if not left or pause(0.5 * 2 ** (tries - 1 - left)):
-                raise
-            continue
-        return ObjectRecord(key, size, digest.hexdigest(), rank, len(header), hashlib.sha256(header).hexdigest())
-    raise AssertionError("unreachable")
+    sums = _Checksums(snapshot, data, about)
+    sizes = (header_size(snapshot.entries, len(data), about), len(data))
+    source = MemorySource(sizes, lambda index: data if index else sums.header(), pace)
+    try:
+        for left in reversed(range(tries)):
+            try:
+                store.put_stream(key, source, source.size)
+                break
+            except StoreError:
+                if not left or pause(0.5 * 2 ** (tries - 1 - left)):
+                    raise
+    except BaseException:
+        sums.abandon()  # nothing may read the snapshot after this raised
+        raise
+    header = bytes(sums.header())
+    return ObjectRecord(key, source.size, sums.sha256(), rank, len(header), hashlib.sha256(header).hexdigest())
 
 
 def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tries: int = 4) -> None:
@@ -63,11 +72,48 @@ def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tr
                 raise
 
 
-def _chunks(header: bytes, data: memoryview, digest: Any) -> Iterator[bytes | memoryview]:
-    """Header and buffer in pieces, hashed on their way; the buffer is not copied."""
-    digest.update(header)
-    yield header
-    for start in range(0, len(data), _CHUNK_BYTES):
-        piece = data[start : start + _CHUNK_BYTES]
-        digest.update(piece)
-        yield piece
+class _Checksums:
+    """The file's header (with a CRC-32 of every block) and the SHA-256 of the whole, computed beside the upload."""
+
+    def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any]) -> None:
+        self._entries, self._data, self._about = snapshot.entries, data, about
+        self._header: bytes | None = None
+        self._digest = hashlib.sha256()
+        self._error: Exception | None = None
+        self._has_header = threading.Event()
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name="raypp-checksums", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._header = encode_header(self._entries, self._data, self._about)
+            self._has_header.set()
+            self._digest.update(self._header)
+            for start in range(0, len(self._data), _HASHED_AT_ONCE):
+                if self._abandoned:
+                    return
+                self._digest.update(self._data[start : start + _HASHED_AT_ONCE])
+        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the result
+            self._error = error
+        finally:
+            self._has_header.set()
+
+    def header(self) -> memoryview:
+        """Waits until it is there."""
+        self._has_header.wait()
+        if self._header is None:
+            raise self._error or Abandoned()
+        return memoryview(self._header)
+
+    def sha256(self) -> str:
+        """Of header and data, hex; waits for it."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
+
+    def abandon(self) -> None:
+        """Gives up what is under way, and waits until it has ended."""
+        self._abandoned = True
+        self._thread.join()

@@ -3,8 +3,8 @@
 Every rank reads its own replica's rows, so it knows what it has but not what the others have. One `all_reduce(MAX)`
 of a small int64 vector on the CPU tells everybody, for every replica: the length of each microbatch, the number of
 tokens with a label, a digest of the rows (which all ranks of a replica must have in common), and whether somebody was
-asked to save or to stop. Nothing else is exchanged about shapes, so no rank can wait for a message that another
-rank does not know of.
+asked to save or to stop, or is still saving. Nothing else is exchanged about shapes, so no rank can wait for a message
+that another rank does not know of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raypp.errors import DataError, Problem
 from raypp.records import Requests
 
-_FLAGS = 3
+_FLAGS = 4
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class StepPlan:
         seq_lens: Padded length of each of this replica's microbatches, in tokens.
         global_tokens: Tokens with a label, over all replicas.
         requests: What the operator wants, as all ranks see it now.
+        saving: Whether some rank has not finished its last save.
     """
 
     seq_lens: tuple[int, ...]
     global_tokens: int
     requests: Requests
+    saving: bool = False
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
@@ -55,6 +57,7 @@ def agree_on_step(
     *,
     replica: int,
     replicas: int,
+    saving: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StepPlan:
     """Agrees on a step with every other rank.
@@ -67,6 +70,7 @@ def agree_on_step(
         digest: Of this replica's rows, 0 ≤ digest < 2**62.
         requests: What this rank was asked for.
         replica: This rank's replica, of `replicas`.
+        saving: Whether this rank's last save is still under way.
 
     Raises:
         DataError: Two ranks of one replica read different rows; raised on every rank alike.
@@ -77,7 +81,8 @@ def agree_on_step(
     own = vector[replica * width : (replica + 1) * width]
     own[:count] = torch.tensor(local_M, dtype=torch.int64)
     own[count:] = torch.tensor([tokens, digest, -digest], dtype=torch.int64)
-    vector[-_FLAGS:] = torch.tensor([requests.save, requests.stop, requests.stop and requests.save_before_stop])
+    last_save_wanted = requests.stop and requests.save_before_stop
+    vector[-_FLAGS:] = torch.tensor([requests.save, requests.stop, last_save_wanted, saving])
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
 
     table = vector[:-_FLAGS].view(replicas, width)
@@ -90,9 +95,10 @@ def agree_on_step(
                 "the data differs between nodes: put the same files on each, or on one shared file system",
             )
         )
-    save, stop, last_save = (bool(flag) for flag in vector[-_FLAGS:].tolist())
+    save, stop, last_save, any_saving = (bool(flag) for flag in vector[-_FLAGS:].tolist())
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=int(table[:, count].sum()),
         requests=Requests(save=save, stop=stop, save_before_stop=last_save or not stop),
+        saving=any_saving,
     )
