@@ -191,6 +191,11 @@ class RecoverySection(Section):
 class ResourcesSection(Section):
     """What each rank gets."""
 
+    if_busy: Literal["wait", "skip"] = "wait"
+    """When a periodic save is due before the last one is durable. wait: training waits for it | skip: this save is left
+    out. The last save, one before a stop and one an operator asks for are never left out."""
+    max_upload_mbps: float = Field(default=0, ge=0)
+    """Most that the saves of one node send, in Mbit/s, shared equally by its ranks; 0 = no limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where every rank can have one, else cpu; it is said which."""
     cpus_per_rank: float = Field(default=1, gt=0)
