@@ -74,6 +74,7 @@ class StepRunner:
         self.optimizer, self.reducer, self.device = optimizer, reducer, device
         self.router_losses = RouterLosses(built.modules, job.model)
         self.share = groups.context_share(job.mesh.cp_style)
+        self.saving = lambda: False  # replaced by what asks this rank's saver; agreed on once per step
         self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
@@ -98,6 +99,7 @@ class StepRunner:
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
         """What this rank proposes as the length of each microbatch, by pipeline.variable_seq_len."""
+                saving=self.saving(),
         mode, pipeline = self.job.pipeline.variable_seq_len, self.job.pipeline
         longest = [longest_row(rows) for rows in microbatches]
         if mode == "off":
