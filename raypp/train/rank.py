@@ -83,9 +83,11 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         reporter,
         job.checkpoint.keep,
     )
+        max_upload_mbps=job.checkpoint.max_upload_mbps,
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
     evaluator = None
+    runner.saving = lambda: saver.busy
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     return _train(job, seat, reporter, runner, evaluator, saver, recent, restored, start)
@@ -121,8 +123,12 @@ def _train(
         report = runner.run(done + 1, read, watch)
         recent.add(report)
         done, position = done + 1, runner.loader.position()
-        due = done == job.train.steps or (every and done % every == 0)
-        if due:
+        last = done == job.train.steps
+        due = last or (every and done % every == 0)
+        # What all ranks knew at the start of the step: a save they skip, they skip alike.
+        if due and not last and read.plan.saving and job.checkpoint.if_busy == "skip":
+            saver.skip(done)
+        elif due:
             with watch.part("save"):
                 _save(saver, runner, recent, done, position)
             saved = done
