@@ -16,7 +16,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     """Every field whose change makes the run's checkpoints unusable.
 
     Free to change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery, resources, data.eval.path.
-    Not: anything of model and data, train.seed (it orders the data), train.optimizer.kind, and the number
+    So is `model.from_hf`: only a run without checkpoints reads it. What the old document does not say is not compared.
+    Not: anything else of model and data, train.seed (it orders the data), train.optimizer.kind, and the number
     of rows a step takes from all replicas together.
 
     Args:
@@ -42,9 +43,9 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     """The section without what does not matter: where held-out data lie, unless they are cut from the training data."""
     meaning = dict(job.get(section) or {})
-    held_out = meaning.pop("eval", None) or {}
-    if held_out.get("fraction"):
-        meaning["eval"] = {"fraction": held_out["fraction"]}
+    meaning.pop("from_hf", None)
+    if "eval" in meaning:
+        meaning["eval"] = {"fraction": (meaning["eval"] or {}).get("fraction")}
     return meaning
 
 
@@ -85,8 +86,8 @@ def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from _differences(old.get(name, _ABSENT), new.get(name, _ABSENT), f"{key}.{name}")
+        for name, before in old.items():
+            yield from _differences(before, new.get(name, _ABSENT), f"{key}.{name}")
     elif _plain(old) != _plain(new):
         yield key, old, new
 

@@ -208,4 +208,8 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
         if meant is None:
             meant = values["num_heads"] if name == "num_kv_heads" else values["hidden_size"] // values["num_heads"]
         if said != meant:
-            yield Problem(f"model.{name}", f"is {said!r}, but {place} says {meant!r}", "leave the key out")
+            yield Problem(
+                f"model.{name}",
+                f"is {said!r}, but {place} says {meant!r}",
+                f"leave the key out beside from_hf, or write {meant!r}",
+            )
