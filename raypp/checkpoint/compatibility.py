@@ -45,7 +45,8 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     meaning = dict(job.get(section) or {})
     meaning.pop("from_hf", None)
     if "eval" in meaning:
-        meaning["eval"] = {"fraction": (meaning["eval"] or {}).get("fraction")}
+        fraction = (meaning["eval"] or {}).get("fraction")
+        meaning["eval"] = {"fraction": fraction} if fraction else None
     return meaning
 
 
@@ -99,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 def _changed(key: str, before: Any, after: Any) -> Problem:
     def shown(value: Any) -> str:
-        return "not set" if value is _ABSENT else repr(value)
+        return "not set" if value is _ABSENT or value is None else repr(value)
 
     return Problem(
         key,
