@@ -61,16 +61,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cut", default="4,4")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     arguments = parser.parse_args()
     cut = [int(part) for part in arguments.cut.split(",")]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     module, stage = build(rank, cut)
-    tokens_per_step = MICROBATCHES * ROWS * SEQ_LEN
+    microbatches = arguments.microbatches
+    tokens_per_step = microbatches * ROWS * SEQ_LEN
     schedule = Schedule1F1B(
         stage,
-        MICROBATCHES,
+        microbatches,
         loss_fn=lambda out, target: (
             F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum") / tokens_per_step
         ),
@@ -78,7 +80,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, model_options().vocab_size, (MICROBATCHES * ROWS, SEQ_LEN), generator=generator)
+    batch = torch.randint(0, model_options().vocab_size, (microbatches * ROWS, SEQ_LEN), generator=generator)
     wall, cpu = [], []
     for _ in range(arguments.steps):
         dist.barrier()

@@ -27,6 +27,8 @@ class StepTimer:
         self.cpu: list[float] = []
         self.parts: list[dict[str, float]] = []
         self.tokens: list[int] = []
+        self.bytes: list[float] = []
+        self.events: list[dict[str, Any]] = []
 
     def phase(self, name: str, detail: str = "") -> None:
         if name == "finish" or detail.endswith("read"):
@@ -36,9 +38,10 @@ class StepTimer:
     def step(self, report: StepReport) -> None:
         self.parts.append(dict(report.parts_s))
         self.tokens.append(report.tokens)
+        self.bytes.append(report.extras.get("wire_bytes", 0))
 
     def event(self, event: Event) -> None:
-        pass
+        self.events.append({"kind": event.kind, "message": event.message, "details": event.details})
 
     def requests(self) -> Requests:
         return Requests()
@@ -77,7 +80,8 @@ def main() -> None:
     if os.environ.get("BENCH_OUT"):
         with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            json.dump({"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens, "peak_mib": peak}, out)
+            figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens, "peak_mib": peak}
+            json.dump({**figures, "bytes": timer.bytes, "events": timer.events}, out)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Programs on torch's pipelining runtime. The only file that uses its private names.
 
 A schedule says what each rank computes, in which order (`raypp.schedules`). torch's lowering passes add when weights
-are unsharded and resharded, when gradients are reduced, and every send and receive. `ProgramRuntime` runs the result
-on `PlannedStage`s. It differs from torch's own loop in three ways: shapes come from the step's plan, a send is let go
-as soon as it is known to have arrived (torch holds all of a step's messages to its end), and every action leaves a
-mark that says what the rank is doing.
+are unsharded and resharded and when gradients are reduced; sends and receives are those of `schedules.messages`.
+`ProgramRuntime` runs the result on `PlannedStage`s. It differs from torch's own loop in four ways: shapes come from the
+step's plan, receives are posted ahead of their use, a send is let go as soon as it is known to have arrived (torch
+holds all of a step's messages to its end), and every action leaves a mark that says what the rank is doing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,14 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_reduce_grad,
-    _add_send_recv,
     _add_unshard_reshard,
     _ComputationType,
     _PipelineScheduleRuntime,
 )
 
+from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.stage import PlannedStage
-from raypp.schedules.action import Action
+from raypp.schedules.action import Action, Kind, Program
+from raypp.schedules.messages import Line, Send, with_messages
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]
@@ -36,18 +38,48 @@ _KINDS = {
     "I": _ComputationType.BACKWARD_INPUT,
     "W": _ComputationType.BACKWARD_WEIGHT,
 }
+_COMPUTES = frozenset(_KINDS.values())
 
 
 def lower(
     program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int
 ) -> dict[int, list[_Action]]:
     """A compute-only program with its communication, for all ranks: deterministic, the same on each."""
-    with_weights: dict[int, list[_Action]] = {}
-    for rank, actions in program.items():
-        compute: list[_Action | None] = [_Action(a.stage, _KINDS[a.kind], a.microbatch) for a in actions]
+    lines = with_messages(program, rank_of_stage)
+    lowered = {}
+    for rank, line in lines.items():
+        compute: list[_Action | None] = [
+            _Action(a.stage, _KINDS[a.kind], a.microbatch) for a in line if isinstance(a, Action)
+        ]
         unsharded: list[_Action | None] = list(_add_unshard_reshard(compute))
-        with_weights[rank] = [action for action in _add_reduce_grad(unsharded, microbatches) if action is not None]
-    return _add_send_recv(with_weights, lambda stage: rank_of_stage[stage], len(rank_of_stage))
+        with_weights = [action for action in _add_reduce_grad(unsharded, microbatches) if action is not None]
+        lowered[rank] = _joined(line, with_weights)
+    return lowered
+
+
+def _joined(line: Line, with_weights: Sequence[_Action]) -> list[_Action]:
+    """A rank's messages put into its actions; what torch's passes added stays before the action it stood before, and
+    what came after an action comes after its send."""
+    rest = iter(with_weights)
+    found: list[_Action] = []
+    for item in line:
+        if isinstance(item, Action):
+            for action in rest:
+                found.append(action)
+                if action.computation_type in _COMPUTES:
+                    break
+        elif isinstance(item, Send):
+            found.append(_message_action(item.message.kind, True, item.message.stage, item.message.microbatch))
+        else:
+            found.append(_message_action(item.message.kind, False, item.message.to_stage, item.message.microbatch))
+    return [*found, *rest]
+
+
+def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> _Action:
+    forward = kind == "F"
+    if send:
+        return _Action(stage, _ComputationType.SEND_F if forward else _ComputationType.SEND_B, microbatch)
+    return _Action(stage, _ComputationType.RECV_F if forward else _ComputationType.RECV_B, microbatch)
 
 
 SendKey = tuple[_ComputationType, int, int]
@@ -133,10 +165,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.mark = mark
-        lowered = lower(program, rank_of_stage, microbatches)
-        self.actions = lowered[self.rank]
-        self._names = [str(action) for action in self.actions]
-        self._arrivals = arrivals(lowered, self.rank, rank_of_stage)
+        self.clock: ActionClock | None = None
+        self.rank_of_stage = list(rank_of_stage)
+        self.load(program)
         self._sends: dict[SendKey, dist.Work] = {}
         self._receives: dict[SendKey, dist.Work] = {}
         self._do: dict[_ComputationType, Callable[[PlannedStage, int], None]] = {
@@ -153,6 +184,22 @@ class ProgramRuntime(_PipelineScheduleRuntime):
             _ComputationType.REDUCE_GRAD: self._reduce,
         }
 
+    def load(self, program: Program) -> None:
+        """Takes another program for the same stages and microbatches. Between two steps, the same one on all ranks."""
+        lowered = lower(program, self.rank_of_stage, self._n_microbatches)
+        self.actions = lowered[self.rank]
+        self._names = [str(action) for action in self.actions]
+        self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
+        self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank sent to other stages in the last step."""
+        return sum(stage.sent_bytes for stage in self.planned.values())
+
+    def _timed(self, kind: Kind, stage: PlannedStage, *, message: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.timed(kind, stage.stage_index, message=message)
+
     def run(
         self,
         rows: int,
@@ -160,6 +207,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         inputs: Sequence[Tensor],
         kwargs: Sequence[dict[str, Any]],
         targets: Sequence[Tensor],
+        step: int = 0,
     ) -> list[Tensor]:
         """Runs one step. Collective over the pipeline: all its ranks must call it with the same plan.
 
@@ -169,6 +217,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
             inputs: Token ids `[B, T_i]` of each microbatch; used on the first stage.
             kwargs: What every stage's forward takes besides, one dict per microbatch.
             targets: Labels `[B, T_i]` of each microbatch; used on the last stage.
+            step: Its number, for what the wire's formats draw.
 
         Returns:
             The loss of each microbatch, in order, on the rank with the last stage; else an empty list.
@@ -176,7 +225,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         if len(seq_lens) != self._n_microbatches:
             raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._n_microbatches}")
         for stage in self.planned.values():
-            stage.plan(rows, seq_lens, backward=self._has_backward)
+            stage.plan(rows, seq_lens, backward=self._has_backward, step=step)
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
@@ -197,31 +246,37 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     # Compute.
 
     def _forward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._wait_unshard(stage)
-        if not stage.is_first and stage.stage_index - 1 not in self.planned:
+        arrived = not stage.is_first and stage.stage_index - 1 not in self.planned
+        if arrived:
             self._receives.pop((_ComputationType.RECV_F, stage.stage_index, microbatch)).wait()
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
-        output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
-        if stage.is_last and self._loss_fn is not None:
-            self._losses[microbatch] = self._loss_fn(output, self._targets[microbatch])
+        with self._timed("F", stage):
+            if arrived:
+                stage.unpack_forward(microbatch)
+            output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
+            if stage.is_last and self._loss_fn is not None:
+                self._losses[microbatch] = self._loss_fn(output, self._targets[microbatch])
         if stage.stage_index + 1 in self.planned:
             self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
         if not self._has_backward and (stage.is_last or stage.stage_index + 1 in self.planned):
             del stage.fwd_cache[microbatch]
 
     def _full_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._backward(stage, microbatch, full=True)
+        self._backward(stage, microbatch, "B")
 
     def _input_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._backward(stage, microbatch, full=False)
+        self._backward(stage, microbatch, "I")
 
-    def _backward(self, stage: PlannedStage, microbatch: int, *, full: bool) -> None:
-        self._wait_unshard(stage)
-        if not stage.is_last and stage.stage_index + 1 not in self.planned:
+    def _backward(self, stage: PlannedStage, microbatch: int, kind: Kind) -> None:
+        arrived = not stage.is_last and stage.stage_index + 1 not in self.planned
+        if arrived:
             self._receives.pop((_ComputationType.RECV_B, stage.stage_index, microbatch)).wait()
         loss = self._losses[microbatch] if stage.is_last else None
-        stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=False)
-        if loss is not None and full:
+        with self._timed(kind, stage):
+            if arrived:
+                stage.unpack_backward(microbatch)
+            stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
+        if loss is not None and kind == "B":
             self._losses[microbatch] = loss.detach()  # lets the graph go
         if stage.is_first:
             stage.bwd_cache.pop(microbatch, None)
@@ -230,20 +285,23 @@ class ProgramRuntime(_PipelineScheduleRuntime):
             self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._wait_unshard(stage)
-        stage.backward_weight_one_chunk(microbatch, last_backward=False)
+        with self._timed("W", stage):
+            stage.backward_weight_one_chunk(microbatch, last_backward=False)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
 
     # Messages. A send never blocks compute; its work is kept only to hold the tensor until it has left.
 
     def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._sends[_ComputationType.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
+        with self._timed("F", stage, message=True):
+            self._sends[_ComputationType.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
         if not self._has_backward:
             del stage.fwd_cache[microbatch]
 
     def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
+        kind: Kind = "I" if (stage.stage_index, microbatch) in self._split else "B"
+        with self._timed(kind, stage, message=True):
+            self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
 
     def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
         self._receives[_ComputationType.RECV_F, stage.stage_index, microbatch] = stage.receive_forward(microbatch)
@@ -257,13 +315,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         if isinstance(stage.submod, FSDPModule):
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
-                    handle = module.unshard(async_op=True)
-                    if handle is not None:
-                        self.unshard_ops[stage.stage_index].append(handle)
-
-    def _wait_unshard(self, stage: PlannedStage) -> None:
-        for handle in self.unshard_ops.pop(stage.stage_index, ()):
-            handle.wait()
+                    # Its first forward waits for it, block by block: FSDP's own hook does. So the rest of the stage
+                    # is still on its way while its first blocks compute.
+                    module.unshard(async_op=True)
 
     def _reshard(self, stage: PlannedStage, microbatch: int) -> None:
         if isinstance(stage.submod, FSDPModule):

@@ -4,6 +4,7 @@ torch's `PipelineStage` fixes one shape for all microbatches and keeps a receive
 whole life. `PlannedStage` is told before each step how long every microbatch is; it allocates a receive buffer when
 the receive is posted and forgets it after the backward. No metadata travels between stages, nothing is cached per
 length, and a tensor that does not match the plan raises by name: gloo would part-fill the receiver's buffer silently.
+What travels has the dtype and size of the wire's format (`pipeline.wire`), which both ends work out from the plan.
 
 The runtime (`pipeline.runtime`) calls it; torch's own forward and backward of a chunk are used as they are.
 """
@@ -19,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-_UNWRITTEN = 0x5A
-"""Fills the last number of a receive buffer: 0x5A5A5A5A as a float is 1.5e16, which no layer gives."""
+from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 
 
 class PlanMismatch(RuntimeError):
@@ -37,8 +37,11 @@ class PlannedStage(PipelineStage):
         hidden_size: Width of the activations between stages.
         dtype: Their dtype.
         device: Where it computes.
-        forward_group: Carries activations.
-        backward_group: Carries gradients.
+        up_group: Carries messages to higher pipeline ranks (with one stage per rank: activations).
+        down_group: Carries messages to lower ones.
+        activations: How activations travel; None: as computed.
+        gradients: How gradients travel; None: as computed.
+        seed: Of what the formats draw, with the step, the stage and the microbatch.
     """
 
     def __init__(
@@ -51,31 +54,43 @@ class PlannedStage(PipelineStage):
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        forward_group: dist.ProcessGroup,
-        backward_group: dist.ProcessGroup,
+        up_group: dist.ProcessGroup,
+        down_group: dist.ProcessGroup,
+        activations: WireFormat | None = None,
+        gradients: WireFormat | None = None,
+        seed: int = 0,
     ) -> None:
         # A placeholder for both ends switches torch's shape inference off; the real shapes are in the plan.
         placeholder = torch.empty(1, device="meta")
         super().__init__(
-            module, index, num_stages, device, input_args=placeholder, output_args=placeholder, group=forward_group
+            module, index, num_stages, device, input_args=placeholder, output_args=placeholder, group=up_group
         )
         self.rank_of_stage = list(rank_of_stage)
         self.hidden_size = hidden_size
         self.boundary_dtype = dtype
-        self.backward_group = backward_group
+        self.up_group, self.down_group, self.seed = up_group, down_group, seed
+        self._exact = AsIs(dtype)
+        self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
+        self.sent_bytes = 0
         # The two places torch reads the number of forward inputs from: 2.13, then 2.11.
         one = (None,)
         self._stage_meta = SimpleNamespace(inputs=one, outputs=one, input_grads=one, output_grads=one)  # type: ignore[assignment]
         self.inputs_meta = (None,)
 
-    def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool) -> None:
-        """Announces the next step: `rows` × `seq_lens[i]` tokens in microbatch i. Drops what a broken step left."""
+    def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0) -> None:
+        """Announces the next step: `rows` × `seq_lens[i]` tokens in microbatch i. Drops what a broken step left.
+
+        Without a backward everything travels as computed: an evaluation is one of the weights, not of the wire.
+        """
         self.shapes = [(rows, length, self.hidden_size) for length in seq_lens]
         self.chunks = len(self.shapes)
         self.has_backward = backward
+        self.step = step
+        self.activations, self.gradients = self._formats if backward else (self._exact, self._exact)
+        self.sent_bytes = 0
         self.received.clear()
         self.received_grads.clear()
         self.fwd_cache.clear()
@@ -88,39 +103,46 @@ class PlannedStage(PipelineStage):
 
     def send_forward(self, microbatch: int) -> dist.Work:
         (output,), _ = self.fwd_cache[microbatch]
-        return self._send(output.detach(), microbatch, self.stage_index + 1, self.group, "activations")
+        return self._send(output.detach(), microbatch, self.stage_index + 1, self.activations, "activations")
 
     def send_backward(self, microbatch: int) -> dist.Work:
         (gradient,) = self.bwd_cache.pop(microbatch)
-        return self._send(gradient, microbatch, self.stage_index - 1, self.backward_group, "gradients")
+        return self._send(gradient, microbatch, self.stage_index - 1, self.gradients, "gradients")
 
     def receive_forward(self, microbatch: int) -> dist.Work:
-        buffer = self._buffer(microbatch)
-        self.received[microbatch] = buffer
-        work = dist.irecv(buffer, group=self.group, group_src=self.rank_of_stage[self.stage_index - 1])
-        assert work is not None
-        return work
+        self.received[microbatch] = self._buffer(self.activations, microbatch)
+        return self._receive(self.received[microbatch], self.stage_index - 1)
 
     def receive_backward(self, microbatch: int) -> dist.Work:
-        buffer = self._buffer(microbatch)
-        self.received_grads[microbatch] = buffer
-        work = dist.irecv(buffer, group=self.backward_group, group_src=self.rank_of_stage[self.stage_index + 1])
-        assert work is not None
-        return work
+        self.received_grads[microbatch] = self._buffer(self.gradients, microbatch)
+        return self._receive(self.received_grads[microbatch], self.stage_index + 1)
 
-    def _buffer(self, microbatch: int) -> Tensor:
-        buffer = torch.empty(self.shapes[microbatch], dtype=self.boundary_dtype, device=self.device)
+    def unpack_forward(self, microbatch: int) -> None:
+        """Makes the stage's input of a message whose receive is done."""
+        message = self._filled(
+            self.received[microbatch], self.activations, microbatch, self.stage_index - 1, "activations"
+        )
+        self.received[microbatch] = self.activations.decode(message, self.shapes[microbatch], self.boundary_dtype)
+
+    def unpack_backward(self, microbatch: int) -> None:
+        """Makes the gradients of the stage's output of a message whose receive is done."""
+        message = self._filled(
+            self.received_grads[microbatch], self.gradients, microbatch, self.stage_index + 1, "gradients"
+        )
+        self.received_grads[microbatch] = self.gradients.decode(message, self.shapes[microbatch], self.boundary_dtype)
+
+    def _buffer(self, form: WireFormat, microbatch: int) -> Tensor:
+        buffer = form.buffer(self.shapes[microbatch], self.device)
         if buffer.device.type == "cpu":
-            _last_number(buffer).fill_(_UNWRITTEN)
+            _last_number(buffer).fill_(form.unwritten)
         return buffer
 
-    def _filled(self, buffer: Tensor, microbatch: int, from_stage: int, what: str) -> Tensor:
+    def _filled(self, buffer: Tensor, form: WireFormat, microbatch: int, from_stage: int, what: str) -> Tensor:
         """A buffer whose receive is done. gloo takes a shorter message without a word and leaves the rest unwritten.
 
         On a device the question would make the CPU wait for it, and is not asked.
         """
-        received = self.rank_of_stage[from_stage] != self.rank_of_stage[self.stage_index]
-        if received and buffer.device.type == "cpu" and bool((_last_number(buffer) == _UNWRITTEN).all()):
+        if buffer.device.type == "cpu" and bool((_last_number(buffer) == form.unwritten).all()):
             raise PlanMismatch(
                 f"stage {self.stage_index}: {what} of microbatch {microbatch} from stage {from_stage} are fewer than "
                 f"the plan says, {self.shapes[microbatch]}: the ranks follow different plans"
@@ -134,15 +156,22 @@ class PlannedStage(PipelineStage):
                 f"the plan says {self.shapes[microbatch]} {self.boundary_dtype}"
             )
 
-    def _send(
-        self, tensor: Tensor | None, microbatch: int, to_stage: int, group: dist.ProcessGroup | None, what: str
-    ) -> dist.Work:
+    def _receive(self, buffer: Tensor, from_stage: int) -> dist.Work:
+        source, own = self.rank_of_stage[from_stage], self.rank_of_stage[self.stage_index]
+        work = dist.irecv(buffer, group=self.up_group if own > source else self.down_group, group_src=source)
+        assert work is not None
+        return work
+
+    def _send(self, tensor: Tensor | None, microbatch: int, to_stage: int, form: WireFormat, what: str) -> dist.Work:
         if tensor is None:
             raise PlanMismatch(
                 f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}"
             )
         self._check(tensor, microbatch, f"{what} of microbatch {microbatch} for stage {to_stage}")
-        work = dist.isend(tensor.contiguous(), group=group, group_dst=self.rank_of_stage[to_stage])
+        message = form.encode(tensor, message_seed(self.seed, self.step, self.stage_index, to_stage, microbatch))
+        self.sent_bytes += message.numel() * message.element_size()
+        to, own = self.rank_of_stage[to_stage], self.rank_of_stage[self.stage_index]
+        work = dist.isend(message, group=self.up_group if to > own else self.down_group, group_dst=to)
         assert work is not None
         return work
 
@@ -163,12 +192,11 @@ class PlannedStage(PipelineStage):
         self.received_grads[mb_index] = gradient
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        activations = self._filled(self.received.pop(fwd_chunk_id), fwd_chunk_id, self.stage_index - 1, "activations")
+        activations = self.received.pop(fwd_chunk_id)
         return (activations.requires_grad_(self.has_backward),)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        gradients = self.received_grads.pop(bwd_chunk_id)
-        return (self._filled(gradients, bwd_chunk_id, self.stage_index + 1, "gradients"),)
+        return (self.received_grads.pop(bwd_chunk_id),)
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         """torch 2.13 refuses ids past a count it took at start; the plan may change that count at each step."""

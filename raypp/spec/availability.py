@@ -12,8 +12,6 @@ from raypp.spec.models import MODELS
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": tuple(MODELS.names()),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
-    "pipeline.wire.dtype": ("auto",),
-    "pipeline.wire.compression": ("none",),
     "recovery.elastic": (False,),
     "resources.spares": (0,),
 }

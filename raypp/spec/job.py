@@ -73,13 +73,31 @@ class MeshSection(Section):
         return self.dp_replicate * self.fsdp
 
 
+Compression = Literal["none", "bf16", "int8"]
+
+
+class DirectionsSection(Section):
+    """What is done to each of the two things that travel."""
+
+    activations: Compression = "none"
+    """What forwards send: none | bf16 | int8."""
+    gradients: Compression = "none"
+    """What backwards send: none | bf16 | int8."""
+
+
 class WireOptions(Section):
     """How activations and gradients travel between stages."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: as computed."""
-    compression: Literal["none", "bf16", "int8"] = "none"
-    """none keeps every bit."""
+    """Of what is not compressed. auto: as computed. bf16 rounds what is computed in fp32."""
+    compression: Compression | DirectionsSection = "none"
+    """none keeps every bit; bf16 and int8 (stochastic rounding) do not. Or {activations: int8, gradients: bf16}."""
+
+    def of(self, what: Literal["activations", "gradients"]) -> Compression:
+        """The compression of one of the two."""
+        if isinstance(self.compression, DirectionsSection):
+            return self.compression.activations if what == "activations" else self.compression.gradients
+        return self.compression
 
 
 class PipelineSection(Section):
@@ -92,7 +110,7 @@ class PipelineSection(Section):
     stages_per_rank: int = Field(default=1, ge=1)
     """Virtual stages on each rank (interleaved and V schedules)."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Extra warm-up forwards that hide link time; 0 = classic. auto is 0 as long as no link is measured."""
+    """Extra warm-up forwards that hide link time; 0 = classic. auto: measured in the first steps, then chosen."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """microbatch: each its own negotiated length | step: one for the whole step | off: data.seq_len."""
     pad_to_multiple_of: int = Field(default=8, ge=1)
@@ -173,6 +191,11 @@ class CheckpointSection(Section):
     """Save every so many steps, and at the end; 0 = only at the end."""
     keep: int = Field(default=3, ge=1)
     """Committed checkpoints kept; older ones are deleted after a commit."""
+    if_busy: Literal["wait", "skip"] = "wait"
+    """When a periodic save is due before the last one is durable. wait: training waits for it | skip: this save is left
+    out. The last save, one before a stop and one an operator asks for are never left out."""
+    max_upload_mbps: float = Field(default=0, ge=0)
+    """Most that the saves of one node send, in Mbit/s, shared equally by its ranks; 0 = no limit."""
     memory_tier: bool = True
     """Peers hold each other's last snapshot in host memory. Has no effect yet: every restart reads the store."""
 
@@ -186,16 +209,15 @@ class RecoverySection(Section):
     """Longest a step may stand still."""
     elastic: bool = False
     """Go on with fewer nodes, the global batch unchanged."""
+    standby: bool = True
+    """Keep one idle process with everything imported on each node, to take a killed rank's place (about 0.4 GB)."""
+    orphan_timeout_s: float = Field(default=600, gt=0)
+    """Ranks train on without the run's controller for so long, then save and end by themselves."""
 
 
 class ResourcesSection(Section):
     """What each rank gets."""
 
-    if_busy: Literal["wait", "skip"] = "wait"
-    """When a periodic save is due before the last one is durable. wait: training waits for it | skip: this save is left
-    out. The last save, one before a stop and one an operator asks for are never left out."""
-    max_upload_mbps: float = Field(default=0, ge=0)
-    """Most that the saves of one node send, in Mbit/s, shared equally by its ranks; 0 = no limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where every rank can have one, else cpu; it is said which."""
     cpus_per_rank: float = Field(default=1, gt=0)

@@ -14,9 +14,11 @@ from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.groups import RankGroups
 from raypp.parallel.shard import write_whole
+from raypp.pipeline.probe import connect
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.stage import PlannedStage
 from raypp.pipeline.tied import TiedEmbedding
+from raypp.pipeline.wire import message_seed, wire_formats
 from raypp.planning.plan import layer_cut, stage_program
 from raypp.spec.job import Job
 from raypp.train.loss import token_loss_sum
@@ -56,6 +58,8 @@ def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Calla
     if data_mesh is None and job.train.precision == "bf16":
         data_mesh = groups.mesh["fsdp"]  # one rank: keeps fp32 weights and gradients beside bf16 compute
 
+    activations, gradients = wire_formats(job, compute_dtype(job))
+    place = groups.coordinates
     modules, stages = [], []
     for index in placement[groups.coordinates.pp]:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
@@ -71,10 +75,15 @@ def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Calla
                 hidden_size=job.model.hidden_size,
                 dtype=compute_dtype(job),
                 device=device,
-                forward_group=groups.forward,
-                backward_group=groups.backward,
+                up_group=groups.forward,
+                down_group=groups.backward,
+                activations=activations,
+                gradients=gradients,
+                seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
             )
         )
+    if job.mesh.pp > 1:
+        connect(place.pp, ranks, groups.forward, groups.backward, device)
     runtime = ProgramRuntime(stages, program, ranks, job.pipeline.microbatches, token_loss_sum, mark)
     tied = None
     if job.model.tie_embeddings:

@@ -19,6 +19,7 @@ from raypp.storage import open_store
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
+from raypp.train.leaving import cut_connections as cut_connections
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
 from raypp.train.recent import RecentReports
@@ -82,12 +83,14 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         StoreAnnouncements(tcp_store, seat.attempt),
         reporter,
         job.checkpoint.keep,
-    )
         max_upload_mbps=job.checkpoint.max_upload_mbps,
+    )
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
-    evaluator = None
+    if seat.rank == 0:
+        runner.tell = reporter.event
     runner.saving = lambda: saver.busy
+    evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     return _train(job, seat, reporter, runner, evaluator, saver, recent, restored, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,9 +14,10 @@ from raypp.data.packing import Row
 from raypp.parallel.groups import RankGroups
 from raypp.pipeline.agree import StepPlan, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, rows_digest
-from raypp.records import Requests, Seat, StepReport
+from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages
+from raypp.train.lookahead import LookaheadTuner, chosen_event
 from raypp.train.optimizer import learning_rate, set_learning_rate
 from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
 from raypp.train.router_losses import RouterLosses
@@ -73,8 +74,12 @@ class StepRunner:
         self.job, self.seat, self.built, self.loader = job, seat, built, loader
         self.optimizer, self.reducer, self.device = optimizer, reducer, device
         self.router_losses = RouterLosses(built.modules, job.model)
-        self.share = groups.context_share(job.mesh.cp_style)
+        self.tell: Callable[[Event], None] = lambda event: None  # replaced on the rank that speaks for all
+        self.lookahead: LookaheadTuner | None = None
+        if job.pipeline.lookahead == "auto" and job.mesh.pp > 1:
+            self.lookahead = LookaheadTuner(job, seat, groups, built.runtime, device)
         self.saving = lambda: False  # replaced by what asks this rank's saver; agreed on once per step
+        self.share = groups.context_share(job.mesh.cp_style)
         self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
@@ -94,12 +99,12 @@ class StepRunner:
                 requests,
                 replica=self.replica,
                 replicas=self.job.mesh.replicas,
+                saving=self.saving(),
             )
         return ReadStep(microbatches, plan)
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
         """What this rank proposes as the length of each microbatch, by pipeline.variable_seq_len."""
-                saving=self.saving(),
         mode, pipeline = self.job.pipeline.variable_seq_len, self.job.pipeline
         longest = [longest_row(rows) for rows in microbatches]
         if mode == "off":
@@ -134,6 +139,11 @@ class StepRunner:
         torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
         with watch.part("data"):
             batches = self.batches(read)
+        if self.lookahead is not None:
+            with watch.part("lookahead"):
+                choice = self.lookahead.before_step(self.own_lengths(read))
+            if choice is not None:
+                self.tell(chosen_event(choice, step, self.seat.attempt))
         with watch.part("pipeline"):
             losses = self.built.runtime.run(
                 self.job.train.micro_batch_size,
@@ -141,6 +151,7 @@ class StepRunner:
                 [batch.tokens_BT for batch in batches],
                 [batch.stage_arguments() for batch in batches],
                 [batch.labels_BT for batch in batches],
+                step,
             )
         with watch.part("reduce"):
             loss_sum = float(torch.stack(losses).double().sum()) if losses else 0.0

@@ -62,7 +62,7 @@ def step_of(
         stages.append(
             PlannedStage(
                 module, index, count, rank_of_stage=ranks, hidden_size=WIDTH, dtype=dtype,
-                device=torch.device("cpu"), forward_group=forward, backward_group=backward,
+                device=torch.device("cpu"), up_group=forward, down_group=backward,
             )
         )  # fmt: skip
     program = build_program("gpipe" if stages_per_rank == 1 else "looped_bfs", world, stages_per_rank, 2)

@@ -39,7 +39,6 @@ def test_every_default_is_available() -> None:
         ({"data": {"kind": "hf", "path": "/"}}, "data.kind", "hf is not available yet; available: text, jsonl"),
         ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
-        ({"pipeline": {"wire": {"compression": "int8"}}}, "pipeline.wire.compression", "int8 is not available yet"),
         ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),
         ({"recovery": {"elastic": True}}, "recovery.elastic", "true is not available yet"),
         ({"resources": {"spares": 1}}, "resources.spares", "1 is not available yet"),
