@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.layout import commit_key, step_of, steps_prefix
+from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError
 from raypp.storage import ObjectStore
 
@@ -30,18 +32,21 @@ def prune(
     run: str,
     keep: int,
     *,
+    keep_every: int = 0,
     newest: int | None = None,
     attempt: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
     """Keeps the newest `keep` checkpoints and removes older ones, and leftovers of attempts that did not commit.
 
-    COMMIT goes first, its objects after it: a checkpoint half removed is none. The newest one is never removed.
+    COMMIT goes first, its objects after it: a checkpoint half removed is none. The newest one is never removed, nor the
+    newest whose objects are all there in their full size: when none of those to be kept is so, an older one stays.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
         keep: At least 1.
+        keep_every: Steps that are multiples of it stay for ever; 0: none does.
         newest: The step the caller just committed. Commits above it by older attempts are void (the caller
             started below them) and go. None: the highest committed step. Objects above `newest` that are not
             committed stay in any case: they may belong to a save that is under way.
@@ -55,12 +60,16 @@ def prune(
         return Pruned((), (), 0)
     top = committed[-1] if newest is None else newest
     void = [step for step in committed if step > top and _is_of_older_attempt(store, run, step, attempt)]
-    kept = [step for step in committed if step <= top][-keep:] + [
-        step for step in committed if step > top and step not in void
-    ]
-    doomed = [step for step in committed if step not in kept]
+    kept = set([step for step in committed if step <= top][-keep:])
+    kept |= {step for step in committed if step > top and step not in void}
+    kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
+    doomed = [step for step in committed if step not in kept]
+    if doomed:
+        saved = _newest_whole(store, run, kept, [step for step in doomed if step not in void])
+        kept |= saved
+        doomed = [step for step in doomed if step not in saved]
 
     used, unreadable = _keys_in_use(store, run, kept)
     commits: dict[str, int] = {}
@@ -81,7 +90,18 @@ def prune(
     return Pruned(tuple(doomed), tuple(gone), sum(gone.values()))
 
 
-def _keys_in_use(store: ObjectStore, run: str, steps: list[int]) -> tuple[set[str], set[int]]:
+def _newest_whole(store: ObjectStore, run: str, kept: Iterable[int], doomed: Sequence[int]) -> set[int]:
+    """The newest of the doomed whose objects are all there, when none of the kept is so; else nothing."""
+
+    def whole(step: int) -> bool:
+        return not verify_checkpoint(store, run, step, every_byte=False)
+
+    if any(whole(step) for step in sorted(kept, reverse=True)):
+        return set()
+    return {next((step for step in reversed(doomed) if whole(step)), -1)} - {-1}
+
+
+def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[set[str], set[int]]:
     """The objects that commits name, and the steps whose commit cannot be read (nothing of theirs is touched)."""
     used: set[str] = set()
     unreadable: set[int] = set()

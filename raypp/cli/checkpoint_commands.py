@@ -1,35 +1,37 @@
-"""`raypp checkpoints list | verify | prune`: what a run has in its store, whether it is whole, and what may go."""
+"""`raypp checkpoints`: list, verify and prune are here, the others beside."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.layout import split_location, step_folder
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.runs import read_spec
 from raypp.checkpoint.verify import verify_checkpoint
+from raypp.cli.checkpoint_hf_commands import export_command, import_command
+from raypp.cli.checkpoint_look_commands import diff_command, show_command
+from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_run, progress_bar, wide_console
 from raypp.cli.render import date_and_clock, duration, mesh_text
-from raypp.control import runs
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import ObjectStore
 
 
 @click.group("checkpoints")
 def checkpoints_group() -> None:
-    """List, verify and prune checkpoints.
+    """Look at checkpoints, check, remove, export and import them.
 
     RUN is a run's name, or URL/NAME; for one checkpoint add /step-N.
     """
+
+
+for _command in (show_command, diff_command, export_command, import_command):
+    checkpoints_group.add_command(_command)
 
 
 @checkpoints_group.command("list")
@@ -40,14 +42,14 @@ def list_command(run: str, as_json: bool) -> None:
 
     Only what COMMIT says is shown; `raypp checkpoints verify` reads the bytes.
     """
-    store, name, step = _open(run)
-    rows = [_row(store, name, found) for found in _steps(store, name, step)]
+    store, name, step = open_run(run)
+    rows = [_row(store, name, found) for found in committed_steps(store, name, step)]
     if as_json:
         click.echo(json.dumps(rows))
     elif not rows:
         click.echo(f"{name} has no committed checkpoint in {store.url}")
     else:
-        console = _console()
+        console = wide_console()
         console.print(_table(rows))
         console.print(f"in {store.url}/{name}", style="dim", highlight=False, markup=False)
 
@@ -60,14 +62,14 @@ def verify_command(run: str, as_json: bool) -> None:
 
     Exit code 1, and the name of each object, when one is missing, torn or corrupt.
     """
-    store, name, step = _open(run)
-    steps = _steps(store, name, step)
+    store, name, step = open_run(run)
+    steps = committed_steps(store, name, step)
     if not steps:
-        raise CheckpointError(Problem(f"{store.url}/{name}", "has no committed checkpoint", "has the run saved yet?"))
+        raise nothing_committed(store, name)
     bad = False
     results: list[dict[str, Any]] = []
     for found in steps:
-        with _progress(found, _size(store, name, found)) as advance:
+        with progress_bar(f"step {found}", _size(store, name, found)) as advance:
             started = time.monotonic()
             problems = verify_checkpoint(store, name, found, progress=advance)
         bad = bad or bool(problems)
@@ -92,62 +94,43 @@ def verify_command(run: str, as_json: bool) -> None:
 @click.option(
     "--keep", type=click.IntRange(1), default=None, help="How many to keep.  [default: the job's checkpoint.keep]"
 )
+@click.option(
+    "--keep-every",
+    type=click.IntRange(0),
+    default=None,
+    metavar="N",
+    help="Also keep the steps that are multiples of N; 0: none.  [default: the job's checkpoint.keep_every]",
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def prune_command(run: str, keep: int | None, dry_run: bool, as_json: bool) -> None:
+def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove all but the newest checkpoints of RUN, and leftovers of saves that never were committed.
 
     The newest one is read in full first; when it is not whole, nothing is removed.
     """
-    store, name, step = _open(run)
+    store, name, step = open_run(run)
     if step is not None:
         raise JobError(Problem("RUN", "prune takes a run, not a step", f"use {store.url}/{name} with --keep"))
-    steps = _steps(store, name, None)
-    keep = keep or _keep_of_job(store, name)
+    steps = committed_steps(store, name, None)
+    if keep is None or keep_every is None:
+        keep, keep_every = _keep_of_job(store, name, keep, keep_every)
     if steps:
-        with _progress(steps[-1], _size(store, name, steps[-1])) as advance:
+        with progress_bar(f"step {steps[-1]}", _size(store, name, steps[-1])) as advance:
             problems = verify_checkpoint(store, name, steps[-1], progress=advance)
         if problems:
             advice = Problem(
                 "", "nothing was removed: older checkpoints may be all there is", "look at `raypp checkpoints verify`"
             )
             raise CheckpointError([*problems, advice])
-    pruned = prune(store, name, keep, dry_run=dry_run)
+    pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
     if as_json:
         facts = {"steps": list(pruned.steps), "objects": len(pruned.objects), "bytes": pruned.size, "dry_run": dry_run}
         click.echo(json.dumps(facts))
         return
     verb = "would remove" if dry_run else "removed"
     gone = ", ".join(str(gone) for gone in pruned.steps) or "none"
-    click.echo(
-        f"{verb} {len(pruned.objects)} objects, {pruned.size / 1e6:.1f} MB (steps: {gone}); kept the newest {keep}"
-    )
-
-
-def _open(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """The store, the run and the step that an argument means.
-
-    Raises:
-        JobError: There is nothing of such a run.
-    """
-    url, name, step = split_location(argument)
-    place = runs.locate_run(name if url is None else f"{url}/{name}")
-    store = open_store(place.url)
-    if next(store.list(f"{name}/"), None) is None:
-        raise JobError(
-            Problem("RUN", f"there is no run {name!r} below {store.url}", "is it the checkpoint.url of the job?")
-        )
-    return store, name, step
-
-
-def _steps(store: ObjectStore, name: str, only: int | None) -> list[int]:
-    steps = [checkpoint.step for checkpoint in list_checkpoints(store, name)]
-    if only is None:
-        return steps
-    if only not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise JobError(Problem("RUN", f"step {only} of {name} is not committed", f"committed steps: {there}"))
-    return [only]
+    kept = f"the newest {keep}" + (f" and every {keep_every}th step" if keep_every else "")
+    click.echo(f"{verb} {len(pruned.objects)} objects, {pruned.size / 1e6:.1f} MB (steps: {gone}); kept {kept}")
 
 
 def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
@@ -199,10 +182,14 @@ def _size(store: ObjectStore, name: str, step: int) -> int:
         return 0
 
 
-def _keep_of_job(store: ObjectStore, name: str) -> int:
+def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: int | None) -> tuple[int, int]:
+    """What the caller said, and for the rest what the job says. Jobs without keep_every keep no step for ever."""
     try:
-        return int(read_spec(store, name)["checkpoint"]["keep"])
+        section = read_spec(store, name)["checkpoint"]
+        return keep or int(section["keep"]), int(section.get("keep_every", 0)) if keep_every is None else keep_every
     except (CheckpointError, LookupError, TypeError, ValueError):
+        if keep is not None:
+            return keep, keep_every or 0
         raise JobError(
             Problem(
                 "--keep",
@@ -210,18 +197,3 @@ def _keep_of_job(store: ObjectStore, name: str) -> int:
                 "say how many to keep: --keep N",
             )
         ) from None
-
-
-@contextmanager
-def _progress(step: int, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while bytes are read (on a terminal only)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"step {step}", total=size)
-        yield lambda count: progress.advance(task, count)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

@@ -1,0 +1,137 @@
+"""`raypp checkpoints export | import`: to and from Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.checkpoint.export_hf import export_hf
+from raypp.checkpoint.hf_files import HfFiles
+from raypp.checkpoint.import_hf import import_hf
+from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.runs import read_spec
+from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
+from raypp.cli.jobs import load_checked_job
+from raypp.control.clusters import lend_store_settings
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.spec.hf_config import OWN_KEYS, options_from_config
+from raypp.spec.load import job_document, parse_job
+from raypp.spec.models import DecoderOptions
+from raypp.spec.paths import is_remote
+from raypp.storage import ObjectStore, open_store
+
+_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+@click.command("export")
+@click.argument("run")
+@click.argument("target", metavar="DIR_OR_S3")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of the tensors written.  [default: as saved]")
+@click.option(
+    "--shard-gb", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True, help="Most of one file."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as_json: bool) -> None:
+    """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
+
+    safetensors, config.json and, when the job has a tokenizer.json, the tokenizer: what transformers' from_pretrained
+    loads. Tensors go from store to store a few rows at a time; every byte read is checked.
+    """
+    store, commit = open_checkpoint(run)
+    lend_store_settings()
+    there = open_store(target)
+    _check_empty(there)
+    try:
+        job = read_spec(store, commit.run)
+    except CheckpointError:
+        job = None
+    with progress_bar("exporting", None) as advance:
+        done = export_hf(
+            store,
+            commit,
+            there,
+            dtype=_DTYPES[dtype] if dtype else None,
+            shard_bytes=max(1, int(shard_gb * 1e9)),
+            job=job,
+            progress=advance,
+        )
+    if as_json:
+        click.echo(json.dumps({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)}))
+        return
+    for remark in done.remarks:
+        click.echo(f"note: {remark}", err=True)
+    click.echo(
+        f"step {commit.step} of {commit.run}: {done.tensors} tensors, {size_text(done.size)}, "
+        f"{len(done.files)} files in {there.url}"
+    )
+
+
+@click.command("import")
+@click.argument("source", metavar="HF_DIR_OR_S3")
+@click.argument("job", metavar="JOB_OR_URL/NAME")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def import_command(source: str, job: str, as_json: bool) -> None:
+    """Begin a run with the weights of a Hugging Face model: a committed checkpoint of step 0.
+
+    The run is that of a job file, or URL/NAME. `raypp submit JOB --resume` then goes on from it. Only safetensors are
+    read, and nothing is written when a tensor does not fit the job's model.
+    """
+    lend_store_settings()
+    files = HfFiles(source)
+    store, name, options, document = _of_job(files, job) if _is_file(job) else _of_place(files, job)
+    with progress_bar("importing", None) as advance:
+        commit = import_hf(files, store, name, options, document, progress=advance)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"run": name, "step": 0, "checkpoint": f"{store.url}/{name}/step-00000000", "bytes": commit.size}
+            )
+        )
+        return
+    click.echo(f"{name}: step 0 is committed in {store.url}/{name}, {size_text(commit.size)} from {files.store.url}")
+    click.echo(f"  train it: raypp submit {job if _is_file(job) else 'JOB'} --resume")
+
+
+def _is_file(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml", ".json"))
+
+
+def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """The run of a job file. That the model's sizes are the job's is checked after its tensors were named."""
+    file = load_checked_job(Path(path))
+    job = file.job
+    # Every field counts, also those left at their defaults: the job decides, not config.json.
+    asked = parse_job(job_document(job)).model
+    from raypp.checkpoint.hf_names import model_tensors
+    from raypp.checkpoint.hf_source import matching_tensors
+
+    matching_tensors(files, model_tensors(asked))
+    try:
+        options_from_config(files.config(), asked, files.place("config.json"))
+    except JobError as error:
+        raise JobError(file.locate(problem) for problem in error.problems) from error
+    return open_store(job.checkpoint.url), job.name, asked, job_document(job)
+
+
+def _of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """A run by its place: of its job, only the model is decided."""
+    url, name, step = split_location(argument)
+    if url is None or step is not None:
+        raise JobError(Problem("JOB_OR_URL/NAME", f"{argument!r} is neither", "give a job.yaml, or URL/NAME"))
+    options = options_from_config(files.config(), DecoderOptions(from_hf=files.store.url), files.place("config.json"))
+    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in (*OWN_KEYS, "from_hf")}
+    if not is_remote(url):
+        url = str(Path(url).expanduser().absolute())
+    store = open_store(url)
+    return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}
+
+
+def _check_empty(target: ObjectStore) -> None:
+    for info in target.list():
+        if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
+            what = f"{target.url} holds a model already ({info.key})"
+            raise JobError(Problem("DIR_OR_S3", what, "give another place, or remove it first"))

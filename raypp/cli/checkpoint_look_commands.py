@@ -1,0 +1,156 @@
+"""`raypp checkpoints show | diff`: what is in a checkpoint, and what two of them have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import click
+from rich.table import Table
+
+from raypp.checkpoint.commit import Commit
+from raypp.checkpoint.diff import Comparison, diff_checkpoints
+from raypp.checkpoint.layout import step_folder
+from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
+from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text, wide_console
+from raypp.cli.render import date_and_clock, mesh_text
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
+from raypp.storage import ObjectStore
+
+_SHOWN = 20
+
+
+@click.command("show")
+@click.argument("run")
+@click.option("--all", "everything", is_flag=True, help="Also the tensors of the optimizer's state.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with all tensors.")
+def show_command(run: str, everything: bool, as_json: bool) -> None:
+    """Show what is in a checkpoint of RUN (the newest, or RUN/step-N): mesh, sizes, tensors.
+
+    Headers are read and checked, the tensors' data are not.
+    """
+    store, commit = open_checkpoint(run)
+    tensors = SavedTensors(store, commit).infos
+    if as_json:
+        click.echo(json.dumps(_facts(store, commit, tensors)))
+        return
+    console = wide_console()
+    place = f"{store.url}/{step_folder(commit.run, commit.step)}"
+    console.print(f"[bold]{commit.run}, step {commit.step}[/bold]  {place}", highlight=False)
+    facts = f"attempt {commit.attempt}, {mesh_text(commit.mesh)}, written {date_and_clock(commit.created)}, "
+    facts += f"{size_text(commit.size)} in {len(commit.objects)} objects"
+    console.print(facts, highlight=False, markup=False)
+    shown = [info for info in tensors.values() if everything or not info.name.startswith(OPTIMIZER)]
+    console.print(_table(shown))
+    left = [info for name, info in tensors.items() if name.startswith(OPTIMIZER)]
+    if left and not everything:
+        size = size_text(sum(info.bytes for info in left))
+        console.print(f"and {len(left)} tensors of the optimizer, {size}: --all shows them", style="dim")
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--no-optimizer", is_flag=True, help="Compare the model only.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
+    """Compare two checkpoints, A and B, tensor by tensor; their meshes do not matter.
+
+    Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exit code 0 when every bit is equal, 1 when
+    something differs.
+    """
+    (store_a, commit_a), (store_b, commit_b) = open_checkpoint(a), open_checkpoint(b)
+    tensors_a, tensors_b = SavedTensors(store_a, commit_a), SavedTensors(store_b, commit_b)
+    with progress_bar("comparing", commit_a.size) as advance:
+        found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
+    if as_json:
+        facts = {
+            "a": f"{store_a.url}/{step_folder(commit_a.run, commit_a.step)}",
+            "b": f"{store_b.url}/{step_folder(commit_b.run, commit_b.step)}",
+            "same": found.same,
+            "equal": found.equal,
+            "only_a": found.only_a,
+            "only_b": found.only_b,
+            "other_form": [
+                {"name": left.name, "a": _form(left), "b": _form(right)} for left, right in found.other_form
+            ],
+            "different": [asdict(difference) for difference in found.different],
+        }
+        click.echo(json.dumps(facts))
+    else:
+        _tell(found)
+    return EXIT_OK if found.same else EXIT_RUN_FAILED
+
+
+def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "run": commit.run,
+        "step": commit.step,
+        "checkpoint": f"{store.url}/{step_folder(commit.run, commit.step)}",
+        "attempt": commit.attempt,
+        "mesh": commit.mesh,
+        "created": commit.created,
+        "bytes": commit.size,
+        "data_position": commit.extra.get("data_position"),
+        "objects": [{"key": one.key, "bytes": one.size, "rank": one.rank} for one in commit.objects],
+        "tensors": [
+            {"name": one.name, "dtype": one.dtype, "shape": one.shape, "bytes": one.bytes, "ranks": one.ranks}
+            for one in tensors.values()
+        ],
+    }
+
+
+def _table(tensors: list[TensorInfo]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    for heading in ("dtype", "shape"):
+        table.add_column(heading)
+    table.add_column("size", justify="right")
+    table.add_column("on ranks")
+    for info in tensors:
+        shape = " × ".join(map(str, info.shape)) or "a number"
+        table.add_row(info.name, info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
+    return table
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """`0–3, 6`."""
+    texts = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}")
+    return ", ".join(texts)
+
+
+def _form(info: TensorInfo) -> dict[str, Any]:
+    return {"dtype": info.dtype, "shape": info.shape}
+
+
+def _tell(found: Comparison) -> None:
+    console = wide_console()
+    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+        if names:
+            click.echo(f"{title}: {', '.join(names[:_SHOWN])}{_more(len(names))}")
+    for left, right in found.other_form[:_SHOWN]:
+        click.echo(f"{left.name}: {left.dtype} {list(left.shape)} in A, {right.dtype} {list(right.shape)} in B")
+    if len(found.other_form) > _SHOWN:
+        click.echo(f"…{_more(len(found.other_form))}")
+    if found.different:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        table.add_column("values differ", overflow="fold")
+        for heading in ("elements", "max |a − b|", "relative"):
+            table.add_column(heading, justify="right")
+        largest = sorted(found.different, key=lambda one: -one.max_rel)
+        for one in largest[:_SHOWN]:
+            table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")
+        console.print(table)
+        if len(largest) > _SHOWN:
+            click.echo(f"…{_more(len(largest))}")
+    count = len(found.different) + len(found.only_a) + len(found.only_b) + len(found.other_form)
+    click.echo(f"{found.equal} tensors are equal bit for bit, {count} are not")
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""

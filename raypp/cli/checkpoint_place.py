@@ -1,0 +1,87 @@
+"""Which checkpoint an argument means, and the looks that the `checkpoints` commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.checkpoint.layout import split_location
+from raypp.control import runs
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.storage import ObjectStore, open_store
+
+
+def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
+    """The store, the run and the step that `RUN`, `URL/NAME` or `URL/NAME/step-N` means.
+
+    Raises:
+        JobError: There is nothing of such a run.
+    """
+    url, name, step = split_location(argument)
+    place = runs.locate_run(name if url is None else f"{url}/{name}")
+    store = open_store(place.url)
+    if next(store.list(f"{name}/"), None) is None:
+        raise JobError(
+            Problem("RUN", f"there is no run {name!r} below {store.url}", "is it the checkpoint.url of the job?")
+        )
+    return store, name, step
+
+
+def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int]:
+    """The committed steps of a run, or the one that is meant.
+
+    Raises:
+        JobError: That one is not committed.
+    """
+    steps = [checkpoint.step for checkpoint in list_checkpoints(store, name)]
+    if only is None:
+        return steps
+    if only not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise JobError(Problem("RUN", f"step {only} of {name} is not committed", f"committed steps: {there}"))
+    return [only]
+
+
+def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit]:
+    """The checkpoint that an argument means: of a run without a step, the newest.
+
+    Raises:
+        JobError: There is no such run, or no such step.
+        CheckpointError: It has no checkpoint, or COMMIT cannot be read.
+    """
+    store, name, step = open_run(argument)
+    steps = committed_steps(store, name, step)
+    if not steps:
+        raise nothing_committed(store, name)
+    return store, read_commit(store, name, steps[-1])
+
+
+def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
+    return CheckpointError(Problem(f"{store.url}/{name}", "has no committed checkpoint", "has the run saved yet?"))
+
+
+@contextmanager
+def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while bytes go by (on a terminal only)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=size)
+        yield lambda count: progress.advance(task, count)
+
+
+def wide_console() -> Console:
+    """The terminal, or 120 columns where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def size_text(size: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
