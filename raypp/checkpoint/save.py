@@ -48,6 +48,7 @@ class CheckpointSaver:
         announcements: How ranks tell each other, outside of the training's groups.
         reporter: Where events go: committed, save_failed, save_waited, save_skipped, prune_failed.
         keep: Committed checkpoints to keep.
+        keep_every: Steps that are multiples of it are kept for ever; 0: none.
         max_upload_mbps: Most that this node's ranks send together, in Mbit/s; each takes an equal share. 0 = no limit.
         commit_timeout_s: How long the committing rank waits for the others' parts.
     """
@@ -62,6 +63,7 @@ class CheckpointSaver:
         reporter: Reporter,
         keep: int,
         *,
+        keep_every: int = 0,
         max_upload_mbps: float = 0.0,
         commit_timeout_s: float = 600.0,
     ) -> None:
@@ -69,6 +71,7 @@ class CheckpointSaver:
         self.run = run
         self.seat = seat
         self.keep = keep
+        self.keep_every = keep_every
         self._job = job_identity(job_doc)
         self._announcements = announcements
         self._reporter = reporter
@@ -232,7 +235,9 @@ class CheckpointSaver:
         self._tell_committed(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
         self._announce_quietly(step, _OUTCOME, {"committed": True})
         try:
-            prune(self.store, self.run, self.keep, newest=step, attempt=seat.attempt)
+            prune(
+                self.store, self.run, self.keep, keep_every=self.keep_every, newest=step, attempt=seat.attempt
+            )
         except RayppError as error:
             self._tell("prune_failed", f"old checkpoints could not be removed: {error}", step)
 

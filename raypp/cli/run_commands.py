@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.hf_source import check_hf_weights
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.cli.jobs import job_argument, load_checked_job
@@ -61,6 +62,8 @@ def submit_command(
     Ctrl-C leaves the run going. The exit code is the run's: 0 when it succeeded, 1 when it failed.
     """
     file = load_checked_job(job, overrides)
+    if not resume:
+        check_hf_weights(file.job)
     cluster = find_cluster(address)
     lent = lend_store_settings(cluster.embedded)
     if lent and file.job.checkpoint.url.startswith("s3://"):

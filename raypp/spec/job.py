@@ -191,6 +191,8 @@ class CheckpointSection(Section):
     """Save every so many steps, and at the end; 0 = only at the end."""
     keep: int = Field(default=3, ge=1)
     """Committed checkpoints kept; older ones are deleted after a commit."""
+    keep_every: int = Field(default=0, ge=0)
+    """Steps that are multiples of this are kept for ever; 0 = none."""
     if_busy: Literal["wait", "skip"] = "wait"
     """When a periodic save is due before the last one is durable. wait: training waits for it | skip: this save is left
     out. The last save, one before a stop and one an operator asks for are never left out."""

@@ -83,6 +83,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         StoreAnnouncements(tcp_store, seat.attempt),
         reporter,
         job.checkpoint.keep,
+        keep_every=job.checkpoint.keep_every,
         max_upload_mbps=job.checkpoint.max_upload_mbps,
     )
     stack.callback(saver.close)
