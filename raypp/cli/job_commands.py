@@ -1,4 +1,4 @@
-"""Commands about job files; none needs a cluster: plan, explain, schema, list-kinds."""
+"""Commands about the job language; none needs a cluster: explain, schema, list-kinds."""
 
 from __future__ import annotations
 
@@ -6,42 +6,10 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 
 import click
 
-from raypp.cli.jobs import job_argument, load_checked_job
 from raypp.errors import JobError
-
-
-@click.command("plan")
-@job_argument
-@click.option(
-    "--link-gbps",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    help="Speed of the slowest link between two stages, in Gbit/s; gives the time it takes and the step time.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def plan_command(job: Path, overrides: tuple[str, ...], link_gbps: float | None, as_json: bool) -> None:
-    """Show what a job will do and cost, without a cluster.
-
-    The mesh and who sits where, the cut of the layers, a picture of the schedule, memory per rank, the bubble, bytes
-    over the links. Every mistake of the job file is told at once.
-    """
-    file = load_checked_job(job, overrides)
-    from raypp.planning.plan import make_plan
-
-    plan = make_plan(file.job, link_gbps=link_gbps)
-    if as_json:
-        click.echo(json.dumps(plan.as_dict(), indent=2))
-        return
-    from rich.console import Console
-
-    from raypp.cli.plan_view import plan_view
-
-    console = Console(highlight=False)
-    console.print(plan_view(file.job, plan, console.width))
 
 
 @click.command("explain")

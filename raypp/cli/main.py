@@ -17,7 +17,7 @@ from raypp.registry import load_object
 COMMANDS = {
     # command: (where it is, one line of help); imported when it is used, so that `raypp --help` is quick
     "submit": ("raypp.cli.run_commands:submit_command", "Train: check a job, send it to the cluster, follow it."),
-    "plan": ("raypp.cli.job_commands:plan_command", "Show what a job will do and cost; needs no cluster."),
+    "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost; needs no cluster."),
     "status": ("raypp.cli.inspect_commands:status_command", "Where a run is: state, step, speed, ranks, errors."),
     "list": ("raypp.cli.inspect_commands:list_command", "All runs."),
     "history": ("raypp.cli.inspect_commands:history_command", "Loss and speed of every step, as JSON lines."),

@@ -13,6 +13,7 @@ from rich.text import Text
 from raypp.cli.schedule_picture import schedule_picture
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
+from raypp.planning.search import Found
 from raypp.spec.job import Job
 
 MOST_RANKS = 16
@@ -149,7 +150,45 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
         own = "; ".join(text for text in prediction.assumptions if text not in shared)
         speed = f"{_count(prediction.tokens_per_s)} tokens/s"
         table.add_row(prediction.device, _time(prediction.step_s), speed, Text(own, style="dim"))
-    return Group(table, Text(f"assuming that {'; '.join(shared)}", style="dim")) if shared else table
+    parts: list[RenderableType] = [table]
+    for prediction in predictions:
+        lead = f"{prediction.device}: " if len(predictions) > 1 else ""
+        parts.append(Text(f"{lead}{prediction.bottleneck}"))
+        if prediction.lookahead:
+            parts.append(Text(f"{lead}with lookahead {prediction.lookahead}"))
+        if 0 < prediction.device_memory < prediction.peak_memory:
+            need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+            parts.append(Text(f"{lead}does not fit: a rank needs {need}, a {prediction.device} has {have}", "red"))
+        for text, gain in prediction.advice:
+            parts.append(Text(f"{lead}would save {gain:.0%}: {text}", style="dim"))
+    parts.append(Text(f"resting on: {'; '.join(shared)}", style="dim"))
+    return Group(*parts)
+
+
+def search_view(found: Found, job: Job) -> RenderableType:
+    """The best candidates of a search, with the settings that make them."""
+    table = _table("", "step", "tokens/s", "memory", "settings")
+    for place, one in enumerate(found.best, start=1):
+        cast = one.forecast
+        settings = " ".join(one.settings()) or "the job as it is"
+        table.add_row(
+            str(place), _time(cast.step_s), _count(cast.tokens_per_s), _size(cast.peak_memory), Text(settings)
+        )
+    best = found.best[0]
+    said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} too large"
+    if found.out_of_time:
+        said += "; stopped before all were tried (--search-time)"
+    words = " ".join(f"--set {setting}" for setting in best.settings())
+    parts: list[RenderableType] = [
+        Text.assemble((job.name, "bold cyan"), "  the same batch, other meshes and schedules, the fastest first\n"),
+        table,
+        Text(f"\n{said}", style="dim"),
+        Text(f"resting on: {'; '.join(best.forecast.sources)}", style="dim"),
+        Text(f"the best: {best.forecast.bottleneck}"),
+    ]
+    if words:
+        parts.append(Text(f"use it: raypp submit JOB {words}"))
+    return Group(*parts)
 
 
 def _table(*columns: str, justify: str = "left") -> Table:

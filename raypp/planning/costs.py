@@ -98,8 +98,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
-        source=f"computed: {device.name}, {device.share:.0%} of {device.tflops[job.train.precision]:g} TFLOP/s "
-        f"in {job.train.precision}",
+        source=f"a {device.name} does {device.share:.0%} of {device.tflops[job.train.precision]:g} TFLOP/s in "
+        f"{job.train.precision}: assumed, not measured",
     )
 
 
@@ -137,7 +137,7 @@ def read_costs(path: Path, job: Job) -> Costs:
         step_s=float(found.get("step_s", 0.0)),
         copy_s=float(found.get("copy_s", 0.0)),
         measured=True,
-        source=f"measured {found.get('measured', '')} on {found.get('device', 'a device')}",
+        source=f"costs measured {found.get('measured', '')} on {found.get('device', 'a device')}",
     )
 
 

@@ -131,7 +131,7 @@ def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0)
         memory=memory,
         bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
         measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
-        sources=(f"compute {costs.source}", f"machines {machines.source}"),
+        sources=(costs.source, machines.source),
     )
 
 

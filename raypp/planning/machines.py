@@ -75,7 +75,7 @@ class Machines:
         where = f"{count} node{'s' if count > 1 else ''} with {per_node} device{'s' if per_node > 1 else ''} each"
         link = Link(gbps, latency_s) if gbps else None
         told = f", {gbps:g} Gbit/s between them" if gbps else ", links cost nothing (give --link-gbps or --links)"
-        return cls(nodes, link, inside_gbps=inside_gbps, source=f"given: {where}{told if count > 1 else ''}")
+        return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{told if count > 1 else ''}")
 
     @property
     def devices(self) -> int:
@@ -141,7 +141,7 @@ def read_machines(path: Path) -> Machines:
     slow = [pair for pair, link in links.items() if link.gbps <= 0]
     if slow:
         raise JobError(f"{path} gives the link between {' and '.join(sorted(slow[0]))} no rate", fix)
-    source = f"measured {found.get('measured', '')} ({path})".replace("  ", " ")
+    source = f"links measured {found.get('measured', '')} ({path})".replace("  ", " ")
     return Machines(nodes, links=links, measured=True, source=source)
 
 

@@ -14,7 +14,7 @@ from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.flops import flops_per_token, model_parameters
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
-from raypp.planning.predict import Prediction, predict, stage_times
+from raypp.planning.predict import Grounds, Prediction, predict, stage_times
 from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
@@ -147,15 +147,17 @@ class Plan:
         return plain
 
 
-def make_plan(job: Job, link_gbps: float | None = None) -> Plan:
+def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None = None) -> Plan:
     """Plans a job that `check_plan` finds nothing wrong with.
 
     Args:
         job: The job.
         link_gbps: Rate of the link between two pipeline ranks, Gbit/s per direction.
+        grounds: What else the predictions may rest on.
 
     Raises:
         JobError: It has a problem that `check_plan` would have named.
+        ResourcesError: The machines given have fewer devices than the job has ranks.
     """
     mesh, cut = Mesh.of(job.mesh), layer_cut(job)
     placement, program = stage_program(job)
@@ -195,7 +197,7 @@ def make_plan(job: Job, link_gbps: float | None = None) -> Plan:
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
-        predictions=tuple(predict(job, cut, program, largest, link_gbps)),
+        predictions=tuple(predict(job, grounds or Grounds(link_gbps=link_gbps))),
     )
 
 

@@ -1,24 +1,17 @@
-"""How long a step may take: a guess, and what it rests on."""
+"""How long a step may take: a forecast per kind of device, and what it rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raypp.planning.flops import layer_flops, recompute_factor
-from raypp.planning.memory import microbatch_tokens
-from raypp.planning.weights import end_weights
-from raypp.schedules.action import Program
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
+from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.machines import Machines
+from raypp.planning.search import advice
+from raypp.planning.traffic import LinkUse
+from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
-
-# Sustained rates of one rank, in TFLOP/s, by device and precision: small models stay below, tuned large ones above.
-_RATES = {
-    ("cpu", "fp32"): 0.04,
-    ("cpu", "bf16"): 0.02,
-    ("cuda", "fp32"): 20.0,
-    ("cuda", "bf16"): 200.0,
-}
 
 
 @dataclass(frozen=True)
@@ -26,10 +19,18 @@ class Prediction:
     """A step's time under assumptions.
 
     Attributes:
-        device: cpu or cuda.
-        step_s: Seconds of a step; data, optimizer and reductions over fsdp and dp_replicate not counted.
+        device: cpu, cuda, or the kind that was given.
+        step_s: Seconds of a step.
         tokens_per_s: All replicas.
-        bubble: Idle share of the ranks' time, waiting for links included.
+        bubble: Idle share of the ranks' time within the schedule, waiting for links included.
+        parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
+        lookahead: Extra warm-up forwards it rests on.
+        links: The cables that pipelines cross.
+        bottleneck: What a step waits for most, in words.
+        advice: Single changes that would help, and the share of the step's time each saves.
+        peak_memory: Bytes of the rank that needs most.
+        device_memory: Bytes of a device; 0: not known.
+        measured: Which of its grounds are measured: costs, links.
         assumptions: What the numbers rest on, in words.
     """
 
@@ -37,7 +38,48 @@ class Prediction:
     step_s: float
     tokens_per_s: float
     bubble: float
+    parts: Mapping[str, float]
+    lookahead: int
+    links: tuple[LinkUse, ...]
+    bottleneck: str
+    advice: tuple[tuple[str, float], ...]
+    peak_memory: int
+    device_memory: int
+    measured: tuple[str, ...]
     assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """What a prediction may rest on; what is not given is assumed.
+
+    Attributes:
+        machines: Nodes and links.
+        costs: Measured costs.
+        device: Kind of device (`DEVICES`).
+        link_gbps: Rate between any two nodes.
+        per_node: Devices of a node; None: each pipeline rank has nodes of its own.
+    """
+
+    machines: Machines | None = None
+    costs: Costs | None = None
+    device: str | None = None
+    link_gbps: float | None = None
+    per_node: int | None = None
+
+    def machines_for(self, job: Job) -> Machines:
+        """The machines given, or as many as the job needs."""
+        if self.machines is not None:
+            return self.machines
+        per_node = self.per_node or max(1, job.mesh.world // job.mesh.pp)
+        return Machines.alike(job.mesh.world, per_node, self.link_gbps)
+
+    def devices_for(self, job: Job) -> list[Device]:
+        """The kinds in question."""
+        if self.device is not None:
+            return [DEVICES[self.device]]
+        kinds = ("cpu", "cuda") if job.resources.device == "auto" and self.costs is None else (job.resources.device,)
+        return [DEVICES["cpu" if kind == "auto" else kind] for kind in kinds]
 
 
 def stage_times(
@@ -60,27 +102,32 @@ def stage_times(
     return StageTimes(forward, [time * backward for time in forward], link=link_s)
 
 
-def predict(
-    job: Job, cut: Sequence[int], program: Program, bytes_per_message: int, link_gbps: float | None
-) -> list[Prediction]:
-    """One prediction per device the job may run on (both where resources.device is auto)."""
-    devices = ("cpu", "cuda") if job.resources.device == "auto" else (job.resources.device,)
-    return [_predict(job, cut, program, bytes_per_message, link_gbps, device) for device in devices]
+def predict(job: Job, grounds: Grounds | None = None) -> list[Prediction]:
+    """One prediction per device the job may run on (both where resources.device is auto and nothing else is known).
+
+    Raises:
+        ResourcesError: The machines given have fewer devices than the job has ranks.
+    """
+    grounds = grounds or Grounds()
+    return [_predict(job, grounds, device) for device in grounds.devices_for(job)]
 
 
-def _predict(
-    job: Job, cut: Sequence[int], program: Program, bytes_per_message: int, link_gbps: float | None, device: str
-) -> Prediction:
-    rate = _RATES[device, job.train.precision]
-    link_s = bytes_per_message * 8 / (link_gbps * 1e9) if link_gbps else 0.0
-    layer_s = layer_flops(job.model, job.data.seq_len) * microbatch_tokens(job) / (rate * 1e12)
-    timeline = simulate(program, stage_times(cut, *end_weights(job), layer_s, recompute_factor(job), link_s))
-    tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
-    link = f"links carry {link_gbps:g} Gbit/s each way" if link_gbps else "links cost nothing (give --link-gbps)"
-    assumptions = (
-        f"one {device} rank sustains {rate:g} TFLOP/s in {job.train.precision}: assumed, not measured",
-        link,
-        "every row is data.seq_len tokens long",
-        "data, optimizer and reductions between replicas cost nothing",
+def _predict(job: Job, grounds: Grounds, device: Device) -> Prediction:
+    costs = grounds.costs or computed_costs(job, device)
+    machines = grounds.machines_for(job)
+    found: Forecast = forecast(job, machines, costs, device.memory)
+    return Prediction(
+        device="measured" if costs.measured else device.name,
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s,
+        bubble=found.idle,
+        parts=found.parts,
+        lookahead=found.lookahead,
+        links=found.links,
+        bottleneck=found.bottleneck,
+        advice=tuple(advice(job, machines, costs, found, device.memory)),
+        peak_memory=found.peak_memory,
+        device_memory=device.memory,
+        measured=found.measured,
+        assumptions=(*found.sources, "every row is data.seq_len tokens long"),
     )
-    return Prediction(device, timeline.makespan, tokens / timeline.makespan, timeline.bubble, assumptions)

@@ -119,6 +119,6 @@ def test_step_times_are_told_with_their_assumptions() -> None:
     (guess,) = free.predictions
     assert guess.device == "cpu" and any("assumed" in words for words in guess.assumptions)
     assert guess.tokens_per_s == pytest.approx(free.tokens_per_step / guess.step_s)
-    (slow,) = make_plan(job_with(resources={"device": "cpu"}), link_gbps=0.1).predictions
+    (slow,) = make_plan(job_with(resources={"device": "cpu"}), link_gbps=0.01).predictions
     assert slow.step_s > guess.step_s and slow.bubble > guess.bubble
     assert [p.device for p in make_plan(job_with()).predictions] == ["cpu", "cuda"]

@@ -1,0 +1,177 @@
+"""`raypp plan`: what a job will do and cost, and what would be faster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.errors import JobError, RunFailedError
+
+if TYPE_CHECKING:
+    from raypp.planning.predict import Grounds
+    from raypp.spec.job import Job
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("plan")
+@job_argument
+@click.option(
+    "--link-gbps",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Speed of the link between two nodes, in Gbit/s; gives the time messages take and the step time.",
+)
+@click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links as `raypp doctor --out FILE` measured them.")
+@click.option("--device", metavar="NAME", help="Kind of device to compute for, e.g. rtx4090.")
+@click.option("--per-node", type=click.IntRange(1), metavar="N", help="Devices of a node, with --link-gbps.")
+@click.option("--costs", type=_FILE, metavar="FILE", help="Measured costs of the model's parts, from --measure.")
+@click.option(
+    "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, write and use them."
+)
+@click.option(
+    "--search", is_flag=True, help="Rank meshes, cuts, schedules and microbatch counts for the same batch by step time."
+)
+@click.option(
+    "--search-time", type=click.FloatRange(1), default=60, show_default=True, metavar="S", help="Seconds to search."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan_command(
+    job: Path,
+    overrides: tuple[str, ...],
+    link_gbps: float | None,
+    links: Path | None,
+    device: str | None,
+    per_node: int | None,
+    costs: Path | None,
+    measure: Path | None,
+    search: bool,
+    search_time: float,
+    as_json: bool,
+) -> None:
+    """Show what a job will do and cost, without a cluster.
+
+    The mesh and who sits where, the cut of the layers, a picture of the schedule, memory per rank, the bubble, bytes
+    over the links, the step time and what it waits for. Every mistake of the job file is told at once.
+    """
+    file = load_checked_job(job, overrides)
+    grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if search:
+        _search(file.job, grounds, search_time, as_json, console)
+        return
+    from raypp.planning.plan import make_plan
+
+    plan = make_plan(file.job, link_gbps=link_gbps, grounds=grounds)
+    if as_json:
+        click.echo(json.dumps(plan.as_dict(), indent=2))
+        return
+    from raypp.cli.plan_view import plan_view
+
+    console.print(plan_view(file.job, plan, console.width))
+
+
+def _grounds(
+    job: Job,
+    link_gbps: float | None,
+    links: Path | None,
+    device: str | None,
+    per_node: int | None,
+    costs: Path | None,
+    measure: Path | None,
+) -> Grounds:
+    """What the options say about machines and costs.
+
+    Raises:
+        JobError: A file cannot be used, or there is no such device.
+    """
+    from raypp.planning.costs import DEVICES, read_costs
+    from raypp.planning.machines import read_machines
+    from raypp.planning.predict import Grounds
+
+    if device is not None and device not in DEVICES:
+        raise JobError(f"--device {device}: not known", f"one of {', '.join(DEVICES)}, or measure: --measure FILE")
+    if links is not None and (link_gbps is not None or per_node is not None):
+        raise JobError("--links says what nodes and links there are", "leave out --link-gbps and --per-node")
+    if costs is not None and measure is not None:
+        raise JobError("--measure writes what --costs reads", "give one of them")
+    if measure is not None:
+        _measure(job, measure)
+    known = costs or measure
+    return Grounds(
+        machines=read_machines(links) if links is not None else None,
+        costs=read_costs(known, job) if known is not None else None,
+        device=device,
+        link_gbps=link_gbps,
+        per_node=per_node,
+    )
+
+
+def _measure(job: Job, path: Path) -> None:
+    """Asks a process that may import torch for the costs, and writes them.
+
+    Raises:
+        RunFailedError: It could not measure them.
+    """
+    from rich.console import Console
+
+    from raypp.planning.costs import Costs, Part, write_costs
+    from raypp.spec.load import job_document
+
+    request = {"job": job_document(job), "device": job.resources.device}
+    # -P: the working directory is no place to import from.
+    program = "import sys; from raypp.train.measure import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program]
+    with Console(stderr=True).status("measuring the parts of the model on this machine …"):
+        done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise RunFailedError(f"the measurement ended with exit code {done.returncode} and without an answer")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    if "error" in answer:
+        raise RunFailedError(answer["error"])
+    layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
+    found = Costs(layer, first, last, answer["optimizer_s"], answer["step_s"], measured=True)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        write_costs(path, found, job, answer["device"], when)
+    except OSError as error:
+        raise JobError(f"--measure {path}: {error.strerror}", "name a file that can be written") from error
+
+
+def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:
+    from rich.console import Console
+
+    from raypp.planning.costs import computed_costs
+    from raypp.planning.search import search
+
+    device = grounds.devices_for(job)[-1]
+    costs = grounds.costs or computed_costs(job, device)
+    with Console(stderr=True).status("trying meshes, cuts and schedules …"):
+        found = search(job, grounds.machines_for(job), costs, device_memory=device.memory, patience_s=patience_s)
+    if as_json:
+        rows = [
+            {
+                "settings": one.settings(),
+                "step_s": one.forecast.step_s,
+                "tokens_per_s": one.forecast.tokens_per_s,
+                "peak_memory": one.forecast.peak_memory,
+                "bottleneck": one.forecast.bottleneck,
+            }
+            for one in found.best
+        ]
+        counts = {"tried": found.tried, "refused": found.refused, "too_large": found.too_large}
+        click.echo(json.dumps({"best": rows, **counts, "out_of_time": found.out_of_time}, indent=2))
+        return
+    from raypp.cli.plan_view import search_view
+
+    console.print(search_view(found, job))

@@ -1,0 +1,180 @@
+"""A step on given machines: what is counted, what is named, what would help."""
+
+import json
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.errors import JobError, ResourcesError
+from raypp.mesh.geometry import Mesh
+from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_costs, write_costs
+from raypp.planning.forecast import forecast
+from raypp.planning.links import message_bytes
+from raypp.planning.machines import Link, Machines, Node, read_machines
+from raypp.planning.search import advice, search
+
+UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
+
+
+def pipeline(**settings):
+    return job_with(model={"num_layers": 4}, pipeline={"microbatches": 8, "layers_per_stage": [2, 2], **settings})
+
+
+def test_a_step_over_free_links_is_the_textbooks():
+    found = forecast(pipeline(lookahead=0), Machines.alike(2, 1, None), UNIT)
+    # (m + P - 1) microbatches of 2 layers, each forward and backward
+    assert found.step_s == pytest.approx((8 + 1) * 2 * 3)
+    assert found.idle == pytest.approx(1 / 9)
+    assert found.links == ()
+
+
+def test_a_message_takes_its_bytes_over_the_rate_and_the_latency():
+    job = pipeline(lookahead=0)
+    rate = message_bytes(job) * 8 / 1e9
+    found = forecast(job, Machines((Node("a", 1), Node("b", 1)), Link(rate, latency_s=0.25)), UNIT)
+    (use,) = found.links
+    assert use.message_s == pytest.approx(1.25)
+    assert use.nodes == ("a", "b")
+    assert use.busy == pytest.approx(8 / found.step_s)
+    assert found.free_pipeline_s == pytest.approx(54)
+    assert use.exposed_s == pytest.approx(found.step_s - 54)
+
+
+def test_pipelines_that_leave_a_node_together_share_its_cable():
+    job = job_with(
+        model={"num_layers": 4}, mesh={"pp": 2, "fsdp": 2}, pipeline={"microbatches": 4, "layers_per_stage": [2, 2]}
+    )
+    one = forecast(job, Machines.alike(4, 2, 1.0), UNIT).links[0].message_s
+    alone = forecast(pipeline(microbatches=4), Machines.alike(2, 1, 1.0), UNIT).links[0].message_s
+    assert one == pytest.approx(2 * alone)
+
+
+def test_ranks_on_one_node_do_not_use_the_cable():
+    assert forecast(pipeline(), Machines.alike(2, 2, 0.001), UNIT).links == ()
+
+
+def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
+    job = job_with(mesh={"pp": 1, "fsdp": 2}, pipeline={"microbatches": 4})
+    slow = forecast(job, Machines.alike(2, 1, 1.0), UNIT)
+    assert slow.parts["unshard"] > 0 and slow.parts["reduce"] == pytest.approx(slow.parts["unshard"])  # both fp32
+    again = job_with(mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True}, pipeline={"microbatches": 4})
+    assert forecast(again, Machines.alike(2, 1, 1.0), UNIT).parts["unshard"] == pytest.approx(8 * slow.parts["unshard"])
+
+
+def test_auto_looks_ahead_where_the_link_is_slow_and_only_there():
+    job = pipeline(lookahead="auto")
+    rate = message_bytes(job) * 8 / 1e9 / 2  # a message takes as long as a stage's forward
+    slow = forecast(job, Machines.alike(2, 1, rate), UNIT)
+    fast = forecast(job, Machines.alike(2, 1, 1e6), UNIT)
+    classic = forecast(pipeline(lookahead=0), Machines.alike(2, 1, rate), UNIT)
+    assert (slow.lookahead, fast.lookahead) == (1, 0)
+    assert slow.step_s < 0.85 * classic.step_s
+    assert ("pipeline.lookahead auto", pytest.approx(1 - slow.step_s / classic.step_s)) in advice(
+        pipeline(lookahead=0), Machines.alike(2, 1, rate), UNIT, classic
+    )
+
+
+def test_the_bottleneck_is_named():
+    job = pipeline(lookahead=0)
+    rate = message_bytes(job) * 8 / 1e9 / 20
+    assert forecast(job, Machines.alike(2, 1, rate), UNIT).bottleneck.startswith("links: ")
+    many = pipeline(lookahead=0, microbatches=64)
+    assert forecast(many, Machines.alike(2, 1, None), UNIT).bottleneck.startswith("compute: ")
+    few = pipeline(lookahead=0, microbatches=2)
+    assert "fill and drain" in forecast(few, Machines.alike(2, 1, None), UNIT).bottleneck
+
+
+def test_more_ranks_than_devices_are_refused():
+    with pytest.raises(ResourcesError, match="2 ranks for 1 device"):
+        forecast(pipeline(), Machines((Node("a", 1),)), UNIT)
+
+
+def test_the_pipeline_runs_through_the_nodes_in_order():
+    machines = Machines((Node("a", 2), Node("b", 2)))
+    mesh = Mesh.of(job_with(mesh={"pp": 2, "fsdp": 2}).mesh)
+    assert [node.name for node in machines.seats(mesh)] == ["a", "a", "b", "b"]
+
+
+# The search.
+
+
+def test_the_search_keeps_the_batch_and_finds_the_cable():
+    job = job_with(model={"num_layers": 4}, mesh={"pp": 1, "fsdp": 4}, pipeline={"microbatches": 8})
+    costs = computed_costs(job, DEVICES["cpu"])
+    batch = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size
+    found = search(job, Machines.alike(4, 2, 0.01), costs)
+    for one in found.best:
+        assert one.job.mesh.replicas * one.job.pipeline.microbatches * one.job.train.micro_batch_size == batch
+        assert one.job.mesh.world == 4
+    times = [one.forecast.step_s for one in found.best]
+    assert times == sorted(times)
+    # over 10 Mbit/s every mesh that sums gradients across the nodes loses to one whose pipeline crosses them
+    assert found.best[0].job.mesh.pp >= 2
+    assert times[0] <= forecast(job, Machines.alike(4, 2, 0.01), costs).step_s
+
+
+def test_a_slower_node_gets_fewer_layers():
+    job = job_with(model={"num_layers": 12}, mesh={"pp": 2}, pipeline={"microbatches": 8, "schedule": "1f1b"})
+    machines = Machines((Node("fast", 1, 1.0), Node("slow", 1, 0.5)))
+    best = search(job, machines, UNIT).best[0]
+    assert best.job.mesh.pp == 2
+    cut = best.job.pipeline.layers_per_stage
+    assert cut is not None and sum(cut[0::2]) == 8 and sum(cut[1::2]) == 4  # a loop: even stages on the fast one
+
+
+def test_what_does_not_fit_is_left_out_and_when_nothing_fits_that_is_said():
+    job = job_with(mesh={"pp": 2}, pipeline={"microbatches": 8})
+    costs = computed_costs(job, DEVICES["cpu"])
+    with pytest.raises(ResourcesError, match="need more memory than a device has"):
+        search(job, Machines.alike(2, 1, 1.0), costs, device_memory=1024)
+
+
+# The files.
+
+
+def test_links_as_the_doctor_writes_them(tmp_path):
+    path = tmp_path / "links.json"
+    devices = [
+        {"node": "a", "kind": "cpu"},
+        {"node": "a", "kind": "cpu"},
+        {"node": "b", "kind": "cpu", "flops_rel": 0.5},
+    ]
+    links = [
+        {"from": "a", "to": "b", "gbps": 0.9, "latency_ms": 0.2},
+        {"from": "b", "to": "a", "gbps": 0.5, "latency_ms": 0.2},
+    ]
+    path.write_text(json.dumps({"nodes": ["a", "b"], "devices": devices, "links": links, "measured": "today"}))
+    machines = read_machines(path)
+    assert machines.nodes == (Node("a", 2), Node("b", 1, 0.5))
+    assert machines.between("b", "a") == Link(0.5, 0.0002)
+    assert machines.measured and "today" in machines.source
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "does not describe machines"),
+        ('{"nodes": []}', "has no nodes"),
+        ('{"nodes": ["a"], "links": [{"from": "a", "to": "c", "gbps": 1}]}', "names 'c' in links"),
+        ('{"nodes": ["a", "b"], "links": [{"from": "a", "to": "b", "gbps": 0}]}', "no rate"),
+    ],
+)
+def test_a_file_that_describes_no_machines_is_refused(tmp_path, text, said):
+    path = tmp_path / "links.json"
+    path.write_text(text)
+    with pytest.raises(JobError, match=said):
+        read_machines(path)
+
+
+def test_costs_are_read_back_and_hold_for_one_model_only(tmp_path):
+    path = tmp_path / "costs.json"
+    job = pipeline()
+    write_costs(path, Costs(Part(0.25, 0.5), Part(0.0, 0.125), Part(1.0, 2.0), 1e-9, 0.5), job, "a core", "today")
+    found = read_costs(path, job)
+    assert (found.layer, found.last, found.optimizer_s, found.measured) == (Part(0.25, 0.5), Part(1.0, 2.0), 1e-9, True)
+    more_layers = job_with(model={"num_layers": 9}, mesh={"pp": 3})
+    assert read_costs(path, more_layers).layer == found.layer
+    with pytest.raises(JobError, match=r"another job: model.hidden_size differ"):
+        read_costs(path, job_with(model={"num_layers": 4, "hidden_size": 512}))
+    with pytest.raises(JobError, match="does not exist"):
+        read_costs(tmp_path / "none.json", job)
