@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord
 from raypp.checkpoint.tensor_file import FileHeader, decode_header
@@ -15,7 +17,12 @@ from raypp.storage import NotFound, ObjectStore
 _READERS = 8
 _READ_BYTES = 16 << 20
 """Most of one request."""
+_READS = 3
+"""How often a range is read before it is called damaged."""
 _ADVICE = "an older checkpoint is used instead"
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,14 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """
 
     def read(record: ObjectRecord) -> CheckpointFile:
-        header = _get(store, record.key, 0, record.header_size)
-        if hashlib.sha256(header).hexdigest() != record.header_sha256:
-            raise CheckpointError(
-                Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
-            )
-        return CheckpointFile(record, decode_header(header, record.key))
+        def check(header: bytes) -> FileHeader:
+            if hashlib.sha256(header).hexdigest() != record.header_sha256:
+                raise CheckpointError(
+                    Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
+                )
+            return decode_header(header, record.key)
+
+        return CheckpointFile(record, _get_checked(store, record.key, 0, record.header_size, check))
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, commit.objects))
@@ -99,9 +108,14 @@ def fetch_ranges(
         key, header = file.record.key, file.header
         size = header.block_bytes
         begin, end = first * size, min(last * size, run.begin + len(run.data))
-        data = memoryview(_get(store, key, header.size + begin, header.size + end))
-        for block in range(first, last):
-            header.check_block(block, data[(block - first) * size : (block - first + 1) * size], key)
+
+        def check(raw: bytes) -> memoryview:
+            data = memoryview(raw)
+            for block in range(first, last):
+                header.check_block(block, data[(block - first) * size : (block - first + 1) * size], key)
+            return data
+
+        data = _get_checked(store, key, header.size + begin, header.size + end, check)
         run.data[begin - run.begin : end - run.begin] = data
 
     with ThreadPoolExecutor(_READERS) as pool:
@@ -120,6 +134,20 @@ def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tup
         else:
             runs.append((first, last))
     return runs
+
+
+def _get_checked(store: ObjectStore, key: str, begin: int, end: int, check: Callable[[bytes], T]) -> T:
+    """Reads and checks a range. What is wrong is read again before it is called corrupt: it may have been damaged on
+    its way, and a checkpoint given up is steps lost.
+    """
+    for left in reversed(range(_READS)):
+        try:
+            return check(_get(store, key, begin, end))
+        except CheckpointError as error:
+            if not left:
+                raise
+            log.warning("%s; bytes %d to %d are read again", error.problems[0].what, begin, end)
+    raise AssertionError("unreachable")
 
 
 def _get(store: ObjectStore, key: str, begin: int, end: int) -> bytes:

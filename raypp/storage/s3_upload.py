@@ -83,12 +83,12 @@ def _upload_parts(
     futures: list[Future[dict[str, Any]]] = []
 
     def send(number: int, body: Any) -> dict[str, Any]:
-        answer: Any = server.ask(
-            key,
-            lambda client: client.upload_part(
-                Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body
-            ),
-        )
+        def request(client: S3Client) -> Any:
+            if hasattr(body, "seek"):
+                body.seek(0)  # an earlier try may have broken off in the middle
+            return client.upload_part(Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body)
+
+        answer = server.ask(key, request)
         sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
         return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 

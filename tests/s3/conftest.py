@@ -1,6 +1,60 @@
-"""Makes the shared contract of stores and the S3 server importable."""
+"""Real S3 servers, one of each kind for all tests here, and a proxy of faults before one of them."""
 
+from __future__ import annotations
+
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+
+if TYPE_CHECKING:
+    from fault_proxy import FaultProxy
+
+    from raypp.storage.seaweed import SeaweedServer
+
+_RUNS = (f"run-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def seaweed_server() -> Iterator[SeaweedServer]:
+    """SeaweedFS, the server of laptops."""
+    from seaweed import seaweed
+
+    with seaweed() as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=["seaweed", pytest.param("ceph", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest):
+    """Each kind of server. They disagree about conditions and checksums, as servers in the wild do."""
+    if request.param == "seaweed":
+        yield request.getfixturevalue("seaweed_server")
+        return
+    from ceph import PACKAGES, ceph, missing_programs
+    from seaweed import BUCKET
+
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"Ceph is not on this machine (no {', '.join(missing)}); on Debian: {PACKAGES}")
+    with ceph(BUCKET) as running:
+        yield running
+
+
+@pytest.fixture
+def run() -> str:
+    """A run's name that no other test has."""
+    return next(_RUNS)
+
+
+@pytest.fixture
+def proxy(seaweed_server: SeaweedServer) -> Iterator[FaultProxy]:
+    """A proxy before SeaweedFS, without a rule yet."""
+    from fault_proxy import fault_proxy
+
+    with fault_proxy(seaweed_server.endpoint) as running:
+        yield running

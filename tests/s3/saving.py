@@ -1,0 +1,88 @@
+"""A rank that saves and loads through a store, for tests of the store's faults: a real saver, a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from told import Told
+from torch import Tensor, nn
+
+from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.verify import newest_usable
+from raypp.records import Coordinates, Seat
+from raypp.storage import ObjectStore
+
+PART = 5 << 20
+"""The smallest part S3 allows; a state here is four of them."""
+
+
+class Alone:
+    """Announcements of a world of one."""
+
+    def __init__(self) -> None:
+        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
+        self.said[step, rank] = message
+
+    def wait_all(
+        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, dict[str, Any]]:
+        return {rank: self.said[step, rank] for rank in ranks}
+
+
+class OneRank:
+    """Trains a little model and saves it.
+
+    Args:
+        store: Where to.
+        run: The run's name; a next attempt of it is claimed.
+        keep: Committed checkpoints to keep.
+    """
+
+    def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
+        self.store, self.run, self.told = store, run, Told()
+        torch.manual_seed(0)
+        self.stage = nn.Linear(1024, 1500)
+        self.optimizer = torch.optim.AdamW(self.stage.parameters())
+        self.weights: dict[int, Tensor] = {}
+        self.attempt = claim_next_attempt(store, run)
+        seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+        self.saver = CheckpointSaver(store, run, {}, seat, Alone(), self.told, keep=keep)
+
+    def save(self, step: int) -> None:
+        """One step of training, and the begin of its save."""
+        self.stage(torch.ones(2, 1024)).sum().backward()
+        self.optimizer.step()
+        self.weights[step] = self.stage.weight.detach().clone()
+        self.saver.save(step, [self.stage], self.optimizer, {"data_position": {"row": step}})
+
+    def save_and_wait(self, step: int) -> bool:
+        """Whether the step was committed."""
+        self.save(step)
+        return self.saver.wait() == step
+
+    def failures(self) -> str:
+        """What save_failed said, all of it."""
+        return "\n".join(event.message for event in self.told.events if event.kind == "save_failed")
+
+    def loads(self, store: ObjectStore, step: int) -> bool:
+        """Whether a fresh model filled from that step has the weights it had then."""
+        fresh = nn.Linear(1024, 1500)
+        loaded = load_checkpoint(store, self.run, step, [fresh], torch.optim.AdamW(fresh.parameters()))
+        return loaded is not None and loaded.step == step and torch.equal(fresh.weight, self.weights[step])
+
+
+def committed(store: ObjectStore, run: str) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+
+
+def newest(store: ObjectStore, run: str) -> tuple[int | None, list[str]]:
+    """The newest step that verifies, and the objects for which newer ones were rejected."""
+    found = newest_usable(store, run)
+    objects = [problem.key for rejected in found.rejected for problem in rejected.problems]
+    return None if found.commit is None else found.commit.step, objects
