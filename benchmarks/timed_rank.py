@@ -38,7 +38,7 @@ class StepTimer:
     def step(self, report: StepReport) -> None:
         self.parts.append(dict(report.parts_s))
         self.tokens.append(report.tokens)
-        self.bytes.append(report.extras.get("wire_bytes", 0))
+        self.bytes.append(report.wire_bytes)
 
     def event(self, event: Event) -> None:
         self.events.append({"kind": event.kind, "message": event.message, "details": event.details})
