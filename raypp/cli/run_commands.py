@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.hf_source import check_hf_weights
 from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.hf_source import check_hf_weights
 from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.cli.jobs import job_argument, load_checked_job
 from raypp.cli.live import LiveView
