@@ -235,9 +235,7 @@ class CheckpointSaver:
         self._tell_committed(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
         self._announce_quietly(step, _OUTCOME, {"committed": True})
         try:
-            prune(
-                self.store, self.run, self.keep, keep_every=self.keep_every, newest=step, attempt=seat.attempt
-            )
+            prune(self.store, self.run, self.keep, keep_every=self.keep_every, newest=step, attempt=seat.attempt)
         except RayppError as error:
             self._tell("prune_failed", f"old checkpoints could not be removed: {error}", step)
 
