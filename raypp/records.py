@@ -82,6 +82,8 @@ class Seat:
     interface: str = ""
     device: str = "cpu"
     device_index: int = 0
+    nodes: tuple[str, ...] = ()
+    """The addresses of all nodes of the attempt, by node_rank; empty when nobody knows them."""
 
     @property
     def label(self) -> str:
@@ -105,6 +107,8 @@ class StepReport:
     """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save."""
     extras: dict[str, float] = field(default_factory=dict)
     """What only some models have: aux_loss and z_loss with experts."""
+    wire_bytes: int = 0
+    """Bytes sent from stage to stage in this step, by all ranks."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class RankFailure:
     node: str
     pid: int
     kind: str
-    """killed | raised | user_error | node_lost | lost_peer | hung | unknown"""
+    """killed | raised | user_error | node_lost | preempted | lost_peer | hung | unknown"""
     cause: str
     step: int = 0
     details: str = ""

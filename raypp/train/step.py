@@ -158,7 +158,8 @@ class StepRunner:
             if self.built.tied is not None:
                 self.built.tied.sum_gradients()
             gradients = self.reducer.gradients()
-            sums = self.reducer.sums(gradients, loss_sum, self.router_losses.take())
+            sent = torch.tensor([self.built.runtime.sent_bytes], dtype=torch.float64)
+            sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
         rate = learning_rate(step, self.job.train)
         with watch.part("optimizer"):
             self._update(gradients, sums, read.plan.global_tokens, rate)
@@ -184,5 +185,6 @@ class StepRunner:
             attempt=self.seat.attempt,
             lr=rate,
             parts_s=dict(watch.parts),
-            extras=self.router_losses.report(sums.extra, plan.global_tokens),
+            extras=self.router_losses.report(sums.extra[:-1], plan.global_tokens),
+            wire_bytes=int(sums.extra[-1]),
         )
