@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,9 @@ class TestBed:
         address = self.network.address(self._checked(host))
         self.network.kill(host)
         before = {node.node_id for node in self.dashboard().nodes() if node.ip == address} if host else set()
-        self._start_ray(host)
-        self._wait(lambda nodes: any(one.ip == address and one.node_id not in before for one in nodes), patience_s)
+        child = self._start_ray(host)
+        there = partial(_has_node, address=address, but=before)
+        self._wait(there, [child], patience_s)
 
     def nodes(self) -> list[NodeResources]:
         """The nodes Ray believes alive."""
@@ -268,13 +270,12 @@ class TestBed:
     # Ray ------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
-        self._start_ray(0)
-        self._wait(lambda nodes: len(nodes) == 1, _READY_S)
-        for host in range(1, self.size):
-            self._start_ray(host)
-        self._wait(lambda nodes: len(nodes) == self.size, _READY_S)
+        head = self._start_ray(0)
+        self._wait(lambda nodes: len(nodes) == 1, [head], _READY_S)
+        others = [self._start_ray(host) for host in range(1, self.size)]
+        self._wait(lambda nodes: len(nodes) == self.size, [head, *others], _READY_S)
 
-    def _start_ray(self, host: int) -> None:
+    def _start_ray(self, host: int) -> subprocess.Popen[bytes]:
         address = self.network.address(host)
         role: tuple[str, ...] = (f"--address={self.network.address(0)}:{_GCS_PORT}",)
         if host == 0:
@@ -311,15 +312,18 @@ class TestBed:
                 start_new_session=True,
             )
         self._children.append(child)
+        return child
 
-    def _wait(self, ready: Any, patience_s: float) -> None:
+    def _wait(
+        self, ready: Callable[[list[NodeResources]], bool], children: list[subprocess.Popen[bytes]], patience_s: float
+    ) -> None:
         end = time.monotonic() + patience_s
         while time.monotonic() < end:
             with contextlib.suppress(RayppError, KeyError, TypeError):
                 if ready(self.dashboard().nodes()):
                     self.dashboard().jobs()
                     return
-            if any(child.poll() is not None for child in self._children[-self.size :]):
+            if any(child.poll() is not None for child in children):
                 break
             time.sleep(0.1)
         logs = "\n".join(
@@ -347,6 +351,10 @@ class TestBed:
             "store": self.store.as_dict() if self.store else None,
         }
         write_private(self.directory / "state.json", json.dumps(document, indent=2))
+
+
+def _has_node(nodes: list[NodeResources], address: str, but: set[str]) -> bool:
+    return any(node.ip == address and node.node_id not in but for node in nodes)
 
 
 def remove(name: str) -> bool:

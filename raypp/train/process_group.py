@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from raypp.records import Seat
+from raypp.records import Event, Seat
+from raypp.train.network import prepare_network
+from raypp.train.preflight import check_links, links_in_words, wait_for_master
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,12 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
 
 @contextmanager
-def joined(seat: Seat, hang_timeout_s: float, store: TCPStore | None = None) -> Iterator[TCPStore]:
+def joined(
+    seat: Seat,
+    hang_timeout_s: float,
+    store: TCPStore | None = None,
+    tell: Callable[[Event], None] = lambda _event: None,
+) -> Iterator[TCPStore]:
     """Joins the attempt's process group and leaves it at the end. Collective over the world.
 
     CPU tensors always travel by gloo, also beside NCCL: what ranks agree on each step needs no device.
@@ -50,20 +57,29 @@ def joined(seat: Seat, hang_timeout_s: float, store: TCPStore | None = None) -> 
         seat: This rank's place.
         hang_timeout_s: Longest a collective may take once the run is under way.
         store: Where the ranks meet; None: rank 0 serves one at the seat's address.
+        tell: Hears over which interface this node's traffic goes, and how its links are, when there are other nodes.
 
     Yields:
         That store.
+
+    Raises:
+        UnreachableError: Two nodes do not reach each other; says which, over which interfaces, and what to set.
     """
-    if seat.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", seat.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", seat.interface)
+    chosen, told = prepare_network(seat)
+    for line in told:
+        log.info("rank %d: %s", seat.rank, line)
     backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
     timeout_s = max(_STARTUP_S, hang_timeout_s)
     if store is None:
+        if seat.node != seat.master_addr and seat.nodes:
+            wait_for_master(seat, chosen)
         store = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0, timeout_s=timeout_s)
+    attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
+    if reports := check_links(seat, chosen, attempt_store):
+        tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store),
+        store=attempt_store,
         rank=seat.rank,
         world_size=seat.world_size,
         timeout=timedelta(seconds=timeout_s),

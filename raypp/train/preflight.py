@@ -1,0 +1,261 @@
+"""A small transfer between every two nodes before the ranks join: a wrong interface is named instead of hung on.
+
+A process group that cannot connect waits for minutes and then says "timed out". Here each node's first rank listens on
+the interface its traffic will take, tells the others where, and connects to every later node; both directions carry
+more bytes than one packet holds, so that a wrong MTU shows, too. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypp.errors import Problem, UnreachableError
+from raypp.records import Seat
+from raypp.train.network import Chosen, interface_to
+
+_PAYLOAD = 256 * 1024
+_MANY_NODES = 16
+_SMALL_PAYLOAD = 16 * 1024
+_HELLO = 96
+_CONNECT_S = 10.0
+_MEET_S = 60.0
+_TOLD_IN_FULL = 3
+
+
+class Rendezvous(Protocol):
+    """What of torch's store is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """One pair of nodes, as the one that connected saw it.
+
+    Attributes:
+        node, peer: The addresses by which raypp knows them.
+        seconds: One small message there and back.
+        mbps: Of the transfer, both directions one after the other; a rough number.
+    """
+
+    node: str
+    peer: str
+    interface: str
+    seconds: float
+    mbps: float
+
+    def __str__(self) -> str:
+        rate = f"{self.mbps:.0f} Mbit/s" if self.mbps < 10_000 else f"{self.mbps / 1000:.0f} Gbit/s"
+        return f"{self.node} – {self.peer} over {self.interface}: {self.seconds * 1e3:.2f} ms, about {rate}"
+
+
+def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> None:
+    """Returns when rank 0's node answers at the place where the ranks meet.
+
+    A refused connection means that the node is there and its rank is not yet; anything else is the network.
+
+    Raises:
+        UnreachableError: It does not answer; says over which interface it was tried.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((seat.master_addr, seat.master_port), timeout=_CONNECT_S).close()
+            return
+        except OSError as error:
+            refused = error.errno == errno.ECONNREFUSED
+            if time.monotonic() > end or (not refused and time.monotonic() > end - patience_s + 2 * _CONNECT_S):
+                why = "nothing listens there" if refused else _words(error)
+                raise UnreachableError(
+                    Problem(
+                        "network",
+                        f"{seat.node} cannot reach rank 0's node {seat.master_addr}, port {seat.master_port}, "
+                        f"over {chosen.interface}: {why}",
+                        "rank 0's process has ended; see its log"
+                        if refused
+                        else f"check the cable and the firewall between the two nodes (TCP, all ports), and "
+                        f"`ip route get {seat.master_addr}`; `raypp doctor` tries every pair",
+                    )
+                ) from None
+            time.sleep(0.05 if refused else 0.5)
+
+
+def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float = _MEET_S) -> list[LinkReport]:
+    """Tries this node's links. Called by every node's first rank, once per attempt; nothing happens on one node.
+
+    Args:
+        store: Where the ranks meet; only these keys of it are used: `preflight/N`.
+
+    Returns:
+        The links to all nodes of a higher number.
+
+    Raises:
+        UnreachableError: A pair that does not work: which, over which interface, and what to set.
+    """
+    count = len(dict.fromkeys(seat.nodes))
+    if count < 2 or seat.local_rank != 0:
+        return []
+    identity = f"{seat.run}/{seat.attempt}/{seat.node_rank}"
+    payload = _PAYLOAD if count <= _MANY_NODES else _SMALL_PAYLOAD
+    with _Listener(chosen.interface.address, identity, payload) as listener:
+        mine = {
+            "node": seat.node,
+            "address": chosen.interface.address,
+            "port": listener.port,
+            "interface": chosen.interface.name,
+            "why": chosen.why,
+            "identity": identity,
+        }
+        store.set(f"preflight/{seat.node_rank}", json.dumps(mine))
+        places = {
+            number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
+        }
+        later = sorted(number for number in places if number > seat.node_rank)
+        reports = [_try(seat, chosen, places[number], payload) for number in later]
+        store.set(f"preflight/{seat.node_rank}/done", "")
+        # Whoever is to connect to this node must find it listening.
+        for number in sorted(set(places) - set(later)):
+            _await(store, f"preflight/{number}/done", patience_s)
+    return reports
+
+
+def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dict[str, Any]:
+    if not _await(store, f"preflight/{number}", patience_s):
+        node = list(dict.fromkeys(seat.nodes))[number]
+        raise UnreachableError(
+            Problem(
+                "network",
+                f"the ranks of node {node} did not come to the preflight within {patience_s:.0f} s",
+                "see the log of the first rank there; `raypp doctor` tries every pair",
+            )
+        )
+    return dict(json.loads(store.get(f"preflight/{number}")))
+
+
+def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
+    """Asks, because a store's own wait may not end before its timeout of minutes."""
+    end, pause = time.monotonic() + patience_s, 0.002
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.5)
+    return True
+
+
+def _try(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> LinkReport:
+    peer, address = str(place["node"]), str(place["address"])
+    try:
+        with socket.create_connection((address, int(place["port"])), timeout=_CONNECT_S) as link:
+            link.settimeout(_CONNECT_S)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            start = time.perf_counter()
+            link.sendall(_hello(str(place["identity"])))
+            answer = _receive(link, _HELLO)
+            seconds = time.perf_counter() - start
+            if answer != _hello(str(place["identity"])):
+                raise _fault(seat, chosen, place, "somebody else answers at this address")
+            start = time.perf_counter()
+            link.sendall(bytes(payload))
+            _receive(link, payload)
+            taken = max(1e-9, time.perf_counter() - start)
+    except OSError as error:
+        raise _fault(seat, chosen, place, _words(error)) from None
+    return LinkReport(seat.node, peer, chosen.interface.name, seconds, 2 * payload * 8 / taken / 1e6)
+
+
+def _fault(seat: Seat, chosen: Chosen, place: dict[str, Any], why: str) -> UnreachableError:
+    """Names the pair, both interfaces, and what would be right."""
+    peer, address = str(place["node"]), str(place["address"])
+    what = (
+        f"{seat.node} (interface {chosen.interface.name}, {chosen.why}) cannot exchange data with {peer} at {address} "
+        f"(interface {place['interface']} there, {place['why']}): {why}"
+    )
+    fix = (
+        "check cable, firewall (TCP, all ports between nodes) and MTU between the two; `raypp doctor` tries every pair"
+    )
+    with contextlib.suppress(UnreachableError):
+        right = interface_to(peer)
+        named = "named" in chosen.why or "named" in str(place["why"])
+        if named:
+            fix = (
+                "take GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME out of resources.env, or name the interface of the "
+                f"route between them: on {seat.node} that is {right.name} ({right.address}) to {peer}"
+            )
+    return UnreachableError(Problem("resources.env" if "named" in chosen.why else "network", what, fix))
+
+
+def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
+    """One line for all links of a node: a few in full, of many the slowest."""
+    head = f"interface {chosen.interface} ({chosen.why})"
+    if len(reports) <= _TOLD_IN_FULL:
+        return f"{head}; links {'; '.join(map(str, reports))}"
+    slowest = min(reports, key=lambda report: report.mbps)
+    return f"{head}; {len(reports)} links work, the slowest: {slowest}"
+
+
+class _Listener:
+    """Answers the nodes that connect: says who it is, and gives back what it gets."""
+
+    def __init__(self, address: str, identity: str, payload: int) -> None:
+        self._identity = identity
+        self._payload = payload
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((address, 0))
+        self._socket.listen(256)
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True, name="raypp-preflight").start()
+
+    def __enter__(self) -> _Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Closing alone leaves the thread in accept.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+
+    def _answer(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError), link:
+            link.settimeout(_CONNECT_S)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _receive(link, _HELLO)
+            link.sendall(_hello(self._identity))
+            link.sendall(_receive(link, self._payload))
+
+
+def _hello(identity: str) -> bytes:
+    return identity.encode()[:_HELLO].ljust(_HELLO)
+
+
+def _receive(link: socket.socket, count: int) -> bytes:
+    got = bytearray()
+    while len(got) < count:
+        part = link.recv(min(1 << 16, count - len(got)))
+        if not part:
+            raise ConnectionResetError("the connection was closed early")
+        got += part
+    return bytes(got)
+
+
+def _words(error: OSError) -> str:
+    return "no answer within 10 s" if isinstance(error, TimeoutError) else (error.strerror or str(error))

@@ -1,0 +1,75 @@
+"""Three hosts with a Ray node each, and a user who sits at a fourth machine. Skipped where no network can be made."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from laptop import TEXT, Laptop, Run, wait_for
+
+from cluster.testbed import TestBed, why_not
+
+HOSTS = 3
+
+
+class Office(Laptop):
+    """A user who reaches the hosts' dashboard and store over the network."""
+
+    bed: TestBed
+
+    @classmethod
+    def beside(cls, bed: TestBed, directory: Path) -> Office:
+        environment = bed.with_environment() | {"RAYPP_HOME": str(directory / "home")}
+        assert bed.store is not None
+        state = {
+            "dashboard": bed.address,
+            "gcs": f"{bed.network.address(0)}:6379",
+            "token_path": str(bed.token_path),
+            "ray_dir": str(bed.directory),
+            "s3": bed.store.as_dict(),
+        }
+        office = cls(directory, environment, state)
+        office.bed = bed
+        (directory / "words.txt").write_text("\n\n".join(TEXT.read_text().split("\n\n")[:600]))
+        return office
+
+    def two_host_job(self, name: str, **changes: object) -> Path:
+        """pp 2 × fsdp 2 on hosts with room for two ranks each."""
+        return self.job(name, **{"mesh": {"pp": 2, "fsdp": 2}, "train__micro_batch_size": 2} | changes)
+
+    def repair(self) -> None:
+        """Every host as it was in the beginning."""
+        for host in range(self.bed.size):
+            self.bed.heal(host)
+            self.bed.thaw(host)
+        time.sleep(1)
+        alive = {node.ip for node in self.bed.nodes()}
+        for host in range(1, self.bed.size):
+            # A node that was silent for long is given up a little later, and ends then.
+            if self.bed.network.address(host) not in alive or not self.bed.network.pids(host):
+                self.bed.start(host)
+        wait_for(lambda: len(self.bed.nodes()) == self.bed.size, "the nodes' return")
+
+
+@pytest.fixture(scope="session")
+def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+    if reason := why_not():
+        pytest.skip(reason)
+    name = f"t{time.monotonic_ns() % 10**6}"
+    with TestBed.up(name, hosts=HOSTS, rate="1gbit", cpus=2) as bed:
+        yield Office.beside(bed, tmp_path_factory.mktemp("office"))
+    assert not Path(f"/tmp/rt-{name}").exists()
+
+
+@pytest.fixture(scope="session")
+def one_host(office: Office) -> Run:
+    """The reference: the same job with all four ranks on one host."""
+    run = office.start(office.two_host_job("one-host", resources__cpus_per_rank=0.5), "--json")
+    assert run.wait() == 0, run.told()
+    return run
