@@ -35,7 +35,7 @@ def convert(values: Array, dtype: str, into: str) -> Array:
         return values
     wide = _bf16_to_fp32(values) if dtype == "BF16" else values
     if into != "BF16":
-        with np.errstate(over="ignore"):  # too large for half precision is infinite, as in torch
+        with np.errstate(over="ignore", invalid="ignore"):  # too large for half precision is infinite, as in torch
             return wide.astype(numpy_dtype(into))
     return _fp32_to_bf16(wide.astype(np.float32))
 

@@ -162,6 +162,8 @@ def _values(config: Mapping[str, Any], family: _Family, kind: str) -> dict[str, 
     values |= {name: config[key] for name, key in _REQUIRED.items()}
     for name, (key, default) in _OPTIONAL.items():
         values[name] = config[key] if key in config else family.defaults.get(key, default)
+    values["num_kv_heads"] = values["num_kv_heads"] or values["num_heads"]
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_heads"]
     values["rope_theta"] = float(_rope(config).get("rope_theta") or family.defaults.get("rope_theta", 10000.0))
     if MODELS.get(kind).options is MoeOptions:
         values |= {name: config[family.renamed.get(name, key)] for name, key in _EXPERTS.items()}
@@ -205,8 +207,6 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
         if said is None or name not in values:
             continue
         meant = values[name]
-        if meant is None:
-            meant = values["num_heads"] if name == "num_kv_heads" else values["hidden_size"] // values["num_heads"]
         if said != meant:
             yield Problem(
                 f"model.{name}",
