@@ -34,6 +34,7 @@ _FORGET_S = 3600.0
 """A file nobody holds is kept this long while the process that would start its successor (the raylet, the torchrun
 agent) lives: the run may be between two attempts."""
 _YOUNG_S = 60.0
+_LOOKS = 5
 _NAME = re.compile(
     r"^raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>\d{1,9})"
     r"\.rank-(?P<rank>\d{1,7})\.(?P<kind>own|copy)-(?P<number>\d)\.(?:step-(?P<step>\d{1,12})|writing)$"
@@ -121,14 +122,25 @@ def open_locked(path: Path, *, create: bool = False) -> int | None:
         if create:
             raise
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _same_file(descriptor, path):
-            return descriptor
-    except OSError:
-        pass
+    if _lock(descriptor) and _same_file(descriptor, path):
+        return descriptor
     os.close(descriptor)
     return None
+
+
+def peek(path: Path) -> dict[str, Any] | None:
+    """The control block of a file that no living process writes; None for any other. Several may look at once."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return read_control(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
@@ -218,6 +230,17 @@ def allocated(directory: Path, run: str, life: str) -> int:
     return total
 
 
+def _lock(descriptor: int) -> bool:
+    """Whether the lock could be had; one that another process holds for a look only is waited for."""
+    for _ in range(_LOOKS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            time.sleep(0.005)
+    return False
+
+
 def _same_file(descriptor: int, path: Path) -> bool:
     """Whether the path still is the file that is open (it may have been renamed meanwhile)."""
     try:
@@ -227,12 +250,16 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _is_dead(path: Path) -> bool:
-    descriptor = open_locked(path)
-    if descriptor is None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
         return False
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         age = time.time() - os.fstat(descriptor).st_mtime
         about = read_control(descriptor)
+    except OSError:
+        return False  # a living process holds it
     finally:
         os.close(descriptor)
     if about is None:

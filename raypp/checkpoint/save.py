@@ -120,6 +120,11 @@ class CheckpointSaver:
         self._thread.start()
 
     @property
+    def committed(self) -> int | None:
+        """The last step this rank knows to be committed by this attempt; None when there is none yet."""
+        return self._committed
+
+    @property
     def busy(self) -> bool:
         """Whether the last save is still under way on this rank."""
         return self._thread is not None and self._thread.is_alive()

@@ -31,12 +31,14 @@ class StepPlan:
         global_tokens: Tokens with a label, over all replicas.
         requests: What the operator wants, as all ranks see it now.
         saving: Whether some rank has not finished its last save.
+        signals: The maximum over all ranks of what each gave.
     """
 
     seq_lens: tuple[int, ...]
     global_tokens: int
     requests: Requests
     saving: bool = False
+    signals: tuple[int, ...] = ()
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
@@ -58,6 +60,7 @@ def agree_on_step(
     replica: int,
     replicas: int,
     saving: bool = False,
+    signals: Sequence[int] = (),
     group: dist.ProcessGroup | None = None,
 ) -> StepPlan:
     """Agrees on a step with every other rank.
@@ -71,21 +74,23 @@ def agree_on_step(
         requests: What this rank was asked for.
         replica: This rank's replica, of `replicas`.
         saving: Whether this rank's last save is still under way.
+        signals: What else is wanted the maximum of; as many numbers on every rank.
 
     Raises:
         DataError: Two ranks of one replica read different rows; raised on every rank alike.
     """
     count = len(local_M)
     width = count + 3
-    vector = torch.full((replicas * width + _FLAGS,), -(2**62), dtype=torch.int64)
+    slots = replicas * width
+    vector = torch.full((slots + _FLAGS + len(signals),), -(2**62), dtype=torch.int64)
     own = vector[replica * width : (replica + 1) * width]
     own[:count] = torch.tensor(local_M, dtype=torch.int64)
     own[count:] = torch.tensor([tokens, digest, -digest], dtype=torch.int64)
     last_save_wanted = requests.stop and requests.save_before_stop
-    vector[-_FLAGS:] = torch.tensor([requests.save, requests.stop, last_save_wanted, saving])
+    vector[slots:] = torch.tensor([requests.save, requests.stop, last_save_wanted, saving, *signals])
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
 
-    table = vector[:-_FLAGS].view(replicas, width)
+    table = vector[:slots].view(replicas, width)
     differing = [r for r in range(replicas) if int(table[r, -2]) != -int(table[r, -1])]
     if differing:
         raise DataError(
@@ -95,10 +100,11 @@ def agree_on_step(
                 "the data differs between nodes: put the same files on each, or on one shared file system",
             )
         )
-    save, stop, last_save, any_saving = (bool(flag) for flag in vector[-_FLAGS:].tolist())
+    save, stop, last_save, any_saving = (bool(flag) for flag in vector[slots : slots + _FLAGS].tolist())
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=int(table[:, count].sum()),
         requests=Requests(save=save, stop=stop, save_before_stop=last_save or not stop),
         saving=any_saving,
+        signals=tuple(vector[slots + _FLAGS :].tolist()),
     )

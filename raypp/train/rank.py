@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.state import gather_state
 from raypp.data.loader import open_loader
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
@@ -25,7 +28,8 @@ from raypp.train.process_group import joined, pick_device
 from raypp.train.recent import RecentReports
 from raypp.train.reduce import GradientReducer
 from raypp.train.restore import restore_newest
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.restore_memory import open_memory_tier
+from raypp.train.step import ReadStep, StepRunner, Stopwatch
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
@@ -57,7 +61,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     start = Stopwatch()
     reporter.phase("rendezvous")
     with start.part("rendezvous"):
-        tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous))
+        tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous, reporter.event))
         groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
 
     reporter.phase("build")
@@ -74,7 +78,10 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     with start.part("load"):
         store = open_store(job.checkpoint.url)
         recent = RecentReports()
-        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter, recent)
+        tier = open_memory_tier(job, seat, store, reporter)
+        if tier is not None:
+            stack.push(tier.leave)
+        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter, recent, tier)
     saver = CheckpointSaver(
         store,
         job.name,
@@ -91,10 +98,12 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     if seat.rank == 0:
         runner.tell = reporter.event
     runner.saving = lambda: saver.busy
+    if tier is not None:
+        runner.signals = tier.signals
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
-    return _train(job, seat, reporter, runner, evaluator, saver, recent, restored, start)
+    return _train(job, seat, reporter, runner, evaluator, saver, tier, recent, restored, start)
 
 
 def _train(
@@ -104,6 +113,7 @@ def _train(
     runner: StepRunner,
     evaluator: Evaluator | None,
     saver: CheckpointSaver,
+    tier: MemoryTier | None,
     recent: RecentReports,
     restored: int,
     start: Stopwatch,
@@ -124,6 +134,10 @@ def _train(
         if wanted.stop:
             stopped = True
             break
+        if tier is not None:
+            with watch.part("memory"):
+                tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
+                _keep(tier, runner, recent, done, position, read)
         report = runner.run(done + 1, read, watch)
         recent.add(report)
         done, position = done + 1, runner.loader.position()
@@ -151,6 +165,19 @@ def _train(
     reporter.phase("finish")
     committed = saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
+
+
+def _keep(
+    tier: MemoryTier, runner: StepRunner, recent: RecentReports, done: int, position: dict[str, object], read: ReadStep
+) -> None:
+    """A snapshot in memory, when one is due. Rank 0's has the recent reports: it alone tells them again."""
+    reports = recent.json_text if runner.seat.rank == 0 else lambda: "[]"
+    tier.step_begins(
+        done,
+        read.plan.signals,
+        lambda: gather_state(runner.built.modules, runner.optimizer, copies=True).values(),
+        lambda: f'{{"data_position":{json.dumps(position)},"recent_steps":{reports()}}}',
+    )
 
 
 def _save(

@@ -7,6 +7,7 @@ step's checkpoint is durable already, the step is not repeated, so whoever loads
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,9 +23,14 @@ class RecentReports:
 
     def __init__(self) -> None:
         self._reports: deque[StepReport] = deque(maxlen=_MOST)
+        self._texts: deque[str] = deque(maxlen=_MOST)
 
     def add(self, report: StepReport) -> None:
-        self._reports.append(dataclasses.replace(report, parts_s={}))
+        self._append(dataclasses.replace(report, parts_s={}))
+
+    def json_text(self) -> str:
+        """The same as JSON text; each report is written out once, as this is wanted after every step."""
+        return f"[{','.join(self._texts)}]"
 
     def document(self) -> list[dict[str, Any]]:
         """Plain JSON, for a checkpoint's extra."""
@@ -34,7 +40,11 @@ class RecentReports:
         """Goes on from what a checkpoint holds. Unknown fields are passed over, as a newer version may write them."""
         known = {item.name for item in dataclasses.fields(StepReport)}
         for entry in document:
-            self._reports.append(StepReport(**{name: value for name, value in entry.items() if name in known}))
+            self._append(StepReport(**{name: value for name, value in entry.items() if name in known}))
+
+    def _append(self, report: StepReport) -> None:
+        self._reports.append(report)
+        self._texts.append(json.dumps(dataclasses.asdict(report), separators=(",", ":")))
 
     def tell_again(self, reporter: Reporter) -> None:
         """Tells all of them. Readers of the records keep one report of each step."""

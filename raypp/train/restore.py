@@ -1,8 +1,10 @@
-"""Starting where the newest usable checkpoint ends. All ranks load the same one, or none."""
+"""Starting where the newest usable snapshot or checkpoint ends. All ranks load the same one, or none."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,14 @@ from torch import nn
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.from_hf import load_from_hf
 from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
 from raypp.records import Event, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
 from raypp.train.recent import RecentReports
+from raypp.train.restore_memory import load_from_memory
 
 
 def restore_newest(
@@ -28,11 +32,13 @@ def restore_newest(
     seat: Seat,
     reporter: Reporter,
     recent: RecentReports,
+    tier: MemoryTier | None = None,
 ) -> int:
     """Loads weights, optimizer state, data position and recent reports. Collective over the world.
 
-    Rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next older.
-    A run that has checkpoints never starts from nothing, nor from `model.from_hf` again.
+    From memory when all ranks have a snapshot of a step that is newer than the newest commit, else from the store.
+    There rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next
+    older. A run that has checkpoints never starts from nothing, nor from `model.from_hf` again.
 
     Returns:
         The step that was loaded; 0 when the run begins.
@@ -42,6 +48,38 @@ def restore_newest(
         UnreachableError: The store does not answer; not a reason to fall back.
     """
     candidates = [c.step for c in list_checkpoints(store, job.name)] if seat.rank == 0 else []
+    if tier is None:
+        return _from_store(store, job, stages, optimizer, loader, seat, reporter, recent, candidates)
+    started = time.monotonic()
+    newest = _from_rank_zero(candidates[-1] if candidates else -1)
+    found = load_from_memory(tier, newest, stages, optimizer)
+    step = found.step
+    if step:
+        _take_up(found.extra, step, loader, seat, reporter, recent)
+    else:
+        step = _from_store(store, job, stages, optimizer, loader, seat, reporter, recent, candidates)
+    if seat.rank == 0 and step:
+        seconds = round(time.monotonic() - started, 4)
+        source = "memory" if found.step else "store"
+        details = {"source": source, "seconds": seconds, "committed": newest, "from_partner": found.from_partner}
+        message = found.in_words(step, newest)
+        reporter.event(Event("restored", message, attempt=seat.attempt, step=step, details=details))
+    tier.start(found.nodes, found.addresses, step, found.slot, optimizer, newest)
+    return step
+
+
+def _from_store(
+    store: ObjectStore,
+    job: Job,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    seat: Seat,
+    reporter: Reporter,
+    recent: RecentReports,
+    candidates: list[int],
+) -> int:
+    """The newest checkpoint that every rank can use; `candidates` are rank 0's, oldest first."""
     rejected: list[Problem] = []
     while True:
         step = _from_rank_zero(candidates.pop() if candidates else -1)
@@ -64,13 +102,21 @@ def restore_newest(
                 rejected.append(Problem(f"step-{step:08d}", "another rank could not use its part"))
             continue
         assert loaded is not None
-        if loaded.data_position is not None:
-            loader.seek(loaded.data_position)
-        recent.take_over(loaded.extra.get("recent_steps", ()))
-        if seat.rank == 0:
-            recent.tell_again(reporter)
-            reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
+        _take_up(loaded.extra, step, loader, seat, reporter, recent)
         return step
+
+
+def _take_up(
+    extra: dict[str, Any], step: int, loader: Loader, seat: Seat, reporter: Reporter, recent: RecentReports
+) -> None:
+    """What was kept beside the tensors: where the data go on, and the newest reports."""
+    position = extra.get("data_position")
+    if position is not None:
+        loader.seek(position)
+    recent.take_over(extra.get("recent_steps", ()))
+    if seat.rank == 0:
+        recent.tell_again(reporter)
+        reporter.event(Event("resumed", f"from step {step}", attempt=seat.attempt, step=step))
 
 
 def _begin(job: Job, stages: Sequence[nn.Module], seat: Seat, reporter: Reporter) -> None:

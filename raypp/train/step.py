@@ -78,7 +78,9 @@ class StepRunner:
         self.lookahead: LookaheadTuner | None = None
         if job.pipeline.lookahead == "auto" and job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(job, seat, groups, built.runtime, device)
-        self.saving = lambda: False  # replaced by what asks this rank's saver; agreed on once per step
+        # Agreed on once per step: whether this rank's saver is busy, and the memory tier's numbers. Replaced by theirs.
+        self.saving: Callable[[], bool] = lambda: False
+        self.signals: Callable[[], tuple[int, ...]] = lambda: ()
         self.share = groups.context_share(job.mesh.cp_style)
         self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
 
@@ -100,6 +102,7 @@ class StepRunner:
                 replica=self.replica,
                 replicas=self.job.mesh.replicas,
                 saving=self.saving(),
+                signals=self.signals(),
             )
         return ReadStep(microbatches, plan)
 

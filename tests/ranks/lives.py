@@ -1,0 +1,222 @@
+"""Whole lives of ranks (`run_rank`) in real processes that are killed by real signals, attempt after attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import _context, free_port
+from safetensors.torch import load_file
+
+from raypp.checkpoint.commit import claim_attempt, read_commit
+from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
+from raypp.mesh.geometry import Mesh
+from raypp.records import Event, RankResult, Requests, Seat, StepReport
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.faults import LostPeerError
+from raypp.train.rank import run_rank
+
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Fate:
+    """Who dies, and when: in the step after `after`, as soon as every rank has a whole snapshot of that step.
+
+    Attributes:
+        ranks: Who is killed by SIGKILL.
+        after: The last step that is finished.
+        memory: False: the snapshot is not waited for.
+        copies: Copies on other nodes that must be there, too.
+    """
+
+    ranks: tuple[int, ...]
+    after: int
+    memory: bool = True
+    copies: int = 0
+
+
+@dataclass
+class Told:
+    """What ranks told, by the process that was rank 0 or by any."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    results: dict[int, RankResult] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    def restored(self) -> str:
+        return self.of_kind("restored")[-1].message
+
+
+class _Speaker:
+    """A rank's reporter: tells the test's process everything, and is what kills the rank."""
+
+    def __init__(self, connection: Any, seat: Seat, fate: Fate | None, directories: list[str]) -> None:
+        self._connection, self._seat, self._fate, self._directories = connection, seat, fate, directories
+        self._step = 0
+
+    def phase(self, name: str, detail: str = "") -> None:
+        first, _, rest = detail.partition(" ")
+        if name == "step" and rest == "read":
+            self._step = int(first)
+        fate = self._fate
+        # "read" is said before the step's agreement, an action of the schedule after it.
+        in_step = name == "step" and rest != "read" and fate is not None and self._step == fate.after + 1
+        if in_step and fate is not None and self._seat.rank in fate.ranks:
+            if fate.memory:
+                self._wait_for_snapshots(fate)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_for_snapshots(self, fate: Fate) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
+            whole = {name.rank for name in names if name.step == fate.after and name.kind == "own"}
+            copies = {name.rank for name in names if name.step == fate.after and name.kind == "copy"}
+            if len(whole) == self._seat.world_size and len(copies) >= fate.copies:
+                return
+            time.sleep(0.002)
+        raise TimeoutError(f"no snapshots of step {fate.after}: {names}")
+
+    def step(self, report: StepReport) -> None:
+        self._connection.send(("step", report))
+
+    def event(self, event: Event) -> None:
+        self._connection.send(("event", event))
+
+    def requests(self) -> Requests:
+        return Requests()
+
+
+def _live(
+    connection: Any, document: dict[str, Any], first: Seat, fate: Fate | None, directories: list[str], stay: bool
+) -> None:
+    """A rank's process. With `stay`, a rank that lost a peer waits for its next seat and lives on in this process."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
+    job, seat = parse_job(document), first
+    while True:
+        try:
+            result = run_rank(job, seat, _Speaker(connection, seat, fate, directories))
+            connection.send(("result", result))
+            return
+        except LostPeerError as error:
+            connection.send(("error", str(error)))
+            if not stay:
+                return
+            seat, fate = connection.recv()
+        except BaseException as error:  # noqa: BLE001 - belongs into the test's report
+            connection.send(("error", f"{type(error).__name__}: {error}"))
+            return
+
+
+class Lives:
+    """One run on simulated nodes, attempt after attempt.
+
+    Args:
+        document: The job.
+        root: Where its checkpoints go.
+        directories: Where each rank's node keeps snapshots.
+        nodes: The node of each rank.
+    """
+
+    def __init__(self, document: dict[str, Any], root: Path, directories: list[Path], nodes: list[int]) -> None:
+        self.document = {**document, "checkpoint": {"url": str(root), "every_steps": 0, **document["checkpoint"]}}
+        self.store, self.nodes = DirectoryStore(root), nodes
+        self.directories = [str(folder) for folder in directories]
+        self.attempt = 0
+        self._processes: dict[int, tuple[Any, Any]] = {}
+
+    def attempt_once(self, fate: Fate | None = None, *, stay: bool = False) -> Told:
+        """Runs an attempt to its end: success, or death as told; survivors go on in the next one when `stay`."""
+        self.attempt += 1
+        claim_attempt(self.store, self.document["name"], self.attempt)
+        mesh, port = Mesh.of(parse_job(self.document).mesh), free_port()
+        told = Told()
+        pipes: dict[int, Any] = {}
+        for rank in range(mesh.world):
+            seat = self._seat(mesh, rank, port)
+            if rank in self._processes:
+                process, here = self._processes[rank]
+                here.send((seat, fate))
+            else:
+                here, there = _context.Pipe(duplex=True)
+                process = _context.Process(
+                    target=_live, args=(there, self.document, seat, fate, self.directories, stay), daemon=True
+                )
+                process.start()
+                there.close()
+                self._processes[rank] = (process, here)
+            pipes[rank] = here
+        self._listen(pipes, told, stay)
+        return told
+
+    def _listen(self, pipes: dict[int, Any], told: Told, stay: bool) -> None:
+        open_ones, end = dict(pipes), time.monotonic() + PATIENCE_S
+        while open_ones:
+            assert time.monotonic() < end, f"ranks {sorted(open_ones)} do not come to an end: {told}"
+            for rank, pipe in list(open_ones.items()):
+                try:
+                    if not pipe.poll(0.005):
+                        continue
+                    kind, value = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._bury(rank)
+                    del open_ones[rank]
+                    continue
+                _note(told, rank, kind, value)
+                if kind == "error" and stay:
+                    del open_ones[rank]
+
+    def _bury(self, rank: int) -> None:
+        process, pipe = self._processes.pop(rank)
+        process.join(timeout=10)
+        pipe.close()
+
+    def _seat(self, mesh: Mesh, rank: int, port: int) -> Seat:
+        node = self.nodes[rank]
+        here = [other for other, where in enumerate(self.nodes) if where == node]
+        return Seat(
+            self.document["name"], self.attempt, rank, mesh.world, mesh.coordinates(rank), mesh.sizes,
+            local_rank=here.index(rank), local_world_size=len(here), node_rank=node, node="127.0.0.1",
+            master_port=port,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Kills what still lives."""
+        for rank, (process, _) in list(self._processes.items()):
+            process.kill()
+            self._bury(rank)
+
+    def final_state(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the last checkpoint."""
+        name, steps = self.document["name"], self.document["train"]["steps"]
+        commit = read_commit(self.store, name, steps)
+        root = Path(self.document["checkpoint"]["url"])
+        return {key: value for one in commit.objects for key, value in load_file(root / one.key).items()}
+
+
+def _note(told: Told, rank: int, kind: str, value: Any) -> None:
+    if kind == "step":
+        told.losses[value.step] = value.loss
+        told.steps.append(value.step)
+    elif kind == "event":
+        told.events.append(value)
+    elif kind == "result":
+        told.results[rank] = value
+    else:
+        told.errors[rank] = value
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
