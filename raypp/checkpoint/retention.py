@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.layout import commit_key, step_of, steps_prefix
+from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError
 from raypp.storage import ObjectStore
@@ -65,6 +65,8 @@ def prune(
     kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
+    # The caller may have been thought dead meanwhile, and a newer attempt be saving: nothing of that one goes.
+    kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
     doomed = [step for step in committed if step not in kept]
     if doomed:
         saved = _newest_whole(store, run, kept, [step for step in doomed if step not in void])
@@ -77,6 +79,8 @@ def prune(
     for info in store.list(steps_prefix(run)):
         step = step_of(run, info.key)
         if step is None or info.key in used or step in unreadable:
+            continue
+        if attempt is not None and (attempt_number(info.key.rpartition("/")[0]) or 0) > attempt:
             continue
         if info.key == commit_key(run, step):
             if step in doomed:
@@ -111,6 +115,15 @@ def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[se
         except CheckpointError:
             unreadable.add(step)
     return used, unreadable
+
+
+def _is_of_newer_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
+    if attempt is None:
+        return False
+    try:
+        return read_commit(store, run, step).attempt > attempt
+    except CheckpointError:
+        return False
 
 
 def _is_of_older_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
