@@ -1,0 +1,138 @@
+"""Which checkpoints stay: over any sequence of commits, failures and damage."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, list_checkpoints, write_commit
+from raypp.checkpoint.layout import commit_key, rank_key, step_of, steps_prefix
+from raypp.checkpoint.retention import prune
+from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.storage.directory import DirectoryStore
+
+RUN = "r"
+RANKS = 2
+
+
+class History:
+    """A run's life in a store, told by single events, with what should be there after each."""
+
+    def __init__(self, root: Path, keep: int, keep_every: int) -> None:
+        self.store = DirectoryStore(root)
+        self.keep, self.keep_every = keep, keep_every
+        self.step = 0
+        self.attempt = claim_next_attempt(self.store, RUN)
+
+    def upload(self, ranks: int = RANKS) -> tuple[ObjectRecord, ...]:
+        """Some ranks' objects of the next step, uncommitted."""
+        records = []
+        for rank in range(ranks):
+            key, data = rank_key(RUN, self.step, self.attempt, rank), f"{self.step} {self.attempt} {rank}".encode()
+            self.store.put(key, data)
+            records.append(ObjectRecord(key, len(data), hashlib.sha256(data).hexdigest(), rank))
+        return tuple(records)
+
+    def committed(self) -> list[int]:
+        return [checkpoint.step for checkpoint in list_checkpoints(self.store, RUN)]
+
+    def whole(self) -> list[int]:
+        return [step for step in self.committed() if not verify_checkpoint(self.store, RUN, step, every_byte=False)]
+
+    def save(self) -> None:
+        """A save that succeeds, and what follows it."""
+        self.step += 1
+        mesh = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+        write_commit(self.store, Commit(RUN, self.step, self.attempt, mesh, {}, {}, self.upload()))
+        self.prune()
+
+    def prune(self) -> None:
+        before, whole = set(self.committed()), self.whole()
+        pruned = prune(self.store, RUN, self.keep, keep_every=self.keep_every, newest=self.step, attempt=self.attempt)
+        after = set(self.committed())
+        assert after == before - set(pruned.steps)
+        reachable = [step for step in whole if step <= self.step]
+        if reachable:
+            assert reachable[-1] in self.whole(), "the newest whole checkpoint was removed"
+        if self.keep_every:
+            assert all(step in after for step in before if step % self.keep_every == 0 and step <= self.step)
+        below = sorted(step for step in before if step <= self.step)
+        assert set(below[-self.keep :]) <= after
+        ordinary = [step for step in after if not (self.keep_every and step % self.keep_every == 0)]
+        assert len(ordinary) <= self.keep + 1, "one more than keep only while the kept ones are damaged"
+        if self.step in self.whole():
+            assert len([step for step in ordinary if step <= self.step]) <= self.keep
+
+    def fail(self) -> None:
+        """A save that one rank never finishes."""
+        self.step += 1
+        self.upload(RANKS - 1)
+
+    def restart(self) -> None:
+        """A new attempt goes on from the newest checkpoint that can be used."""
+        self.attempt = claim_next_attempt(self.store, RUN)
+        usable = newest_usable(self.store, RUN).commit
+        self.step = usable.step if usable else 0
+
+    def lose(self, which: int) -> None:
+        """An object of a committed step goes missing, or is cut short."""
+        steps = self.committed()
+        if steps:
+            step = steps[which % len(steps)]
+            keys = sorted(i.key for i in self.store.list(f"{RUN}/step-{step:08d}/") if not i.key.endswith("COMMIT"))
+            if keys:
+                path = self.store.root / keys[which % len(keys)]
+                path.unlink() if which % 2 else path.write_bytes(path.read_bytes()[:-1])
+
+
+EVENTS = st.one_of(
+    st.just(("save",)), st.just(("save",)), st.just(("fail",)), st.just(("restart",)), st.just(("prune",)),
+    st.tuples(st.just("lose"), st.integers(0, 9)),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.sampled_from([0, 2, 3, 5]), st.lists(EVENTS, max_size=14))
+def test_over_any_history_the_newest_whole_checkpoint_and_every_nth_stay(
+    keep: int, keep_every: int, events: list[tuple[str, int]]
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        history = History(Path(root), keep, keep_every)
+        for name, *arguments in events:
+            getattr(history, name)(*arguments)
+        history.save()
+        named = {commit_key(RUN, step) for step in history.committed()}
+        named |= {info.key for info in _objects(history) if step_of(RUN, info.key) in history.committed()}
+        assert {info.key for info in _objects(history)} <= named, "what belongs to no checkpoint was left behind"
+
+
+def _objects(history: History) -> Iterator:
+    return history.store.list(steps_prefix(RUN))
+
+
+def test_when_the_kept_one_is_damaged_an_older_whole_one_stays(tmp_path: Path) -> None:
+    history = History(tmp_path, keep=1, keep_every=0)
+    history.save()
+    history.step = 2
+    mesh = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+    records = history.upload()
+    write_commit(history.store, Commit(RUN, 2, 1, mesh, {}, {}, records))
+    history.store.delete([records[0].key])
+    history.prune()
+    assert history.committed() == [1, 2]
+    history.save()
+    assert history.committed() == [3]
+
+
+@pytest.mark.parametrize(("keep_every", "left"), [(0, [6, 7]), (3, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7])])
+def test_multiples_of_keep_every_stay_for_ever(tmp_path: Path, keep_every: int, left: list[int]) -> None:
+    history = History(tmp_path, keep=2, keep_every=keep_every)
+    for _ in range(7):
+        history.save()
+    assert history.committed() == left
