@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": ("raypp.cli.run_commands:stop_command", "End a run after a last checkpoint."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify and prune checkpoints."),
     "local": ("raypp.cli.local_commands:local_group", "A cluster on this machine: Ray and an S3 server."),
+    "doctor": ("raypp.cli.doctor_command:doctor_command", "Examine a cluster: versions, links, clocks, store."),
     "parity": ("raypp.cli.parity_command:parity_command", "Compare a job's mesh with one process, number by number."),
     "explain": ("raypp.cli.job_commands:explain_command", "What every key of a job file means."),
     "schema": ("raypp.cli.job_commands:schema_command", "The job file's JSON Schema, for editors."),
@@ -36,7 +37,7 @@ COMMANDS = {
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
     "Jobs": ("plan", "parity", "explain", "schema", "list-kinds"),
-    "Stores and clusters": ("checkpoints", "local"),
+    "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 
 

@@ -116,7 +116,7 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
         **_paths_for_tests(rank_function),
     }
     document = {
-        "entrypoint": f"{_python(cluster)} -m raypp.control.driver",
+        "entrypoint": f"{python_of(cluster)} -m raypp.control.driver",
         "submission_id": submission_id,
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
         "metadata": {"raypp_run": job.name, "raypp_url": url},
@@ -167,7 +167,7 @@ def _by_process(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
         timeout=_COMMAND_PATIENCE_S,
         check=False,
     )
-    return _answer(done.stdout, done.stderr)
+    return answer_in(done.stdout, done.stderr)
 
 
 def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
     name, content = build_package(None, {})
     submission_id = dashboard.submit_job(
         {
-            "entrypoint": f"{_python(cluster)} -m raypp.control.driver {command} {run}",
+            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {command} {run}",
             "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
             "metadata": {"raypp_command": f"{command} {run}"},
         }
@@ -184,14 +184,19 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
     while time.monotonic() < end:
         job = dashboard.job(submission_id)
         if job is None or job["status"] in FINAL_JOB_STATES:
-            return _answer(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
+            return answer_in(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
         time.sleep(0.1)
     raise UnreachableError(
         Problem("address", f"the cluster did not carry out `{command}` in {_COMMAND_PATIENCE_S:.0f} s")
     )
 
 
-def _answer(output: str, errors: str) -> dict[str, Any]:
+def answer_in(output: str, errors: str) -> dict[str, Any]:
+    """The JSON object on the last line that has one.
+
+    Raises:
+        UnreachableError: There is none; the end of the errors is told.
+    """
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
             return dict(json.loads(line))
@@ -199,7 +204,7 @@ def _answer(output: str, errors: str) -> dict[str, Any]:
     raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}"))
 
 
-def _python(cluster: Cluster) -> str:
+def python_of(cluster: Cluster) -> str:
     """The interpreter on the nodes: this one when the head is this machine, else the first on the raylet's PATH."""
     if cluster.embedded is not None:
         return shlex.quote(cluster.embedded.python)

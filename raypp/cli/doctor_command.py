@@ -1,0 +1,171 @@
+"""`raypp doctor`: examine a cluster before a job finds out what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from raypp.cli.errors import styled
+from raypp.cli.jobs import load_checked_job
+from raypp.control import client
+from raypp.control.clusters import find_cluster, lend_store_settings
+from raypp.control.doctor import examine
+from raypp.control.findings import Finding, Severity, findings, links_document
+from raypp.control.probe import ProbeOptions
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
+from raypp.spec.job import Job
+
+_WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
+_COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
+_LOCAL_KINDS = ("text", "jsonl", "tokens")
+
+
+@click.command("doctor")
+@click.argument("job", required=False, type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job file.")
+@click.option("--address", metavar="A", help="The cluster's dashboard.  [default: as for submit]")
+@click.option("--store", "store_url", metavar="URL", help="A store to try from every node.  [default: the job's]")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a file for `raypp plan --links`.")
+@click.option("--seconds", default=0.6, show_default=True, help="Of each bandwidth measurement.")
+@click.option("--no-devices", is_flag=True, help="Leave out the matrix product on every device.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def doctor_command(
+    job: Path | None,
+    overrides: tuple[str, ...],
+    address: str | None,
+    store_url: str | None,
+    out: Path | None,
+    seconds: float,
+    no_devices: bool,
+    as_json: bool,
+) -> None:
+    """Examine every node of a cluster, each link between two of them, and the store; with JOB, all that it needs.
+
+    Exit code 0: fine; 1: something that will break a run; 3: no cluster.
+    """
+    checked = load_checked_job(job, overrides).job if job is not None else None
+    if job is None and overrides:
+        raise JobError(Problem("--set", "there is no JOB whose value could be replaced", "name the job file first"))
+    cluster = find_cluster(address)
+    lend_store_settings(cluster.embedded)
+    cluster.dashboard.ray_version()
+    url = store_url or (checked.checkpoint.url if checked else "")
+    if url and not re.match(r"^[a-z0-9]+://", url):
+        url = str(Path(url).expanduser().absolute())
+    options = ProbeOptions(url, _paths(checked), max(0.05, min(seconds, 60.0)), not no_devices)
+    report = examine(cluster, options, lambda line: click.echo(f"  {line}", err=True))
+    found = findings(report)
+    if checked is not None:
+        try:
+            client.check_resources(checked, cluster)
+        except ResourcesError as error:
+            found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
+    if out is not None:
+        out.write_text(json.dumps(links_document(report), indent=2) + "\n")
+        click.echo(f"written: {out}; `raypp plan JOB --links {out}` reads it", err=True)
+    if as_json:
+        click.echo(json.dumps({**report, "findings": [finding.as_dict() for finding in found]}))
+    else:
+        _show(report, found, bool(url))
+    raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
+
+
+def _paths(job: Job | None) -> list[str]:
+    """Files every node must have."""
+    if job is None or job.data.kind not in _LOCAL_KINDS or not job.data.path or "://" in job.data.path:
+        return []
+    tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and "://" not in job.data.tokenizer else []
+    return [str(Path(path).expanduser().absolute()) for path in [job.data.path, *tokenizer]]
+
+
+def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:
+    console = Console(highlight=False)
+    console.print(_nodes(report))
+    if report["links"]:
+        console.print(_matrix(report))
+        console.print("rows send to columns: Gbit/s of payload; below it half a round trip; † over another interface\n")
+    if report["store"]:
+        console.print(_store(report["store"]))
+    elif not store_asked:
+        console.print("store: not tried; give a JOB, or --store URL\n")
+    for finding in found:
+        colour = _COLOURS[finding.severity]
+        click.echo(f"{click.style(_WORDS[finding.severity], fg=colour)}: {styled(finding.problem)}")
+    if not found:
+        click.echo("nothing is wrong")
+
+
+def _nodes(report: dict[str, Any]) -> Table:
+    table = Table(title="nodes", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in ("node", "host", "python", "torch", "ray", "devices", "CPUs", "memory free", "/dev/shm", "interface"):
+        table.add_column(name)
+    for node in report["nodes"]:
+        if "error" in node:
+            table.add_row(node["ip"], node["hostname"], "does not answer")
+            continue
+        own = next((one for one in node["interfaces"] if one["address"] == node["ip"]), None)
+        speed = f" {own['mbps'] / 1000:g} Gbit/s" if own and own["mbps"] else ""
+        versions = node["packages"]
+        torch = (node.get("torch") or {}).get("torch") or versions["torch"] or "–"
+        table.add_row(
+            *(node["ip"], node["hostname"], node["python"], torch, versions["ray"] or "–", _devices(node)),
+            *(f"{node['cpus']:g}", _gib(node["memory_free"]), _gib(node["shm_free"])),
+            f"{own['name']}{speed}" if own else "–",
+        )
+    return table
+
+
+def _devices(node: dict[str, Any]) -> str:
+    seen = node.get("torch") or {}
+    if seen.get("devices"):
+        first = seen["devices"][0]
+        return f"{len(seen['devices'])} × {first['kind']} ({first['flops'] / 1e12:.0f} TFLOP/s)"
+    if seen.get("cpu"):
+        return f"CPU ({seen['cpu']['flops'] / 1e9:.0f} GFLOP/s a core)"
+    return f"{node['gpus']:g} GPUs" if node["gpus"] else "CPU"
+
+
+def _gib(count: int | None) -> str:
+    return "–" if count is None else f"{count / 2**30:.1f} GiB"
+
+
+def _matrix(report: dict[str, Any]) -> Table:
+    nodes = [node["ip"] for node in report["nodes"]]
+    carries = {node["ip"]: _own_interface(node) for node in report["nodes"]}
+    cells: dict[tuple[str, str], str] = {}
+    for link in report["links"]:
+        if "error" in link:
+            cells[link["from"], link["to"]] = cells[link["to"], link["from"]] = "[red]none[/red]"
+            continue
+        mark = "" if link["interface"] == carries[link["from"]] else "†"
+        for key, rate in (((link["from"], link["to"]), "gbps_out"), ((link["to"], link["from"]), "gbps_in")):
+            cells[key] = f"{link[rate]:.3g}{mark}\n{link['latency_ms']:.2g} ms"
+    table = Table(title="\nlinks", title_justify="left", header_style="bold")
+    for name in ("", *nodes):
+        table.add_column(name)
+    for row in nodes:
+        table.add_row(row, *("–" if row == column else cells.get((row, column), "") for column in nodes))
+    return table
+
+
+def _own_interface(node: dict[str, Any]) -> str:
+    return next((one["name"] for one in node.get("interfaces", ()) if one["address"] == node["ip"]), "")
+
+
+def _store(store: dict[str, Any]) -> Table:
+    table = Table(title=f"store {store['url']}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in ("node", "rights", "up", "down"):
+        table.add_column(name)
+    for node in store["nodes"]:
+        if "error" in node:
+            table.add_row(node["ip"], "[red]no[/red]", "–", "–")
+        else:
+            table.add_row(node["ip"], "all", f"{node['up_mbps']:.0f} MB/s", f"{node['down_mbps']:.0f} MB/s")
+    table.add_section()
+    return table

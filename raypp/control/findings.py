@@ -1,0 +1,227 @@
+"""From what `raypp doctor` measured to what is wrong, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from raypp.errors import Problem
+
+SKEW_BREAKS_S = 300.0
+SKEW_TOLD_S = 1.0
+LOOKUP_TOLD_S = 1.0
+SHM_BYTES = 1 << 30
+DISK_BYTES = 2 << 30
+_SAME = ("python", "torch", "ray", "cuda", "nccl")
+
+
+class Severity(StrEnum):
+    """breaks: a run will fail or hang. slows: it will be slower, or fail later. note: good to know."""
+
+    BREAKS = "breaks"
+    SLOWS = "slows"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found."""
+
+    severity: Severity
+    problem: Problem
+
+    def as_dict(self) -> dict[str, str]:
+        return {"severity": str(self.severity), "what": self.problem.what, "fix": self.problem.fix}
+
+
+def findings(report: dict[str, Any]) -> list[Finding]:
+    """Everything worth telling, the worst first."""
+    found: list[Finding] = []
+    for look in (_silent_nodes, _versions, _missing, _links, _rates, _clocks, _machines, _store, _devices):
+        found += look(report)
+    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+
+
+def _working(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [node for node in report["nodes"] if "error" not in node]
+
+
+def _found(severity: Severity, what: str, fix: str) -> Finding:
+    return Finding(severity, Problem("", what, fix))
+
+
+def _silent_nodes(report: dict[str, Any]) -> Iterator[Finding]:
+    for node in report["nodes"]:
+        if "error" in node:
+            fix = "look at Ray's logs there; are Python and raypp's dependencies installed as on the others?"
+            yield _found(Severity.BREAKS, f"no worker answers on node {node['ip']}: {node['error']}", fix)
+    if not report["nodes"]:
+        yield _found(Severity.BREAKS, "the cluster has no node", "start one: ray start --address=HEAD:6379")
+
+
+def _versions(report: dict[str, Any]) -> Iterator[Finding]:
+    for name in _SAME:
+        by_version: dict[str, list[str]] = defaultdict(list)
+        for node in _working(report):
+            version = _version_of(node, name)
+            if version:
+                by_version[version].append(node["ip"])
+        if len(by_version) > 1:
+            told = ", ".join(f"{version} on {_some(nodes)}" for version, nodes in sorted(by_version.items()))
+            fix = f"install the same {name} on every node (constraints.txt has the versions raypp is tested with)"
+            yield _found(Severity.BREAKS, f"the nodes have different versions of {name}: {told}", fix)
+    for name in ("torch", "boto3", "safetensors", "pydantic"):
+        without = [node["ip"] for node in _working(report) if not node["packages"].get(name)]
+        if without:
+            fix = "install raypp's dependencies there, in the Python that runs Ray"
+            yield _found(Severity.BREAKS, f"{name} is not installed on {_some(without)}", fix)
+
+
+def _version_of(node: dict[str, Any], name: str) -> str | None:
+    if name in ("cuda", "nccl"):
+        return (node.get("torch") or {}).get(name)
+    # A patch of Python makes no difference to Ray's workers; its minor version does.
+    return ".".join(node["python"].split(".")[:2]) if name == "python" else node["packages"].get(name)
+
+
+def _missing(report: dict[str, Any]) -> Iterator[Finding]:
+    by_path: dict[str, list[str]] = defaultdict(list)
+    for node in _working(report):
+        for path in node.get("missing", ()):
+            by_path[path].append(node["ip"])
+    for path, nodes in by_path.items():
+        fix = "copy it to the same place on every node, share the directory, or put it into the store (s3://…)"
+        yield _found(Severity.BREAKS, f"the training data {path} are not on {_some(nodes)}", fix)
+
+
+def _links(report: dict[str, Any]) -> Iterator[Finding]:
+    for link in report["links"]:
+        if "error" in link:
+            over = f" over {link['interface']}" if link.get("interface") else ""
+            what = f"{link['from']} does not reach {link['to']}{over}: {link['error']}"
+            fix = (
+                "allow TCP on all ports between the nodes; if they share another network, start Ray with "
+                "--node-ip-address of that one on every node"
+            )
+            yield _found(Severity.BREAKS, what, fix)
+
+
+def _rates(report: dict[str, Any]) -> Iterator[Finding]:
+    interfaces = {node["ip"]: {one["name"]: one for one in node["interfaces"]} for node in _working(report)}
+    good = [link for link in report["links"] if "error" not in link]
+    for link in good:
+        out, back = link["gbps_out"], link["gbps_in"]
+        pair = f"{link['from']} – {link['to']}"
+        if min(out, back) < 0.5 * max(out, back):
+            what = f"the link {pair} is lopsided: {out:.3g} Gbit/s there, {back:.3g} back"
+            yield _found(Severity.SLOWS, what, "look for a duplex mismatch, a bad cable, or other traffic")
+        used = interfaces[link["from"]].get(link["interface"])
+        speed = (used or {}).get("mbps", 0) / 1000
+        if speed and max(out, back) < 0.5 * speed:
+            what = (
+                f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {link['interface']} has {speed:g}"
+            )
+            yield _found(
+                Severity.SLOWS, what, "look for a slower switch port, a bad cable, Wi-Fi on the way, or other traffic"
+            )
+    for ip, known in interfaces.items():
+        used_names = {link["interface"] for link in good if link["from"] == ip}
+        fastest = max((known[name]["mbps"] for name in used_names if name in known), default=0)
+        for one in known.values():
+            if fastest and one["up"] and one["mbps"] > fastest and one["name"] not in used_names:
+                what = (
+                    f"node {ip} talks over {', '.join(sorted(used_names))} ({fastest / 1000:g} Gbit/s), "
+                    f"and has {one['name']} with {one['mbps'] / 1000:g}"
+                )
+                fix = f"start Ray there with --node-ip-address={one['address']} (every node in that network)"
+                yield _found(Severity.SLOWS, what, fix)
+
+
+def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
+    for link in report["links"]:
+        skew = abs(link.get("skew_s", 0.0))
+        if skew > SKEW_TOLD_S:
+            severity = Severity.BREAKS if skew > SKEW_BREAKS_S else Severity.SLOWS
+            what = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
+            fix = "run an NTP client on every node (chrony, systemd-timesyncd); stores refuse requests 15 minutes off"
+            yield _found(severity, what, fix)
+
+
+def _machines(report: dict[str, Any]) -> Iterator[Finding]:
+    def those(test: Callable[[dict[str, Any]], bool]) -> list[str]:
+        return [node["ip"] for node in _working(report) if test(node)]
+
+    if slow := those(lambda node: node["lookup_s"] > LOOKUP_TOLD_S):
+        what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for that"
+        yield _found(Severity.SLOWS, what, "put all nodes' addresses and names into /etc/hosts of every node")
+    if small := those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES):
+        what = f"less than 1 GiB of /dev/shm is free on {_some(small)}"
+        yield _found(Severity.SLOWS, what, "give containers --shm-size; delete what dead processes left there")
+    if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
+        what = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
+        yield _found(Severity.BREAKS, what, "make room, or start Ray with --temp-dir on another disk")
+    if torchless := those(lambda node: "error" in (node.get("torch") or {})):
+        node = next(one for one in _working(report) if one["ip"] == torchless[0])
+        what = f"torch does not start on {_some(torchless)}: {node['torch']['error']}"
+        yield _found(Severity.BREAKS, what, "install it anew there, for the driver that is there")
+    if blind := those(lambda node: "torch" in node and node["gpus"] > len(node["torch"].get("devices", ()))):
+        what = f"Ray counts more GPUs than torch sees on {_some(blind)}"
+        yield _found(Severity.BREAKS, what, "install a CUDA build of torch that fits the driver (nvidia-smi tells it)")
+
+
+def _store(report: dict[str, Any]) -> Iterator[Finding]:
+    store = report.get("store")
+    if not store:
+        return
+    for node in store["nodes"]:
+        if "error" in node:
+            fix = node.get("fix") or "check address, keys and rights of the store from that node"
+            yield _found(Severity.BREAKS, f"the store {store['url']} from {node['ip']}: {node['error']}", fix)
+        elif node["hidden_from_it"]:
+            what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
+            yield _found(Severity.BREAKS, what, "use a shared directory (NFS) or s3://: every node must see one store")
+
+
+def _devices(report: dict[str, Any]) -> Iterator[Finding]:
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for device in devices(report):
+        if device["node"] not in kinds[device["kind"]]:
+            kinds[device["kind"]].append(device["node"])
+    if len(kinds) > 1:
+        told = "; ".join(f"{kind} on {_some(nodes)}" for kind, nodes in kinds.items())
+        fix = "`raypp doctor --out links.json`, then `raypp plan JOB --links links.json` cuts the layers accordingly"
+        yield _found(Severity.NOTE, f"the devices are unequal: {told}", fix)
+
+
+def devices(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry per device (a CPU slot is one where a node has no GPU): `node`, `kind`, `flops_rel` (fastest = 1)."""
+    found: list[dict[str, Any]] = []
+    for node in _working(report):
+        seen = node.get("torch") or {}
+        gpus, cpu = seen.get("devices") or [], seen.get("cpu")
+        for gpu in gpus[: int(node["gpus"]) or None]:
+            found.append({"node": node["ip"], "kind": gpu["kind"], "flops": gpu["flops"]})
+        if cpu and not gpus:
+            found += [{"node": node["ip"], "kind": cpu["kind"], "flops": cpu["flops"]}] * int(node["cpus"])
+    fastest = max((one["flops"] for one in found), default=1.0)
+    return [{"node": one["node"], "kind": one["kind"], "flops_rel": round(one["flops"] / fastest, 3)} for one in found]
+
+
+def links_document(report: dict[str, Any]) -> dict[str, Any]:
+    """What `raypp plan --links` reads: nodes, links in each direction, devices, and when it was measured."""
+    links = []
+    for link in report["links"]:
+        if "error" not in link:
+            latency = round(link["latency_ms"], 4)
+            there, back = round(link["gbps_out"], 4), round(link["gbps_in"], 4)
+            links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
+            links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
+    nodes = [node["ip"] for node in report["nodes"]]
+    return {"measured": report["measured"], "nodes": nodes, "links": links, "devices": devices(report)}
+
+
+def _some(nodes: list[str]) -> str:
+    return ", ".join(nodes) if len(nodes) <= 4 else f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
