@@ -66,6 +66,7 @@ def seat_from_environment(job: Job) -> Seat:
         mesh_sizes=mesh.sizes,
         local_rank=local,
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        node_rank=int(environment.get("GROUP_RANK", 0)),
         node=socket.gethostname(),
         master_addr=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
