@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -26,6 +27,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> list[int]:
+    """So many ports, all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:
@@ -64,6 +74,29 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run_in_turn(world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Like `run_ranks` for several cases, by the same processes, one after another; each rendezvous has its own port.
+
+    Returns:
+        Of each case, the results in rank order.
+    """
+    results = run_ranks(world, _in_turn, free_ports(len(cases)), function, list(cases))
+    return [list(case) for case in zip(*results, strict=True)]
+
+
+def _in_turn(
+    rank: int, world: int, port: int, ports: list[int], function: Callable[..., Any], cases: list[tuple[Any, ...]]
+) -> list[Any]:
+    found = []
+    for index, (own_port, case) in enumerate(zip(ports, cases, strict=True)):
+        try:
+            found.append(function(rank, world, own_port, *case))
+        except BaseException as error:
+            error.add_note(f"in case {index} of {len(cases)}: {case}")
+            raise
+    return found
 
 
 def _collect(pipes: list[Any]) -> list[Any]:

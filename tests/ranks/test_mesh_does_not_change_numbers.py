@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from own_schedule import backwards_in_pairs
-from training import merged, train_steps
+from training import Batch, merged, train_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -45,11 +44,21 @@ def document(
     }  # fmt: skip
 
 
-@cache
-def one_process(schedule: str = "1f1b", precision: str = "fp32", mode: str = "microbatch") -> dict[str, Any]:
-    # A single stage: both schedules are then forwards and backwards in microbatch order.
-    job = document(schedule=schedule, train={"precision": precision}, pipeline={"variable_seq_len": mode})
-    return merged(run_ranks(1, train_steps, job, STEPS))
+# A single stage: both schedules are then forwards and backwards in microbatch order.
+ONE = Batch(
+    1,
+    {
+        "fp32": document(),
+        "bf16": document(train={"precision": "bf16"}),
+        "step": document(pipeline={"variable_seq_len": "step"}),
+        "off": document(pipeline={"variable_seq_len": "off"}),
+    },
+    STEPS,
+)
+
+
+def one_process(way: str = "fp32") -> dict[str, Any]:
+    return ONE[way]
 
 
 def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -77,44 +86,82 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: flo
             assert error <= relative, f"{name}: {error:.1e}"
 
 
+CLASSIC = {
+    pp: Batch(pp, {name: document(pp=pp, schedule=name) for name in ("gpipe", "1f1b")}, STEPS) for pp in (2, 3, 4)
+}
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("pp", CLASSIC)
 def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bit(pp: int, schedule: str) -> None:
-    found = merged(run_ranks(pp, train_steps, document(pp=pp, schedule=schedule), STEPS))
-    assert_identical(found, one_process())
+    assert_identical(CLASSIC[pp][schedule], one_process())
 
 
 VIRTUAL = [
     ("interleaved_1f1b", 2, 2), ("interleaved_1f1b", 2, 4), ("looped_bfs", 2, 2), ("interleaved_zero_bubble", 2, 2),
     ("interleaved_zero_bubble", 3, 1), ("zbv", 2, 2), ("zbv", 3, 2), ("dualpipev", 2, 2), ("dualpipev", 3, 2),
+    ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2), ("interleaved_zero_bubble", 4, 2), ("zbv", 4, 2),
+    ("dualpipev", 4, 2),
 ]  # fmt: skip
+VIRTUAL_BATCHES = {
+    world: Batch(
+        world,
+        {
+            (name, pp, stages): document(pp=pp, schedule=name, pipeline={"stages_per_rank": stages})
+            for name, pp, stages in VIRTUAL
+            if pp == world
+        },
+        STEPS,
+    )
+    for world in (2, 3, 4)
+}
 
 
 @pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), VIRTUAL)
 def test_virtual_stages_give_the_bits_of_one_process(schedule: str, pp: int, stages_per_rank: int) -> None:
-    job = document(pp=pp, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank})
-    assert_identical(merged(run_ranks(pp, train_steps, job, STEPS)), one_process())
+    assert_identical(VIRTUAL_BATCHES[pp][schedule, pp, stages_per_rank], one_process())
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+AHEAD = {("1f1b", 1): {"lookahead": 2}, ("interleaved_1f1b", 2): {"lookahead": 2, "stages_per_rank": 2}}
+SETTINGS = Batch(
+    2,
+    {
+        **{key: document(pp=2, schedule=key[0], pipeline=pipeline) for key, pipeline in AHEAD.items()},
+        "step": document(pp=2, pipeline={"variable_seq_len": "step"}),
+        "off": document(pp=2, pipeline={"variable_seq_len": "off"}),
+        "recomputed": document(pp=2, train={"activation_checkpointing": "full"}),
+        "bf16": document(pp=2, train={"precision": "bf16"}),
+    },
+    STEPS,
+)
+"""One change each to a pipeline of two ranks."""
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), AHEAD)
 def test_lookahead_gives_the_bits_of_one_process(schedule: str, stages_per_rank: int) -> None:
-    job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 2})
-    assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process())
+    assert_identical(SETTINGS[schedule, stages_per_rank], one_process())
 
 
 def test_a_schedule_of_ones_own_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     table = tmp_path / "pairs.csv"
     rows = backwards_in_pairs(2, 1, 8)
     table.write_text("".join(",".join(rows[rank]) + "\n" for rank in range(2)))
-    for schedule in ("own_schedule:backwards_in_pairs", str(table)):
-        found = merged(run_ranks(2, train_steps, document(pp=2, schedule=schedule), STEPS))
-        assert_identical(found, one_process())
+    jobs = {name: document(pp=2, schedule=name) for name in ("own_schedule:backwards_in_pairs", str(table))}
+    found = Batch(2, jobs, STEPS)
+    for name in jobs:
+        assert_identical(found[name], one_process())
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
+SHARDED = {
+    name: document(pp=2, fsdp=2, microbatches=4, schedule=name, pipeline={"stages_per_rank": 2})
+    for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+}
+SHARDED_BATCH = Batch(4, SHARDED, STEPS)
+
+
+@pytest.mark.parametrize("schedule", SHARDED)
 def test_virtual_stages_that_are_sharded_give_the_numbers_of_one_process_within_1e5(schedule: str) -> None:
-    job = document(pp=2, fsdp=2, microbatches=4, schedule=schedule, pipeline={"stages_per_rank": 2})
-    assert_close(merged(run_ranks(4, train_steps, job, STEPS)), one_process(), 1e-5)
+    assert_close(SHARDED_BATCH[schedule], one_process(), 1e-5)
 
 
 def test_an_uneven_cut_gives_the_same_bits() -> None:
@@ -124,53 +171,53 @@ def test_an_uneven_cut_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("mode", ["step", "off"])
 def test_padding_more_than_needed_gives_the_bits_of_one_process_padded_alike(mode: str) -> None:
-    job = document(pp=2, pipeline={"variable_seq_len": mode})
-    assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process(mode=mode))
+    assert_identical(SETTINGS[mode], one_process(mode))
 
 
 def test_recomputing_activations_gives_the_same_bits() -> None:
-    job = document(pp=2, train={"activation_checkpointing": "full"})
-    assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process())
+    assert_identical(SETTINGS["recomputed"], one_process())
+
+
+def replicated(**mesh: int) -> dict[str, Any]:
+    """A job whose replicas have 8 microbatches among them."""
+    return document(**mesh, microbatches=8 // (mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)))
+
+
+MESHES = [
+    {"fsdp": 2},
+    {"dp_replicate": 2},
+    {"pp": 2, "fsdp": 2},
+    {"pp": 2, "dp_replicate": 2},
+    {"dp_replicate": 2, "fsdp": 2},
+]
+MESH_BATCHES = {
+    2 * axes: Batch(2 * axes, {str(mesh): replicated(**mesh) for mesh in MESHES if len(mesh) == axes}, STEPS)
+    for axes in (1, 2)
+}
 
 
 # Sums over ranks are added in another order than over microbatches: a rounding of fp32 (6e-8) through three steps.
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"fsdp": 2},
-        {"dp_replicate": 2},
-        {"pp": 2, "fsdp": 2},
-        {"pp": 2, "dp_replicate": 2},
-        {"dp_replicate": 2, "fsdp": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_data_parallel_meshes_give_the_numbers_of_one_process_within_1e5(mesh: dict[str, int]) -> None:
-    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
-    world = replicas * mesh.get("pp", 1)
-    job = document(**mesh, microbatches=8 // replicas)
-    assert_close(merged(run_ranks(world, train_steps, job, STEPS)), one_process(), 1e-5)
+    assert_close(MESH_BATCHES[2 * len(mesh)][str(mesh)], one_process(), 1e-5)
 
 
 def test_resharding_between_microbatches_changes_nothing() -> None:
-    plain = document(fsdp=2, microbatches=4)
-    resharded = document(fsdp=2, microbatches=4)
+    resharded = replicated(fsdp=2)
     resharded["mesh"]["reshard_after_forward"] = True
-    assert_identical(
-        merged(run_ranks(2, train_steps, resharded, STEPS)), merged(run_ranks(2, train_steps, plain, STEPS))
-    )
+    (found,) = run_in_turn(2, train_steps, [(resharded, STEPS)])
+    assert_identical(merged(found), MESH_BATCHES[2][str({"fsdp": 2})])
 
 
 def test_bf16_under_a_pipeline_gives_the_bits_of_one_process_in_bf16() -> None:
     # Activations cross in bf16, as they are computed: the cut rounds nothing that one process does not round.
-    job = document(pp=2, train={"precision": "bf16"})
-    assert_identical(merged(run_ranks(2, train_steps, job, STEPS)), one_process(precision="bf16"))
+    assert_identical(SETTINGS["bf16"], one_process("bf16"))
 
 
 def test_gradients_summed_in_bf16_stay_near_those_summed_in_fp32() -> None:
     job = document(fsdp=2, microbatches=4, train={"precision": "bf16", "reduce_dtype": "bf16"})
     rough = merged(run_ranks(2, train_steps, job, STEPS))
-    exact = one_process(precision="bf16")
+    exact = one_process("bf16")
     # bf16 keeps 8 bits, so a sum of 4 microbatches on 2 ranks is off by some 2^-9 of each gradient: 0.4 % measured.
     for name, value in exact["gradients"][0].items():
         error = float((rough["gradients"][0][name] - value).norm() / value.norm())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from harness import run_in_turn
 
 from raypp.data.loader import Loader, Microbatch
 from raypp.spec.load import parse_job
 from raypp.train.parity import local_seat as seat_of
 from raypp.train.parity import train_some_steps, whole
 
-__all__ = ["merged", "seat_of", "train_steps", "whole"]
+__all__ = ["Batch", "merged", "seat_of", "train_steps", "whole"]
 
 
 class Unlabelled:
@@ -84,3 +86,28 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
         "gradients": [{k: v for r in results for k, v in r["gradients"][i].items()} for i in range(steps)],
         "weights": {k: v for r in results for k, v in r["weights"].items()},
     }
+
+
+class Batch:
+    """Jobs that are trained by the same processes, one after another: starting four costs as much as a small job.
+
+    Args:
+        world: Ranks of every job.
+        jobs: By name; the first that is asked for runs them all.
+        rest: Further arguments of `train_steps`: steps, device type, blank microbatches.
+    """
+
+    def __init__(self, world: int, jobs: Mapping[Any, dict[str, Any]], *rest: Any) -> None:
+        self._world, self._jobs, self._rest = world, jobs, rest
+        self._results: dict[Any, list[dict[str, Any]]] = {}
+
+    def ranks(self, name: Any) -> list[dict[str, Any]]:
+        """What each rank found."""
+        if not self._results:
+            cases = [(job, *self._rest) for job in self._jobs.values()]
+            self._results = dict(zip(self._jobs, run_in_turn(self._world, train_steps, cases), strict=True))
+        return self._results[name]
+
+    def __getitem__(self, name: Any) -> dict[str, Any]:
+        """The merged result of a job."""
+        return merged(self.ranks(name))
