@@ -116,7 +116,8 @@ def measure(hosts: Hosts, steps: int, only: Sequence[str]) -> dict[str, Any]:
             cable["bytes"][variant] = ranks[0].get("bytes", [0])[-1]
             if variant == "raypp, lookahead auto":
                 cable["told"] = told(ranks)
-            print(f"{share} of a forward, {rate / 1e6:.1f} Mbit/s: {variant} {cable['steps'][variant]:.3f} s", flush=True)
+            seconds = cable["steps"][variant]
+            print(f"{share} of a forward, {rate / 1e6:.1f} Mbit/s: {variant} {seconds:.3f} s", flush=True)
         found["cables"][share] = cable
     for host in range(2):
         hosts.network.set_rate(host, "none")

@@ -1,4 +1,4 @@
-"""How long torch's Schedule1F1B takes when forwards, backwards and messages take known times: it waits for each message.
+"""How long torch's Schedule1F1B takes when forwards, backwards and messages take known times: it waits for messages.
 
 In its steady state a rank sends what it has just computed and receives what it needs next in one batch, and waits for
 both before it computes. A message crosses once both its ends were posted; each direction of each link carries one at a

@@ -3,7 +3,7 @@
 A format turns a tensor into one contiguous message of a size that both ends know from the step's plan, and back. As
 computed is the default and keeps every bit. The others lose some, and are used only when the job asks for them:
 
-- `bf16`: numbers of fp32 rounded to the nearest bf16. Half the bytes; each number within 2^-9 of itself.
+- `bf16`: numbers of fp32 rounded to the nearest bf16. Half the bytes; each number within 2^-8 of itself, relatively.
 - `int8`: each row (the hidden vector of one token) is divided by its scale, its largest magnitude / 127, and rounded
   stochastically, up with the probability of the fraction: the mean of what arrives is what was sent, so errors do not
   add up over microbatches in one direction. A quarter of fp32's bytes and 4 more per row; each number within one

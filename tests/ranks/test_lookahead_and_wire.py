@@ -1,0 +1,172 @@
+"""Depths of the warm-up change no bit; compressed messages repeat theirs, and stay near the exact ones."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from safetensors.torch import load_file
+from test_mesh_does_not_change_numbers import assert_identical, document
+from told import Told
+from training import merged
+
+from raypp.planning.choices import schedule_of
+from raypp.schedules.registry import build_program
+from raypp.spec.load import parse_job
+from raypp.train import parity
+from raypp.train.parity import local_seat, train_some_steps
+from raypp.train.rank import run_rank
+from raypp.train.step import StepRunner
+
+pytestmark = pytest.mark.ranks
+
+
+class Switching(StepRunner):
+    """Takes programs of other depths between steps, as `lookahead: auto` does; keeps what is told."""
+
+    depths: dict[int, int] = {}  # noqa: RUF012 - set once per process, before the runner is made
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.told = Told()
+        self.tell = self.told.event
+        runners.append(self)
+
+    def run(self, step: int, *arguments: Any) -> Any:
+        if step in self.depths:
+            job = self.job
+            sizes = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
+            self.built.runtime.load(build_program(schedule_of(job), *sizes, self.depths[step]))
+        return super().run(step, *arguments)
+
+
+runners: list[Switching] = []
+
+
+def steps_of(
+    rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None
+) -> dict[str, Any]:
+    """Trains some steps, with a program of another depth from the steps named in `depths` on."""
+    Switching.depths = depths or {}
+    parity.StepRunner = Switching  # type: ignore[misc]
+    parsed = parse_job(job)
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    reports = train_some_steps(parsed, local_seat(rank, world, port, parsed), steps, kept.__setitem__)
+    weights = kept.pop("weights")
+    return {
+        "loss": [r.loss for r in reports],
+        "grad_norm": [r.grad_norm for r in reports],
+        "tokens": [r.tokens for r in reports],
+        "extras": [r.extras for r in reports],
+        "bytes": [r.wire_bytes for r in reports],
+        "told": [(event.kind, event.message) for event in runners[-1].told.events],
+        "gradients": list(kept.values()),
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> None:
+    auto = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": "auto"}), 5)
+    fixed = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": 0}), 5)
+    assert_identical(merged(auto), merged(fixed))
+    ((kind, words),) = auto[0]["told"]
+    assert kind == "lookahead" and "per message against" in words
+    assert all(rank["told"] == auto[0]["told"] for rank in auto)
+    assert fixed[0]["told"] == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [
+        ("1f1b", 1),
+        pytest.param("interleaved_1f1b", 2, marks=pytest.mark.slow),
+        pytest.param("zbv", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_programs_of_other_depths_between_steps_change_no_bit(schedule: str, stages_per_rank: int) -> None:
+    job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 0})
+    switched = run_ranks(2, steps_of, job, 4, {2: 2, 3: 4, 4: 1})
+    assert_identical(merged(switched), merged(run_ranks(2, steps_of, job, 4)))
+
+
+def wired(wire: dict[str, Any], **other: Any) -> dict[str, Any]:
+    return document(pp=2, pipeline={"wire": wire}, **other)
+
+
+def test_compressed_messages_give_the_same_bits_again_and_nearly_the_exact_loss() -> None:
+    exact = merged(run_ranks(2, steps_of, document(pp=2), 3))
+    for wire, share, near in (
+        ({"dtype": "bf16"}, 0.5, 1e-3),
+        ({"compression": "int8"}, 36 / 128, 1e-3),
+        ({"compression": {"activations": "int8", "gradients": "bf16"}}, (36 / 128 + 0.5) / 2, 1e-3),
+    ):
+        found = merged(run_ranks(2, steps_of, wired(wire), 3))
+        assert_identical(merged(run_ranks(2, steps_of, wired(wire), 3)), found)
+        assert found["loss"] == pytest.approx(exact["loss"], rel=near) and found["loss"] != exact["loss"]
+        assert found["bytes"] == [round(share * count) for count in exact["bytes"]]
+
+
+def live(rank: int, world: int, port: int, job: dict[str, Any], attempt: int) -> str:
+    parsed = parse_job(job)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed, attempt=attempt), Told())
+    return f"step {result.step}"
+
+
+def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    def job(folder: str, steps: int) -> dict[str, Any]:
+        made = wired({"compression": "int8"}, checkpoint={"url": str(tmp_path / folder), "every_steps": 2})
+        made["train"] |= {"steps": steps, "lr_schedule": {"kind": "constant", "warmup_steps": 1}}
+        return made
+
+    run_ranks(2, live, job("whole", 4), 1)
+    run_ranks(2, live, job("twice", 2), 1)
+    assert run_ranks(2, live, job("twice", 4), 2) == ["step 4"] * 2
+    whole, twice = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "twice")
+    assert whole.keys() == twice.keys() and whole
+    assert all(torch.equal(value, twice[name]) for name, value in whole.items())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the checkpoint of step 4."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "numbers" / "step-00000004").glob("attempt-*/rank-*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def random_lengths(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[float]:
+    parsed = parse_job(job)
+    reports = train_some_steps(parsed, local_seat(rank, world, port, parsed), steps, lambda name, tensors: None)
+    return [report.loss for report in reports]
+
+
+CASES = [
+    (schedule, pp, stages_per_rank, microbatches, lookahead, wire)
+    for seed in (0,)
+    for schedule, stages in (
+        ("gpipe", (1,)), ("1f1b", (1,)), ("interleaved_1f1b", (2, 4)), ("looped_bfs", (2,)),
+        ("interleaved_zero_bubble", (1, 2)), ("zbv", (2,)), ("dualpipev", (2,)),
+    )
+    for pp in (2, 4)
+    for stages_per_rank in stages
+    for microbatches, lookahead, wire in ((8, random.Random(f"{schedule}{pp}").randrange(5), "none"), (11, 4, "int8"))
+    if pp * stages_per_rank <= 8
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank", "microbatches", "lookahead", "wire"), CASES)
+def test_no_order_of_messages_hangs_on_real_ranks_with_random_lengths(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int, wire: str
+) -> None:
+    pipeline = {"stages_per_rank": stages_per_rank, "lookahead": lookahead, "wire": {"compression": wire}}
+    job = document(pp=pp, schedule=schedule, microbatches=microbatches, pipeline=pipeline)
+    job["data"] |= {"document_len": [2, 500], "seq_len": 512, "packing": False}
+    job["model"] |= {"hidden_size": 64}
+    losses = run_ranks(pp, random_lengths, job, 3)
+    assert all(found == losses[0] for found in losses) and len(losses[0]) == 3

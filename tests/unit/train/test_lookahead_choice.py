@@ -1,0 +1,66 @@
+"""The choice of the warm-up's depth from what ranks measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+from raypp.train.lookahead import choose, chosen_event, free_bytes
+
+
+def job(pp: int = 2, schedule: str = "1f1b", stages_per_rank: int = 1, microbatches: int = 16) -> Job:
+    pipeline: dict[str, Any] = {
+        "schedule": schedule, "stages_per_rank": stages_per_rank, "microbatches": microbatches,
+    }  # fmt: skip
+    return parse_job({"name": "a", "model": {"num_layers": 16}, "mesh": {"pp": pp}, "pipeline": pipeline})
+
+
+def figures(stages: int, link: float, room: int = 99, forward: float = 0.2) -> list[float]:
+    return [forward] * stages + [2 * forward] * stages + [0.0] * stages + [link] * stages + [-float(room)] * stages
+
+
+@pytest.mark.parametrize(("link", "depth"), [(0.0, 0), (0.1, 1), (0.2, 1), (0.3, 1), (0.5, 2)])
+def test_a_slower_link_gets_a_deeper_warmup(link: float, depth: int) -> None:
+    assert choose(job(pp=4, microbatches=32), figures(4, link)).best.lookahead == depth
+
+
+def test_the_choice_says_what_was_measured() -> None:
+    words = choose(job(), figures(2, 0.31)).words()
+    measured = "link 0.31 s per message against 0.20 s forward and 0.40 s backward between stage 0 and 1"
+    assert words.startswith(f"lookahead 1: {measured}; a step of")
+    event = chosen_event(choose(job(), figures(2, 0.31)), 4, 1)
+    assert event.details["lookahead"] == 1 and event.details["link_s"] == [0.31] and event.step == 4
+
+
+def test_memory_limits_the_depth_and_it_is_said() -> None:
+    choice = choose(job(pp=4, microbatches=32), figures(4, 0.2, room=6))
+    assert choice.best.lookahead == 0
+    assert choice.words().endswith("more does not pay; 1 would need more memory")
+    assert choose(job(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("gpipe", 1), ("looped_bfs", 2), ("dualpipev", 2)])
+def test_schedules_without_a_deeper_warmup_say_so(schedule: str, stages_per_rank: int) -> None:
+    choice = choose(job(schedule=schedule, stages_per_rank=stages_per_rank), figures(2 * stages_per_rank, 0.3))
+    assert choice.best.lookahead == 0 and choice.words().endswith("this schedule has no deeper warm-up")
+
+
+def test_interleaved_1f1b_looks_ahead_where_it_pays() -> None:
+    slow = choose(job(pp=2, schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.2))
+    assert slow.best.step_s <= slow.found[0].step_s
+    assert choose(job(schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.0)).best.lookahead == 0
+
+
+def test_split_backwards_are_simulated_with_their_two_parts() -> None:
+    numbers = figures(4, 0.0)
+    numbers[8:12] = [0.1] * 4
+    assert choose(job(schedule="zbv", stages_per_rank=2), numbers).times.input_share == pytest.approx(0.25)
+
+
+def test_a_ranks_share_of_the_hosts_memory_is_told() -> None:
+    alone = free_bytes(torch.device("cpu"), 1)
+    assert 0 < free_bytes(torch.device("cpu"), 4) < alone
