@@ -1,21 +1,20 @@
-"""A reporter for tests: it keeps the events it is told and wants nothing."""
+"""A reporter for tests: it keeps what it is told and wants nothing."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from raypp.records import Event, Requests
+from raypp.records import Event, Requests, StepReport
 
 
 class Told:
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.reports: list[StepReport] = []
 
     def phase(self, name: str, detail: str = "") -> None:
         pass
 
-    def step(self, report: Any) -> None:
-        pass
+    def step(self, report: StepReport) -> None:
+        self.reports.append(report)
 
     def event(self, event: Event) -> None:
         self.events.append(event)
