@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import run_ranks
+from harness import run_in_turn
 from test_mesh_does_not_change_numbers import document
 from training import seat_of
 
@@ -28,13 +28,14 @@ pytestmark = pytest.mark.ranks
 STEPS = 3
 
 
-def evaluated(url: str = "", every: int = 2, **settings: Any) -> dict[str, Any]:
-    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1) * settings.pop("fewer", 1)
+def evaluated(*, every: int = 2, **settings: Any) -> dict[str, Any]:
+    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1)
     train = settings.pop("train", {})
+    more = {axis: settings.pop(axis) for axis in ("cp", "cp_style", "ep") if axis in settings}
     found = document(microbatches=4 // replicas, train={"eval_every_steps": every, **train}, **settings)
     found["model"]["num_layers"] = 4
     found["data"] |= {"num_documents": 120, "eval": {"fraction": 0.2}}
-    found["checkpoint"] = {"url": url, "every_steps": 0}
+    found["mesh"] |= more
     return found
 
 
@@ -60,39 +61,95 @@ class Listener:
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
+    """A whole run; and the weights it ended with, as rank 0 loads them."""
     job, listener = parse_job(source), Listener()
     run_rank(job, seat_of(rank, world, port, job), listener)
+    weights: dict[str, torch.Tensor] = {}
+    if rank == 0:
+        whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
+        load_checkpoint(DirectoryStore(Path(job.checkpoint.url)), job.name, None, [whole], None)
+        weights = {name: value.detach() for name, value in whole.named_parameters()}
     return {
-        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len) for r in listener.reports],
+        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in listener.reports],
         "evaluations": [(e.step, e.details) for e in listener.events if e.kind == "evaluated"],
         "phases": sorted(listener.phases),
+        "weights": weights,
     }
 
 
+VIRTUAL = {"stages_per_rank": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp": 2},
+    "gpipe": {"pp": 3, "schedule": "gpipe"},
+    "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": VIRTUAL},
+    "V": {"pp": 2, "schedule": "zbv", "pipeline": VIRTUAL},
+    "recomputed": {"pp": 2, "train": {"activation_checkpointing": "full"}},
+}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": 2},
+    "cp": {"cp": 2},
+    "ulysses": {"cp": 2, "cp_style": "ulysses"},
+    "pp and fsdp": {"pp": 2, "fsdp": 2},
+    "pp and dp_replicate": {"pp": 2, "dp_replicate": 2},
+    "pp and cp": {"pp": 2, "cp": 2},
+}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "one with experts": {},
+    "experts, pp": {"pp": 2},
+    "experts, ep": {"fsdp": 2, "ep": 2},
+    "experts, pp and ep": {"pp": 2, "fsdp": 2, "ep": 2},
+    "experts, pp and ep over cp": {"pp": 2, "cp": 2, "ep": 2},
+}
+SPREAD = [name for name, mesh in WITH_EXPERTS.items() if "ep" in mesh]
+QUIET = ("one", "fsdp", "cp", "pp and cp", *WITH_EXPERTS)
+"""Runs that are also made without evaluation."""
+EXPERTS = {
+    "kind": "qwen3_moe", "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
+    "z_loss_weight": 0.01,
+}  # fmt: skip
+
+
+def source_of(name: str, every: int = 2) -> dict[str, Any]:
+    settings = {**PIPELINES, **REPLICAS, **WITH_EXPERTS, "one": {}}[name]
+    found = evaluated(every=every, **settings)
+    found["model"] |= EXPERTS if name in WITH_EXPERTS else {}
+    return found
+
+
+def world_of(source: dict[str, Any]) -> int:
+    return parse_job(source).mesh.world
+
+
 @cache
-def run_of(settings: tuple[tuple[str, Any], ...] = (), world: int = 1, every: int = 2) -> dict[str, Any]:
+def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """All runs of so many ranks, one after another by the same processes: what each rank told, by name and cadence."""
+    names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if world_of(source_of(name)) == world]
+    keys = [(name, every) for name in names for every in ((2, 0) if name in QUIET else (2,))]
+    with TemporaryDirectory() as folder:
+        sources = [
+            source_of(*key) | {"checkpoint": {"url": f"{folder}/{i}", "every_steps": 0}} for i, key in enumerate(keys)
+        ]
+        return dict(zip(keys, run_in_turn(world, live, [(source,) for source in sources]), strict=True))
+
+
+def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
     """What rank 0 of a whole run told, and the weights it ended with."""
-    with TemporaryDirectory() as url:
-        source = evaluated(url, every, **{key: dict(v) if isinstance(v, tuple) else v for key, v in settings})
-        results = run_ranks(world, live, source)
-        job = parse_job(source)
-        whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
-        load_checkpoint(DirectoryStore(Path(url)), job.name, None, [whole], None)
+    results = runs_on(world_of(source_of(name)))[name, every]
     assert not any(result["evaluations"] for result in results[1:])
-    assert every == 0 or all("evaluate" in result["phases"] for result in results)
-    return {**results[0], "weights": dict(whole.named_parameters())}
+    assert all(("evaluate" in result["phases"]) == bool(every) for result in results)
+    return results[0]
 
 
 def losses(found: dict[str, Any]) -> list[tuple[int, float, int]]:
     return [(step, details["loss"], details["tokens"]) for step, details in found["evaluations"]]
 
 
-def test_a_run_with_evaluation_has_the_bits_of_one_without() -> None:
-    for settings, world in (((), 1), ((("fsdp", 2),), 2)):
-        with_it, without = run_of(settings, world), run_of(settings, world, 0)
-        assert [step for step, _, _ in losses(with_it)] == [2, 3] and not losses(without)
-        assert with_it["numbers"] == without["numbers"]
-        assert all(torch.equal(with_it["weights"][name], value) for name, value in without["weights"].items())
+@pytest.mark.parametrize("name", QUIET)
+def test_a_run_with_evaluation_has_the_bits_of_one_without(name: str) -> None:
+    with_it, without = run_of(name), run_of(name, 0)
+    assert [step for step, _, _ in losses(with_it)] == [2, 3] and not losses(without)
+    assert with_it["numbers"] == without["numbers"]
+    assert all(torch.equal(with_it["weights"][name], value) for name, value in without["weights"].items())
 
 
 def test_the_loss_is_the_mean_over_all_held_out_tokens() -> None:
@@ -116,35 +173,18 @@ def test_the_loss_is_the_mean_over_all_held_out_tokens() -> None:
     assert loss == pytest.approx(total / tokens, rel=1e-6)
 
 
-VIRTUAL = (("stages_per_rank", 2),)
+def reference_of(name: str) -> dict[str, Any]:
+    return run_of("one with experts" if name in WITH_EXPERTS else "one")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (("pp", 2),),
-        (("pp", 3), ("schedule", "gpipe")),
-        (("pp", 2), ("schedule", "interleaved_1f1b"), ("pipeline", VIRTUAL)),
-        (("pp", 2), ("schedule", "zbv"), ("pipeline", VIRTUAL)),
-        (("pp", 2), ("train", (("activation_checkpointing", "full"),))),
-    ],
-    ids=["1f1b", "gpipe", "interleaved", "V", "recomputed"],
-)
-def test_every_pipeline_finds_the_bits_of_one_process(settings: tuple[tuple[str, Any], ...]) -> None:
-    found = run_of(settings, world=dict(settings)["pp"])
-    assert losses(found) == losses(run_of())
-    assert found["numbers"] == run_of()["numbers"]
+@pytest.mark.parametrize("name", [*PIPELINES, "experts, pp"])
+def test_every_pipeline_finds_the_bits_of_one_process(name: str) -> None:
+    assert losses(run_of(name)) == losses(reference_of(name))
+    assert run_of(name)["numbers"] == reference_of(name)["numbers"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [(("fsdp", 2),), (("pp", 2), ("fsdp", 2)), (("pp", 2), ("dp_replicate", 2))],
-    ids=["fsdp", "pp and fsdp", "pp and dp_replicate"],
-)
-def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(settings: tuple[tuple[str, Any], ...]) -> None:
-    world = 1
-    for _, size in settings:
-        world *= size
-    for ours, theirs in zip(losses(run_of(settings, world)), losses(run_of()), strict=True):
+@pytest.mark.parametrize("name", [*REPLICAS, *SPREAD])
+def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str) -> None:
+    for ours, theirs in zip(losses(run_of(name)), losses(reference_of(name)), strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
