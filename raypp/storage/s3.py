@@ -26,7 +26,8 @@ from raypp.storage.s3_errors import (
     status_of,
     translated,
 )
-from raypp.storage.s3_parts import put_source
+from raypp.storage.s3_parts import PartBody, put_source
+from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
 from raypp.storage.source import MemorySource
 from raypp.storage.store import (
@@ -101,6 +102,7 @@ class S3Store:
         self.part_bytes = part_bytes
         self.patience = patience or patience_from_environment()
         self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s)
+        self.sums = UploadSums(self)
         self._exclusive = ExclusiveCreate(self)
 
     @property
@@ -113,20 +115,22 @@ class S3Store:
         return self._clients.endpoint
 
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
-        name, body = self._name(key), bytes(data)
+        name, body = self.name_of(key), bytes(data)
         if if_absent:
             self._exclusive.create(key, body)
         else:
-            self.ask(key, lambda client: client.put_object(Bucket=self.bucket, Key=name, Body=body))
+            sums = self.sums.of(body)
+            self.ask(key, lambda client: client.put_object(Bucket=self.bucket, Key=name, Body=body, **sums))
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
         if size <= self.part_bytes and isinstance(chunks, MemorySource):
-            name, source = self._name(key), chunks
-            self.ask(key, lambda client: put_source(client, self.bucket, name, source))
+            name, source = self.name_of(key), chunks
+            sums = self.sums.of(PartBody(source, 0, source.size))
+            self.ask(key, lambda client: put_source(client, self.bucket, name, source, **sums))
         elif size <= self.part_bytes:
             self.put(key, joined(key, chunks, size))
         else:
-            upload_in_parts(self, key, self._name(key), chunks, size)
+            upload_in_parts(self, key, self.name_of(key), chunks, size)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         first = start or 0
@@ -135,7 +139,7 @@ class S3Store:
         wanted: dict[str, Any] = {}
         if start is not None or end is not None:
             wanted["Range"] = f"bytes={first}-{'' if end is None else end - 1}"
-        name = self._name(key)
+        name = self.name_of(key)
 
         def read(client: S3Client) -> bytes:
             try:
@@ -152,7 +156,7 @@ class S3Store:
         return self.ask(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
-        name = self._name(key)
+        name = self.name_of(key)
         try:
             found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
@@ -182,7 +186,7 @@ class S3Store:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def delete(self, keys: Iterable[str]) -> None:
-        names = [self._name(key) for key in keys]
+        names = [self.name_of(key) for key in keys]
         for first in range(0, len(names), 1000):
             batch: Any = [{"Key": name} for name in names[first : first + 1000]]
             answer: Any = self.ask(
@@ -220,7 +224,7 @@ class S3Store:
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
-            name = self._name(one.key)
+            name = self.name_of(one.key)
             try:
                 self.ask(
                     one.key,
@@ -261,13 +265,14 @@ class S3Store:
             AlreadyExists: Another's object is there.
             ConditionNotSupported: The server refused the header.
         """
-        name, body = self._name(key), bytes(data)
+        name, body = self.name_of(key), bytes(data)
+        sums = self.sums.of(body)
         in_doubt = False
 
         def write(client: S3Client) -> None:
             nonlocal in_doubt
             try:
-                client.put_object(Bucket=self.bucket, Key=name, Body=body, IfNoneMatch="*")
+                client.put_object(Bucket=self.bucket, Key=name, Body=body, IfNoneMatch="*", **sums)
             except Exception as error:
                 status = status_of(error)
                 if status == REFUSED_CONDITION:
@@ -325,7 +330,8 @@ class S3Store:
     def _below(self) -> str:
         return f"{self.prefix}/" if self.prefix else ""
 
-    def _name(self, key: str) -> str:
+    def name_of(self, key: str) -> str:
+        """An object's name in the bucket."""
         return self._below + check_key(key)
 
 

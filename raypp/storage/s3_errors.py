@@ -66,7 +66,7 @@ def may_pass(error: BaseException) -> bool:
 
     A request that changes something may have been carried out all the same.
     """
-    from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError, ResponseStreamingError
+    from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError
     from botocore.exceptions import ConnectionError as NoConnection
     from botocore.parsers import ResponseParserError
 
@@ -78,7 +78,6 @@ def may_pass(error: BaseException) -> bool:
         (
             HTTPClientError,
             NoConnection,
-            ResponseStreamingError,
             FlexibleChecksumError,
             ResponseParserError,
             ConnectionError,
@@ -89,9 +88,9 @@ def may_pass(error: BaseException) -> bool:
 
 def is_half_an_answer(error: BaseException) -> bool:
     """Whether the connection ended before the whole body had come."""
-    from botocore.exceptions import IncompleteReadError
+    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
-    return isinstance(error, IncompleteReadError)
+    return isinstance(error, (IncompleteReadError, ResponseStreamingError))
 
 
 def is_nobody_there(error: BaseException) -> bool:

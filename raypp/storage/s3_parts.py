@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from raypp.storage.pace import Abandoned
 from raypp.storage.source import MemorySource
 
 if TYPE_CHECKING:
@@ -92,10 +91,10 @@ def send_parts(
         return [futures[index].result() for index in range(len(starts))]
 
 
-def put_source(client: S3Client, bucket: str, name: str, source: MemorySource) -> None:
-    """Writes a small object in one request, at the source's pace."""
+def put_source(client: S3Client, bucket: str, name: str, source: MemorySource, **more: Any) -> None:
+    """Writes a small object in one request, at the source's pace. `more` is said to put_object, too."""
     body: Any = PartBody(source, 0, source.size)
-    client.put_object(Bucket=bucket, Key=name, Body=body)
+    client.put_object(Bucket=bucket, Key=name, Body=body, **more)
 
 
 def prepare_client(client: S3Client) -> None:
@@ -103,9 +102,9 @@ def prepare_client(client: S3Client) -> None:
 
     Must be called before the client's first request.
     """
-    for operation in ("PutObject", "UploadPart"):
-        client.meta.events.register_first(f"request-created.s3.{operation}", _signing)
-        client.meta.events.register_last(f"request-created.s3.{operation}", _sending)
+    # The signer listens to this event, too; for one operation's own event, "last" would still be before it.
+    client.meta.events.register_first("request-created.s3", _signing)
+    client.meta.events.register_last("request-created.s3", _sending)
     # botocore has no setting for socket options; its session hands this list to every connection it opens.
     options = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_socket_options", None)
     if isinstance(options, list):
@@ -137,6 +136,3 @@ def _signing(request: Any, **_others: Any) -> None:
 def _sending(request: Any, **_others: Any) -> None:
     if isinstance(request.data, PartBody):
         request.data.sending = True
-
-
-__all__ = ["Abandoned", "PartBody", "low_priority_options", "prepare_client", "send_parts"]

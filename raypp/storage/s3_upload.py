@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from raypp.storage.s3_parts import send_parts
+from raypp.storage.s3_sums import ALGORITHM, UploadSums
 from raypp.storage.source import MemorySource
 from raypp.storage.store import Data, NotFound
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 class _Server(Protocol):
     bucket: str
     part_bytes: int
+    sums: UploadSums
 
     def ask(self, key: str, request: Callable[[S3Client], T]) -> T: ...
     def ask_once(self, request: Callable[[S3Client], T]) -> T | None: ...
@@ -40,7 +42,10 @@ def upload_in_parts(server: _Server, key: str, name: str, chunks: Iterable[Data]
         chunks: Its bytes; each stays unchanged until the next is asked for.
         size: All of them together.
     """
-    upload = server.ask(key, lambda client: client.create_multipart_upload(Bucket=server.bucket, Key=name)["UploadId"])
+    summed: Any = {"ChecksumAlgorithm": ALGORITHM} if server.sums.compared() else {}
+    upload = server.ask(
+        key, lambda client: client.create_multipart_upload(Bucket=server.bucket, Key=name, **summed)["UploadId"]
+    )
     try:
         parts = _upload_parts(server, key, name, upload, chunks, size)
         _complete(server, key, name, upload, parts)
@@ -83,13 +88,18 @@ def _upload_parts(
     futures: list[Future[dict[str, Any]]] = []
 
     def send(number: int, body: Any) -> dict[str, Any]:
+        own = server.sums.of(body)
+
         def request(client: S3Client) -> Any:
             if hasattr(body, "seek"):
                 body.seek(0)  # an earlier try may have broken off in the middle
-            return client.upload_part(Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body)
+            return client.upload_part(
+                Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body, **own
+            )
 
         answer = server.ask(key, request)
         sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
+        sums.update(own)
         return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
     if isinstance(chunks, MemorySource):

@@ -94,10 +94,11 @@ def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpo
     assert rank.save_and_wait(1)
     storm = proxy.add(is_put, times=None, status=503, code="SlowDown")
     rank.save(2)
+    while storm.hits < 3:
+        time.sleep(0.05)
     rank.saver.close()
     assert rank.saver.wait() == 1
     proxy.clear()
-    assert storm.hits > 2
     assert newest(beside, run) == (1, [])
     with pytest.raises(StoreError, match=r"503 SlowDown.*tried \d+ times in \d+ s"):
         proxy.add(is_put, times=None, status=503, code="SlowDown")
@@ -148,16 +149,14 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
     assert newest(store, run) == (1, [])
 
 
-def test_a_byte_flipped_on_the_way_to_the_server_is_never_taken_for_the_state(
-    proxy: FaultProxy, store: S3Store, run: str
-) -> None:
-    """The signature covers the body, so this server refuses it; on one that does not, reading finds it."""
+def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
+    """This server does not compare a part with its signature, but with the sum that goes with it."""
+    assert store.sums.compared()
     flip = proxy.add(is_part, times=2, flip_request_at=12_345)
     rank = OneRank(store, run)
-    saved = rank.save_and_wait(1)
+    assert rank.save_and_wait(1), rank.failures()
     assert flip.hits == 2
-    step, _objects = newest(store, run)
-    assert step == (1 if saved and rank.loads(store, 1) else None)
+    assert newest(store, run) == (1, [])
 
 
 @pytest.mark.parametrize("lost", [is_part, is_completion, is_commit])

@@ -1,0 +1,118 @@
+"""A real server that is killed (SIGKILL) in the middle of things and started again elsewhere, with the same data."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fault_proxy import FaultProxy, Request
+from saving import PART, OneRank, committed, newest
+from seaweed import BUCKET
+
+from raypp.storage.patience import Patience
+from raypp.storage.s3 import S3Store
+from raypp.storage.seaweed import SeaweedServer
+
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
+
+
+class Mortal:
+    """A server behind a fixed address: killed at a request, started again a second later."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.server = SeaweedServer.start(directory, buckets=(BUCKET,))
+        self.proxy = FaultProxy(self.server.endpoint)
+        self.returning: threading.Thread | None = None
+
+    def kill_at(self, wanted: Callable[[Request], bool], after_it: bool) -> None:
+        """Kills the server before or after it has carried out the next such request."""
+        if after_it:
+            self.proxy.add(wanted, then=self._kill, lose_answer=True)
+        else:
+
+            def kill_first(request: Request) -> bool:
+                if not wanted(request) or self.returning is not None:
+                    return False
+                self._kill()
+                return False
+
+            self.proxy.add(kill_first)
+
+    def store(self) -> S3Store:
+        return S3Store(
+            BUCKET,
+            "mortal",
+            endpoint=self.proxy.endpoint,
+            access_key=self.server.access_key,
+            secret_key=self.server.secret_key,
+            part_bytes=PART,
+            patience=Patience(120.0, 120.0),
+            timeout_s=20.0,
+        )
+
+    def back(self) -> None:
+        """Waits until it is there again."""
+        assert self.returning is not None, "it was not killed"
+        self.returning.join()
+
+    def close(self) -> None:
+        if self.returning is not None:
+            self.returning.join()
+        self.proxy.close()
+        self.server.stop(grace_s=0.2)
+
+    def _kill(self) -> None:
+        if self.returning is None:
+            self.proxy.upstream = "http://127.0.0.1:9"
+            self.server.stop(grace_s=0)
+            self.returning = threading.Thread(target=self._return)
+            self.returning.start()
+
+    def _return(self) -> None:
+        time.sleep(1.0)
+        self.server = SeaweedServer.start(self.directory)
+        self.proxy.upstream = self.server.endpoint
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Mortal]:
+    mortal = Mortal(tmp_path)
+    try:
+        yield mortal
+    finally:
+        mortal.close()
+
+
+UPLOAD = lambda request: request.method == "PUT" and "partNumber=2" in request.target  # noqa: E731
+COMPLETION = lambda request: request.method == "POST" and "uploadId=" in request.target  # noqa: E731
+COMMIT = lambda request: request.method == "PUT" and "/COMMIT" in request.target  # noqa: E731
+READ = lambda request: request.method == "GET" and ".safetensors" in request.target  # noqa: E731
+
+
+@pytest.mark.parametrize("after_it", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", [UPLOAD, COMPLETION, COMMIT], ids=["upload", "completion", "commit"])
+def test_a_save_outlives_the_kill_of_its_server(
+    place: Callable[[Request], bool], after_it: bool, mortal: Mortal, run: str
+) -> None:
+    store = mortal.store()
+    rank = OneRank(store, run)
+    assert rank.save_and_wait(1), rank.failures()
+    mortal.kill_at(place, after_it)
+    assert rank.save_and_wait(2), rank.failures()
+    mortal.back()
+    assert committed(store, run) == [1, 2]
+    assert newest(store, run) == (2, [])
+    assert rank.loads(store, 1) and rank.loads(store, 2)
+
+
+def test_a_load_outlives_the_kill_of_its_server(mortal: Mortal, run: str) -> None:
+    store = mortal.store()
+    rank = OneRank(store, run)
+    assert rank.save_and_wait(1), rank.failures()
+    mortal.kill_at(READ, after_it=False)
+    assert rank.loads(store, 1)
+    mortal.back()
