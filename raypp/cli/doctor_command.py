@@ -87,11 +87,16 @@ def _paths(job: Job | None) -> list[str]:
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:
     console = Console(highlight=False)
     console.print(_nodes(report))
+    console.print(_machines(report))
     if report["links"]:
         console.print(_matrix(report))
-        console.print("rows send to columns: Gbit/s of payload; below it half a round trip; † over another interface\n")
+        console.print("rows send to columns: Gbit/s of payload, half a round trip; † not over the node's own interface")
+        skews = [abs(link["skew_s"]) for link in report["links"] if "skew_s" in link]
+        if skews:
+            console.print(f"clocks: at most {max(skews) * 1e3:.3g} ms apart\n")
     if report["store"]:
         console.print(_store(report["store"]))
+        console.print()
     elif not store_asked:
         console.print("store: not tried; give a JOB, or --store URL\n")
     for finding in found:
@@ -101,23 +106,34 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
         click.echo("nothing is wrong")
 
 
-def _nodes(report: dict[str, Any]) -> Table:
-    table = Table(title="nodes", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in ("node", "host", "python", "torch", "ray", "devices", "CPUs", "memory free", "/dev/shm", "interface"):
+def _plain_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
         table.add_column(name)
+    return table
+
+
+def _nodes(report: dict[str, Any]) -> Table:
+    table = _plain_table("nodes", "node", "host", "python", "torch", "ray", "interface")
     for node in report["nodes"]:
         if "error" in node:
-            table.add_row(node["ip"], node["hostname"], "does not answer")
+            table.add_row(node["ip"], node["hostname"], "[red]does not answer[/red]")
             continue
         own = next((one for one in node["interfaces"] if one["address"] == node["ip"]), None)
-        speed = f" {own['mbps'] / 1000:g} Gbit/s" if own and own["mbps"] else ""
+        speed = f", {own['mbps'] / 1000:g} Gbit/s" if own and own["mbps"] else ""
         versions = node["packages"]
         torch = (node.get("torch") or {}).get("torch") or versions["torch"] or "–"
-        table.add_row(
-            *(node["ip"], node["hostname"], node["python"], torch, versions["ray"] or "–", _devices(node)),
-            *(f"{node['cpus']:g}", _gib(node["memory_free"]), _gib(node["shm_free"])),
-            f"{own['name']}{speed}" if own else "–",
-        )
+        interface = f"{own['name']}{speed}" if own else "–"
+        table.add_row(node["ip"], node["hostname"], node["python"], torch, versions["ray"] or "–", interface)
+    return table
+
+
+def _machines(report: dict[str, Any]) -> Table:
+    table = _plain_table("", "node", "devices", "CPU slots", "memory free", "/dev/shm free", "disk free")
+    for node in report["nodes"]:
+        if "error" not in node:
+            free = (_gib(node[name]) for name in ("memory_free", "shm_free", "disk_free"))
+            table.add_row(node["ip"], _devices(node), f"{node['cpus']:g}", *free)
     return table
 
 
@@ -159,13 +175,10 @@ def _own_interface(node: dict[str, Any]) -> str:
 
 
 def _store(store: dict[str, Any]) -> Table:
-    table = Table(title=f"store {store['url']}", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in ("node", "rights", "up", "down"):
-        table.add_column(name)
+    table = _plain_table(f"store {store['url']}", "node", "rights", "up", "down")
     for node in store["nodes"]:
         if "error" in node:
             table.add_row(node["ip"], "[red]no[/red]", "–", "–")
         else:
             table.add_row(node["ip"], "all", f"{node['up_mbps']:.0f} MB/s", f"{node['down_mbps']:.0f} MB/s")
-    table.add_section()
     return table

@@ -15,7 +15,7 @@ from raypp.control.clusters import Cluster
 from raypp.control.dashboard import FINAL_JOB_STATES
 from raypp.control.package import build_package
 from raypp.control.private import SETTINGS, collect
-from raypp.control.probe import ProbeOptions
+from raypp.control.probe import TOLD, ProbeOptions
 from raypp.errors import Problem, UnreachableError
 
 _PATIENCE_S = 1800.0
@@ -50,9 +50,14 @@ def _by_process(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], N
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if not line.startswith("{"):
-                tell(line.rstrip())
+            _pass_on(line, tell)
         return answer_in("".join(lines), process.stderr.read())
+
+
+def _pass_on(line: str, tell: Callable[[str], None]) -> None:
+    """Progress only: a Ray job's log has other lines, too."""
+    if line.startswith(TOLD) and line.endswith("\n"):
+        tell(line.removeprefix(TOLD).rstrip())
 
 
 def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -75,8 +80,7 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
             log = dashboard.job_logs(submission_id)
             lines = log.splitlines(keepends=True)
             for line in lines[told:]:
-                if line.endswith("\n") and not line.startswith("{"):
-                    tell(line.rstrip())
+                _pass_on(line, tell)
             told = len(lines) if not lines or lines[-1].endswith("\n") else len(lines) - 1
             if job is None or job["status"] in FINAL_JOB_STATES:
                 return answer_in(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))

@@ -21,6 +21,8 @@ from raypp.control.probe_node import NodeProbe
 _START_S = 60.0
 _DEVICES_S = 150.0
 _STORE_S = 300.0
+TOLD = "> "
+"""Begins each line of progress."""
 MANY_NODES = 16
 """Up to so many nodes one pair is measured at a time; with more, pairs without a common node at once."""
 
@@ -167,7 +169,7 @@ class Examination:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201
+    print(f"{TOLD}{text}", flush=True)  # noqa: T201
 
 
 def _link_words(answer: dict[str, Any]) -> str:
