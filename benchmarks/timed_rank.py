@@ -8,12 +8,14 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from raypp.records import Event, Requests, StepReport
+from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.rank import run_rank
 from raypp.train.torchrun import seat_from_environment
@@ -47,6 +49,31 @@ class StepTimer:
         return Requests()
 
 
+def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", url: str = "/tmp/unused") -> Job:
+    """The job of the figures, with keys set."""
+    document: dict[str, Any] = {
+        "name": "bench",
+        "model": model_options().model_dump(),
+        "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
+        "mesh": {"pp": world},
+        "pipeline": {
+            "schedule": "1f1b",
+            "microbatches": MICROBATCHES,
+            "layers_per_stage": [int(part) for part in cut.split(",")] if cut else None,
+        },
+        "train": {"steps": steps, "micro_batch_size": ROWS},
+        "checkpoint": {"url": url, "every_steps": 0},
+    }
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, inner = key.partition(".")
+        if inner:
+            document[section][inner] = yaml.safe_load(value)
+        else:
+            document[section] = yaml.safe_load(value)
+    return parse_job(document)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -54,24 +81,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     arguments = parser.parse_args()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
-    document: dict[str, Any] = {
-        "name": "bench",
-        "model": model_options().model_dump(),
-        "data": {"kind": "synthetic", "document_len": [SEQ_LEN, SEQ_LEN], "seq_len": SEQ_LEN, "num_documents": 500},
-        "mesh": {"pp": int(os.environ["WORLD_SIZE"])},
-        "pipeline": {
-            "schedule": "1f1b",
-            "microbatches": MICROBATCHES,
-            "layers_per_stage": [int(part) for part in arguments.cut.split(",")] if arguments.cut else None,
-        },
-        "train": {"steps": arguments.steps, "micro_batch_size": ROWS},
-        "checkpoint": {"url": url, "every_steps": 0},
-    }
-    for setting in arguments.set:
-        key, _, value = setting.partition("=")
-        section, _, inner = key.partition(".")
-        document[section][inner] = yaml.safe_load(value)
-    job = parse_job(document)
+    world = int(os.environ["WORLD_SIZE"])
+    job = job_of(arguments.set, world=world, steps=arguments.steps, cut=arguments.cut, url=url)
     timer = StepTimer()
     seat = seat_from_environment(job)
     run_rank(job, seat, timer)
