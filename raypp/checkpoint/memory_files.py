@@ -18,7 +18,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import psutil
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
 """Names another directory than /dev/shm: an operator's setting of a node, and how tests play several nodes on one."""
+LIMIT_VARIABLE = "RAYPP_MEMORY_LIMIT_MB"
+"""The most that the files on a node may take, in MB: an operator's setting; without it, what there is."""
 CONTROL_BYTES = 4096
 _MAGIC = b"RAYPPMT1"
 _PAGE = 4096
@@ -205,9 +207,11 @@ def remove_dead(directory: Path | None = None) -> list[str]:
     return [path.name for _, path in list_slots(directory or memory_directory()) if _is_dead(path) and remove(path)]
 
 
-def room(directory: Path) -> int:
-    """Bytes of host memory that files in the directory could take now: what the file system, the host and the
-    process' memory group have left, whichever is least."""
+def room(directory: Path, run: str, life: str) -> int:
+    """Bytes that a run's files in the directory could take, those counted that it has there already.
+
+    The least of what the file system, the host and the process' memory group have left, and the operator's limit.
+    """
     facts = os.statvfs(directory)
     free = [facts.f_bavail * facts.f_frsize, int(psutil.virtual_memory().available)]
     group = Path("/sys/fs/cgroup")
@@ -217,14 +221,18 @@ def room(directory: Path) -> int:
         # What the kernel gives back by itself when memory is wanted.
         left += next(int(line.split()[1]) for line in counts if line.startswith("inactive_file "))
         free.append(left)
-    return max(0, min(free))
+    own = _allocated(directory, lambda name: (name.run, name.life) == (run, life))
+    most = max(0, min(free)) + own
+    limit = os.environ.get(LIMIT_VARIABLE)
+    if limit:
+        most = min(most, int(float(limit) * 1e6) - _allocated(directory, lambda name: True) + own)
+    return max(0, most)
 
 
-def allocated(directory: Path, run: str, life: str) -> int:
-    """Bytes that files of a run take on this node already."""
+def _allocated(directory: Path, which: Callable[[SlotName], bool]) -> int:
     total = 0
     for name, path in list_slots(directory):
-        if (name.run, name.life) == (run, life):
+        if which(name):
             with contextlib.suppress(OSError):
                 total += path.stat().st_blocks * 512
     return total

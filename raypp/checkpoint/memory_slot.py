@@ -74,6 +74,11 @@ class Slot:
         """The step it holds whole; None when it holds none."""
         return self.name.step
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of data it has memory for in this process."""
+        return 0 if self._data is None else self._data.numel()
+
     def control(self) -> dict[str, Any] | None:
         """Its control block; None when that is torn, or says that the file is not whole."""
         about = read_control(self._descriptor)
@@ -146,6 +151,11 @@ class Slot:
         self._unmap()
         os.close(self._descriptor)
         self._descriptor = -1
+
+    def __del__(self) -> None:
+        # A lock that is forgotten would keep this process' next attempt from its own snapshot.
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
     def _rename(self, name: SlotName) -> None:
         goal = self.path.with_name(name.file_name())

@@ -25,7 +25,6 @@ import torch
 
 from raypp.checkpoint.memory_files import (
     SlotName,
-    allocated,
     keeper,
     list_slots,
     memory_directory,
@@ -223,9 +222,12 @@ class MemoryTier:
             return
         self._tell_ready(every)
         self._forget_earlier(arrived if self._sender is not None else whole)
-        self._next_copy()
+        link_free = self._sender is not None and self._ticket <= self._copied
         if done - self._taken >= every and whole == self._expected:
-            self._take(done, slices(), extra())
+            self._take(done, slices(), extra(), link_free)
+        elif link_free and self._common > self._copied:
+            self._ticket = self._common
+            self._send(next(slot for slot in self._slots if slot.step == self._ticket))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends with the attempt; an `ExitStack`'s callback. What no attempt will come back for is removed."""
@@ -253,7 +255,7 @@ class MemoryTier:
 
     # The training thread's part ------------------------------------------------------------------------------------
 
-    def _take(self, done: int, slices: Iterable[Slice], extra: str) -> None:
+    def _take(self, done: int, slices: Iterable[Slice], extra: str, copy: bool) -> None:
         started = time.perf_counter()
         keep = {self._common, self._copied, self._ticket} - {-1}
         free = [slot for slot in self._slots if slot.step not in keep]
@@ -270,7 +272,11 @@ class MemoryTier:
         snapshot = buffer.take(slices)
         self._taken = self._expected = done
         self._costs.last, self._costs.last_s = snapshot, time.perf_counter() - started
+        if copy:
+            self._ticket = done
         self._jobs.put(lambda: self._seal(slot, snapshot, done, about, extra))
+        if copy:
+            self._jobs.put(lambda: self._send(slot))
 
     def _before_update(self, *_unused: Any) -> None:
         for buffer in self._buffers.values():
@@ -283,19 +289,17 @@ class MemoryTier:
             self._costs.snapshots.append(self._costs.last_s + last.held_s)
             self._costs.last = None
 
-    def _next_copy(self) -> None:
-        """Offers the newest snapshot that all ranks have to the partner, when the copy before is whole everywhere."""
-        if self._sender is None or self._common <= self._copied or self._ticket > self._copied:
-            return
-        self._ticket = self._common
-        self._sender.offer(next(slot for slot in self._slots if slot.step == self._ticket))
+    def _send(self, slot: Slot) -> None:
+        """Offers a whole snapshot to the partner; it stays until every partner has that step."""
+        if (sender := self._sender) is not None:
+            sender.offer(slot)
 
     def _tell_ready(self, every: int) -> None:
         if self._told:
             return
         self._told = True
         if self.seat.rank == 0:
-            size = sum(slot.memory(0).numel() for slot in self._slots)
+            size = sum(slot.capacity for slot in self._slots)
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
             self._tell("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
@@ -351,7 +355,7 @@ class MemoryTier:
         clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
         files = _WITH_PARTNER if self._sender is not None else _ALONE
         copies = _COPIES * clients if self._sender is not None else 0
-        there = int(_MARGIN * (room(self.directory) + allocated(self.directory, self.life.run, self.life.life)))
+        there = int(_MARGIN * room(self.directory, self.life.run, self.life.life))
         ranks = self.seat.local_world_size
         if copies and (files + copies) * size * ranks > there:
             self._fail(f"{_need(files + copies, size, ranks, there)}: no copies on another node", _NO_COPIES)
@@ -398,8 +402,6 @@ class MemoryTier:
         """Of the two files for a rank's copies the one with the older step (or none)."""
         slots = self._copies.setdefault(owner, [])
         while len(slots) < _COPIES:
-            if size > _MARGIN * room(self.directory):
-                raise OSError(f"no room for a copy of {size / 1e6:.0f} MB")
             name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
             slots.append(Slot.create(self.directory, name))
         return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)

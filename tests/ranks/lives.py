@@ -14,6 +14,7 @@ from harness import _context, free_port
 from safetensors.torch import load_file
 
 from raypp.checkpoint.commit import claim_attempt, read_commit
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
 from raypp.mesh.geometry import Mesh
 from raypp.records import Event, RankResult, Requests, Seat, StepReport
@@ -33,13 +34,15 @@ class Fate:
         ranks: Who is killed by SIGKILL.
         after: The last step that is finished.
         memory: False: the snapshot is not waited for.
-        copies: Copies on other nodes that must be there, too.
+        copies: Ranks that must have a copy on another node, of a step that all have.
+        commit: A step that must be committed, too.
     """
 
     ranks: tuple[int, ...]
     after: int
     memory: bool = True
     copies: int = 0
+    commit: int | None = None
 
 
 @dataclass
@@ -62,8 +65,9 @@ class Told:
 class _Speaker:
     """A rank's reporter: tells the test's process everything, and is what kills the rank."""
 
-    def __init__(self, connection: Any, seat: Seat, fate: Fate | None, directories: list[str]) -> None:
+    def __init__(self, connection: Any, seat: Seat, fate: Fate | None, directories: list[str], url: str) -> None:
         self._connection, self._seat, self._fate, self._directories = connection, seat, fate, directories
+        self._store = DirectoryStore(Path(url))
         self._step = 0
 
     def phase(self, name: str, detail: str = "") -> None:
@@ -83,11 +87,16 @@ class _Speaker:
         while time.monotonic() < end:
             names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
             whole = {name.rank for name in names if name.step == fate.after and name.kind == "own"}
-            copies = {name.rank for name in names if name.step == fate.after and name.kind == "copy"}
-            if len(whole) == self._seat.world_size and len(copies) >= fate.copies:
+            copied = [name.step for name in names if name.kind == "copy" and name.step is not None]
+            copies = max((copied.count(step) for step in copied), default=0)
+            committed = fate.commit is None or self._committed(fate.commit)
+            if len(whole) == self._seat.world_size and copies >= fate.copies and committed:
                 return
             time.sleep(0.002)
         raise TimeoutError(f"no snapshots of step {fate.after}: {names}")
+
+    def _committed(self, step: int) -> bool:
+        return self._store.head(commit_key(self._seat.run, step)) is not None
 
     def step(self, report: StepReport) -> None:
         self._connection.send(("step", report))
@@ -100,14 +109,21 @@ class _Speaker:
 
 
 def _live(
-    connection: Any, document: dict[str, Any], first: Seat, fate: Fate | None, directories: list[str], stay: bool
+    connection: Any,
+    document: dict[str, Any],
+    first: Seat,
+    fate: Fate | None,
+    directories: list[str],
+    environment: dict[str, str],
+    stay: bool,
 ) -> None:
     """A rank's process. With `stay`, a rank that lost a peer waits for its next seat and lives on in this process."""
+    os.environ.update(environment)
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
     job, seat = parse_job(document), first
     while True:
         try:
-            result = run_rank(job, seat, _Speaker(connection, seat, fate, directories))
+            result = run_rank(job, seat, _Speaker(connection, seat, fate, directories, job.checkpoint.url))
             connection.send(("result", result))
             return
         except LostPeerError as error:
@@ -128,9 +144,18 @@ class Lives:
         root: Where its checkpoints go.
         directories: Where each rank's node keeps snapshots.
         nodes: The node of each rank.
+        environment: Settings for every process.
     """
 
-    def __init__(self, document: dict[str, Any], root: Path, directories: list[Path], nodes: list[int]) -> None:
+    def __init__(
+        self,
+        document: dict[str, Any],
+        root: Path,
+        directories: list[Path],
+        nodes: list[int],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.environment = environment or {}
         self.document = {**document, "checkpoint": {"url": str(root), "every_steps": 0, **document["checkpoint"]}}
         self.store, self.nodes = DirectoryStore(root), nodes
         self.directories = [str(folder) for folder in directories]
@@ -152,7 +177,9 @@ class Lives:
             else:
                 here, there = _context.Pipe(duplex=True)
                 process = _context.Process(
-                    target=_live, args=(there, self.document, seat, fate, self.directories, stay), daemon=True
+                    target=_live,
+                    args=(there, self.document, seat, fate, self.directories, self.environment, stay),
+                    daemon=True,
                 )
                 process.start()
                 there.close()

@@ -12,6 +12,8 @@ import pytest
 import torch
 from lives import Fate, Lives, same
 
+from raypp.checkpoint.memory_files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
+
 pytestmark = pytest.mark.ranks
 
 STEPS = 8
@@ -59,6 +61,15 @@ def shared_memory() -> Iterator[Callable[[], Path]]:
     assert not left, f"left in shared memory: {left}"
 
 
+def flip_a_byte(folder: Path, rank: int, step: int) -> None:
+    (path,) = (path for name, path in list_slots(folder) if (name.rank, name.step) == (rank, step))
+    with path.open("r+b") as file:
+        file.seek(CONTROL_BYTES + 1000)
+        byte = file.read(1)
+        file.seek(CONTROL_BYTES + 1000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
 @pytest.mark.parametrize("stay", [False, True], ids=["all processes new", "the survivor goes on in its process"])
 def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     stay: bool, tmp_path: Path, shared_memory: Any, undisturbed: Any
@@ -72,3 +83,69 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     assert second.steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the first four told again
     losses, state = undisturbed
     assert second.losses == losses and same(lives.final_state(), state)
+
+
+def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    """Three attempts: one byte wrong in one rank's newest snapshot; then every snapshot of a rank gone."""
+    folder = shared_memory()
+    lives = Lives(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
+    lives.attempt_once(Fate((0, 1), after=5, commit=3))
+    flip_a_byte(folder, 1, 5)
+    second = lives.attempt_once(Fate((0, 1), after=6, commit=6))
+    assert second.restored() == (
+        "from memory: step 4 on all 2 ranks; newest commit is step 3; "
+        "rank 1's snapshot of step 5 cannot be used: its bytes are not those that were written"
+    )
+    for name, path in list_slots(folder):
+        if name.rank == 0:
+            path.unlink()
+    third = lives.attempt_once()
+    assert third.restored() == "from the store: step 6; no snapshot in memory is newer"
+    losses, state = undisturbed
+    assert third.losses == losses and same(lives.final_state(), state)
+
+
+def test_the_store_is_used_when_nobody_holds_a_rank_s_snapshot(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    folder = shared_memory()
+    lives = Lives(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
+    lives.attempt_once(Fate((0, 1), after=5, commit=3))
+    for name, path in list_slots(folder):
+        if name.rank == 0:
+            path.unlink()
+    second = lives.attempt_once()
+    assert second.restored() == "from the store: step 3; rank 0's snapshot of step 5 is in no memory"
+    losses, state = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state)
+
+
+def test_a_node_that_loses_its_memory_gets_its_snapshot_back_from_its_partner(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    here, there = shared_memory(), shared_memory()
+    lives = Lives(document(), tmp_path, [here, there], [0, 1])
+    lives.attempt_once(Fate((0, 1), after=5, copies=2))
+    for path in there.iterdir():
+        path.unlink()
+    left = {(name.rank, name.step) for name, _ in list_slots(here)}
+    common = max(step for rank, step in left if rank == 0 and step is not None and (1, step) in left)
+    second = lives.attempt_once()
+    assert second.restored() == (
+        f"from memory: step {common} on all 2 ranks (rank 1 from the copy on another node); nothing is committed"
+    )
+    losses, state = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state)
+
+
+def test_a_run_does_without_when_memory_is_short_and_says_so(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    folder = shared_memory()
+    lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], {LIMIT_VARIABLE: "0.5"})
+    told = lives.attempt_once()
+    why = {event.message.split(",")[0] for event in told.of_kind("memory_tier_off")}
+    assert why and all(one.startswith("2 ranks of this node need 2 × ") for one in why), told.events
+    assert told.losses == undisturbed[0] and not list(folder.iterdir())
