@@ -21,14 +21,14 @@ _PRIORITY_FILLER = 1
 class PartBody:
     """A part as the file that boto3 wants: reads are views of the memory.
 
-    Pieces are paced only while they are sent, not while boto3 reads them for the signature.
+    Pieces are paced only while they are sent, not while somebody reads them for a signature or a checksum.
     """
 
     def __init__(self, source: MemorySource, start: int, end: int) -> None:
         self._source, self._start, self._end = source, start, end
         self._views = source.views(start, end)
         self._place = 0
-        self.sending = True
+        self.sending = False
 
     def __len__(self) -> int:
         return self._end - self._start
@@ -134,5 +134,7 @@ def _signing(request: Any, **_others: Any) -> None:
 
 
 def _sending(request: Any, **_others: Any) -> None:
-    if isinstance(request.data, PartBody):
-        request.data.sending = True
+    # Under TLS with checksums boto3 wraps the body, and reads it only to send it.
+    body = getattr(request.data, "_raw", request.data)
+    if isinstance(body, PartBody):
+        body.sending = True

@@ -1,0 +1,117 @@
+"""Two attempts of one run at once, and one that dies at any request: on a real server, through the real saver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from saving import PART, OneRank
+from seaweed import BUCKET, seaweed
+
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.layout import commit_key, rank_key
+from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.storage.s3 import S3Store
+from raypp.storage.seaweed import SeaweedServer
+
+pytestmark = [pytest.mark.s3, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SeaweedServer]:
+    with seaweed() as server:
+        server.store(BUCKET).put("warm-up", b"the first write makes the server's volumes")
+        yield server
+
+
+def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not(server: SeaweedServer) -> None:
+    start, ranks = threading.Barrier(2), []
+
+    def live() -> None:
+        store = server.store(BUCKET, "race", part_bytes=PART)
+        start.wait()
+        rank = OneRank(store, "run")  # claims
+        ranks.append(rank)
+        start.wait()
+        for step in (1, 2, 3):
+            rank.save(step)
+            rank.saver.wait()
+
+    threads = [threading.Thread(target=live) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    older, newer = sorted(ranks, key=lambda rank: rank.attempt)
+    assert (older.attempt, newer.attempt) == (1, 2)
+    assert newer.told.kinds() == ["committed"] * 3
+    assert older.told.kinds() == ["save_failed"] * 3
+    assert all("attempt 1 is over: attempt 2 has begun" in event.message for event in older.told.events)
+    store = newer.store
+    assert [checkpoint.step for checkpoint in list_checkpoints(store, "run")] == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert read_commit(store, "run", step).attempt == 2
+        assert verify_checkpoint(store, "run", step) == []
+
+
+class Died(BaseException):
+    """The process is gone."""
+
+
+class Mortal:
+    """Kills a process, so to speak, at its n-th request: that one and all later ones raise.
+
+    Args:
+        store: Whose requests count from now on.
+        at: n.
+        answered: Whether the server carried the n-th one out.
+    """
+
+    def __init__(self, store: S3Store, at: int, answered: bool) -> None:
+        self._left, self._lock, self.dead = at, threading.Lock(), False
+        events = store._clients.current.meta.events
+        events.register("before-send.s3", self._pass if answered else self._count)
+        events.register("before-parse.s3", self._count if answered else self._pass)
+
+    def _pass(self, **_: Any) -> None:
+        if self.dead:
+            raise Died
+
+    def _count(self, **_: Any) -> None:
+        with self._lock:
+            self._left -= 1
+            self.dead = self.dead or self._left == 0
+        self._pass()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(server: SeaweedServer, answered: bool) -> None:
+    """Between the parts of an upload, at its completion, at the claim's check, at COMMIT, and while old ones go."""
+    seen, at = set(), 0
+    while True:
+        at += 1
+        prefix = f"death-{answered}-{at}"
+        first = OneRank(server.store(BUCKET, prefix, part_bytes=PART), "run", keep=1)
+        first.save(10)
+        assert first.saver.wait() == 10
+        mortal = Mortal(first.store, at, answered)  # type: ignore[arg-type]
+        first.save(20)
+        first.saver._thread.join()  # type: ignore[union-attr]
+        store = server.store(BUCKET, prefix, part_bytes=PART)
+        found = newest_usable(store, "run")
+        assert found.commit is not None and found.rejected == ()
+        seen.add(found.commit.step)
+        assert set(first.told.kinds()) == {"committed"}, "the dead say nothing"
+        successor = OneRank(store, "run", keep=1)
+        successor.save(30)
+        assert successor.saver.wait() == 30
+        left = {info.key for info in store.list("run/step-")}
+        assert left == {commit_key("run", 30), rank_key("run", 30, 2, 0)}
+        if not mortal.dead:
+            break
+        store.delete([info.key for info in store.list("")])
+    assert at > 8
+    assert seen == {10, 20}
