@@ -1,0 +1,148 @@
+"""The copy runs while training goes on: what it holds is the state at the save, whatever the scheduler does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_save_and_load import RUN, adamw, model, same_state, saver, train
+from told import Told
+from torch import Tensor, nn
+
+from raypp.checkpoint import snapshot as snapshot_module
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.snapshot import SnapshotBuffer
+from raypp.checkpoint.state import gather_state
+from raypp.storage.directory import DirectoryStore
+from raypp.train.muon import Muon
+from raypp.train.optimizer import Sgd
+
+COPY_S = 0.3
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy of a state begins late and goes on slowly, tensor by tensor."""
+    real = SnapshotBuffer._copy_still
+
+    def slowly(self: SnapshotBuffer, pairs: list[Any]) -> None:
+        for pair in pairs:
+            time.sleep(COPY_S / len(pairs))
+            real(self, [pair])
+
+    monkeypatch.setattr(snapshot_module.SnapshotBuffer, "_copy_still", slowly)
+
+
+def optimizer_of(kind: str, stage: nn.Module) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return adamw(stage)
+    groups: list[dict[str, Any]] = [{"params": list(stage.parameters()), "weight_decay": 0.1}]
+    if kind == "sgd":
+        return Sgd(groups, 0.1, 0.9)
+    matrices = [p for p in stage.parameters() if p.ndim > 1]
+    rest = [{"params": [p for p in stage.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
+    adam = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731
+    return Muon(matrices, rest, adam, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save(
+    tmp_path: Path, slow_copies: None, kind: str
+) -> None:
+    stage, store = model(), DirectoryStore(tmp_path)
+    optimizer = optimizer_of(kind, stage)
+    train(stage, optimizer, 2)
+    before = {name: part.tensor.clone() for name, part in gather_state([stage], optimizer).items()}
+    saving = saver(store, Told())
+    started = time.perf_counter()
+    saving.save(2, [stage], optimizer, {})
+    assert time.perf_counter() - started < COPY_S / 2, "the save itself did not wait for the copy"
+    train(stage, optimizer, 1)
+    assert saving.last_stall_s > COPY_S / 3, "the update's wait is told as a stall"
+    assert saving.wait() == 2
+    after = gather_state([stage], optimizer)
+    assert any(not torch.equal(before[name], after[name].tensor) for name in before)
+    fresh = model(seed=1)
+    fresh_optimizer = optimizer_of(kind, fresh)
+    load_checkpoint(store, RUN, 2, [fresh], fresh_optimizer)
+    loaded = gather_state([fresh], fresh_optimizer)
+    assert before.keys() == loaded.keys()
+    assert all(torch.equal(before[name], loaded[name].tensor) for name in before)
+    train(fresh, fresh_optimizer, 1)
+    assert same_state(stage, fresh, optimizer, fresh_optimizer), "the held-up run goes on like the resumed one"
+
+
+def test_without_the_hook_the_slow_copy_would_have_been_torn(slow_copies: None) -> None:
+    stage = model()
+    optimizer, buffer = adamw(stage), SnapshotBuffer()
+    train(stage, optimizer, 1)
+    slices = gather_state([stage], optimizer)
+    before = {name: part.tensor.clone() for name, part in slices.items()}
+    snapshot = buffer.take(slices.values())
+    train(stage, optimizer, 1)  # nobody calls `before_update`
+    data = snapshot.data()
+    entries = {entry.name: entry for entry in snapshot.entries}
+    copied = {
+        name: torch.frombuffer(data[entries[name].begin : entries[name].end], dtype=before[name].dtype)
+        for name in before
+    }
+    assert any(not torch.equal(copied[name], before[name].flatten()) for name in before)
+
+
+class Counts(nn.Module):
+    """A buffer that a forward changes, as a router's balance does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x * self.weight.sum()
+
+
+def test_a_buffer_that_a_forward_changes_is_copied_at_once(slow_copies: None) -> None:
+    stage, buffer = Counts(), SnapshotBuffer()
+    snapshot = buffer.take(gather_state([stage], None).values())
+    stage(torch.ones(1))
+    data = snapshot.data()
+    seen = next(entry for entry in snapshot.entries if entry.name == "seen")
+    assert torch.frombuffer(data[seen.begin : seen.end], dtype=torch.float32).tolist() == [0.0] * 4
+
+
+def test_a_caller_may_bring_the_memory_and_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Tensor] = []
+
+    def allocate(size: int, pinned: bool) -> Tensor:
+        assert not pinned
+        taken.append(torch.zeros(size + 100, dtype=torch.uint8))
+        return taken[0]
+
+    buffer = SnapshotBuffer(allocate)
+    slices = list(gather_state([model()], None).values())
+    snapshot = buffer.take(slices)
+    assert bytes(snapshot.data()) == taken[0][: snapshot.size].numpy().tobytes()
+    snapshot.release()
+
+    def fails(self: SnapshotBuffer, pairs: list[Any]) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(SnapshotBuffer, "_copy_still", fails)
+    snapshot = buffer.take(slices)
+    with pytest.raises(MemoryError, match="no room"):
+        snapshot.data()
+    snapshot.release()
+    assert not buffer.busy
+
+
+def test_a_snapshot_released_early_lets_nobody_write_where_the_next_one_is(slow_copies: None) -> None:
+    buffer, slices = SnapshotBuffer(), list(gather_state([model()], None).values())
+    started = time.perf_counter()
+    buffer.take(slices).release()
+    assert time.perf_counter() - started > COPY_S / 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "raypp-snapshot"]
