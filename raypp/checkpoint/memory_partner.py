@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _IO_S = 60.0
 _HELLO_S = 5.0
+_CONNECT_S = 2.0
 _RETRY_S = (0.2, 1.0, 5.0, 30.0)
 _REST = 1.0
 """After a copy the sender pauses this many times as long as it took: at most half of the time is spent sending."""
@@ -244,14 +245,16 @@ class CopySender:
         return step
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self._partner, timeout=_HELLO_S)
+        connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
+        self._socket = connection  # `close` ends it from here on
+        connection.settimeout(_HELLO_S)
         try:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_PRIORITY)
             _introduce(connection, self._secret, self._rank)
             connection.settimeout(_IO_S)
         except BaseException:
-            connection.close()
+            self._drop()
             raise
         return connection
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypp.checkpoint.memory_files import remove_dead
 from raypp.control.dashboard import Dashboard
 from raypp.control.home import locked, private_directory, raypp_home, write_private
 from raypp.control.processes import OwnProcess, free_ports, port_is_free
@@ -141,6 +142,7 @@ def _end_leftovers() -> bool:
     cluster.s3.stop()
     shutil.rmtree(cluster.ray_dir, ignore_errors=True)
     (directory() / "state.json").unlink(missing_ok=True)
+    remove_dead()
     return alive
 
 
