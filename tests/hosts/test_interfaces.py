@@ -1,0 +1,86 @@
+"""Two ranks on two hosts meet over the right interface, or are told which one is wrong. No Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.testbed import Cut, TestBed, why_not
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+
+_PROGRAM = Path(__file__).parent / "joining.py"
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[TestBed]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with TestBed.up(f"i{time.monotonic_ns() % 10**6}", hosts=2, rate="1gbit", ray=False, store=False) as bed:
+        yield bed
+
+
+def _rank(bed: TestBed, host: int, port: int, **environment: str) -> subprocess.Popen[Any]:
+    nodes = [bed.network.address(0), bed.network.address(1)]
+    seat = {
+        "rank": host,
+        "world_size": 2,
+        "node_rank": host,
+        "node": nodes[host],
+        "nodes": nodes,
+        "master_addr": nodes[0],
+        "master_port": port,
+    }
+    command = [sys.executable, str(_PROGRAM), json.dumps(seat)]
+    return bed.popen(host, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _told(process: subprocess.Popen[Any], patience_s: float = 90) -> tuple[int, str]:
+    try:
+        return process.wait(patience_s), process.stdout.read() if process.stdout else ""
+    finally:
+        process.kill()
+
+
+def test_ranks_meet_over_the_route_between_their_hosts_and_say_so(bare: TestBed) -> None:
+    first, second = _rank(bare, 0, 29511), _rank(bare, 1, 29511)
+    (code, told), (other_code, other_told) = _told(first), _told(second)
+    assert (code, other_code) == (0, 0), told + other_told
+    here, there = bare.network.address(0), bare.network.address(1)
+    assert f"network interface eth0 ({here}, 10 Gbit/s) (on the route to {there}); links {here} – {there}" in told
+    assert "sum 2" in told
+    assert "sum 2" in other_told
+
+
+def test_an_interface_that_leads_nowhere_is_named_and_not_hung_on(bare: TestBed) -> None:
+    """`lo` stands for any interface whose address means something else on the other host."""
+    start = time.monotonic()
+    first, second = _rank(bare, 0, 29512), _rank(bare, 1, 29512, GLOO_SOCKET_IFNAME="lo")
+    code, told = _told(first)
+    second.kill()
+    assert code == 3, told
+    here, there = bare.network.address(0), bare.network.address(1)
+    assert f"cannot exchange data with {there} at 127.0.0.1 (interface lo there, named by the job's environment" in told
+    assert "take GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME out of resources.env" in told
+    assert f"on {here} that is eth0" in told
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("how", [Cut.BOTH, Cut.OUT, Cut.IN])
+def test_a_host_that_cannot_be_reached_is_named_with_the_interface_that_was_tried(bare: TestBed, how: Cut) -> None:
+    bare.cut(1, how)
+    try:
+        code, told = _told(_rank(bare, 1, 29513))
+    finally:
+        bare.heal(1)
+    assert code == 3, told
+    here, there = bare.network.address(1), bare.network.address(0)
+    assert f"{here} cannot reach rank 0's node {there}, port 29513, over eth0" in told
+    assert "raypp doctor" in told
