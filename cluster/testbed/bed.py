@@ -40,7 +40,8 @@ HEALTH_CHECK = {
 """For every Ray node's environment: a silent host is known to be lost after about 4 s, not after 63 s."""
 _DASHBOARD_PORT = 8265
 _GCS_PORT = 6379
-_READY_S = 120.0
+_READY_S = 180.0
+_START_TRIES = 3
 _OBJECT_STORE_BYTES = 200_000_000
 
 
@@ -234,9 +235,7 @@ class TestBed:
         address = self.network.address(self._checked(host))
         self.network.kill(host)
         before = {node.node_id for node in self.dashboard().nodes() if node.ip == address} if host else set()
-        child = self._start_ray(host)
-        there = partial(_has_node, address=address, but=before)
-        self._wait(there, [child], patience_s)
+        self._start_rays([host], partial(_has_node, address=address, but=before), patience_s)
 
     def nodes(self) -> list[NodeResources]:
         """The nodes Ray believes alive."""
@@ -270,10 +269,33 @@ class TestBed:
     # Ray ------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
-        head = self._start_ray(0)
-        self._wait(lambda nodes: len(nodes) == 1, [head], _READY_S)
-        others = [self._start_ray(host) for host in range(1, self.size)]
-        self._wait(lambda nodes: len(nodes) == self.size, [head, *others], _READY_S)
+        self._start_rays([0], lambda nodes: len(nodes) == 1, _READY_S)
+        self._start_rays(list(range(1, self.size)), lambda nodes: len(nodes) == self.size, _READY_S)
+
+    def _start_rays(self, hosts: list[int], ready: Callable[[list[NodeResources]], bool], patience_s: float) -> None:
+        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in.
+
+        A node that gave up is started again: Ray allows it 30 s, too few on a machine with much else to do.
+        """
+        children = {host: self._start_ray(host) for host in hosts}
+        tries = dict.fromkeys(hosts, _START_TRIES)
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            with contextlib.suppress(RayppError, KeyError, TypeError):
+                if ready(self.dashboard().nodes()):
+                    self.dashboard().jobs()
+                    return
+            for host in [host for host, child in children.items() if child.poll() is not None]:
+                tries[host] -= 1
+                if not tries[host]:
+                    end = 0
+                    break
+                self.network.kill(host)
+                children[host] = self._start_ray(host)
+            time.sleep(0.1)
+        ends = {path: path.read_text(errors="replace")[-800:] for path in sorted(self.directory.glob("h*.log"))}
+        logs = "\n".join(f"{path}: …{text}" for path, text in ends.items())
+        raise BedError(Problem("testbed", f"Ray did not come up on every host\n{logs}", "see these logs"))
 
     def _start_ray(self, host: int) -> subprocess.Popen[bytes]:
         address = self.network.address(host)
@@ -313,23 +335,6 @@ class TestBed:
             )
         self._children.append(child)
         return child
-
-    def _wait(
-        self, ready: Callable[[list[NodeResources]], bool], children: list[subprocess.Popen[bytes]], patience_s: float
-    ) -> None:
-        end = time.monotonic() + patience_s
-        while time.monotonic() < end:
-            with contextlib.suppress(RayppError, KeyError, TypeError):
-                if ready(self.dashboard().nodes()):
-                    self.dashboard().jobs()
-                    return
-            if any(child.poll() is not None for child in children):
-                break
-            time.sleep(0.1)
-        logs = "\n".join(
-            f"{path}: …{path.read_text(errors='replace')[-800:]}" for path in self.directory.glob("h*.log")
-        )
-        raise BedError(Problem("testbed", f"Ray did not come up on every host\n{logs}", "see these logs"))
 
     def _log(self, host: int) -> Path:
         return self.directory / f"h{host}.log"
