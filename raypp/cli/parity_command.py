@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypp.cli.jobs import job_argument, load_checked_job
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RunFailedError
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError, RunFailedError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -33,8 +34,21 @@ _SHOWN = 8
     metavar="X",
     help="Largest relative error that passes.  [default: 1e-5; 0.05 with bf16]",
 )
+@click.option(
+    "--max-ranks",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Refuse meshes of more ranks than this.  [default: twice this machine's cores]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def parity_command(job: Path, overrides: tuple[str, ...], steps: int, tolerance: float | None, as_json: bool) -> int:
+def parity_command(
+    job: Path,
+    overrides: tuple[str, ...],
+    steps: int,
+    tolerance: float | None,
+    max_ranks: int | None,
+    as_json: bool,
+) -> int:
     """Run a few steps of JOB's mesh and of one process, and show where they differ.
 
     Both run on this machine, on the CPU, one process per rank: no cluster and no store are needed, but the model must
@@ -44,6 +58,7 @@ def parity_command(job: Path, overrides: tuple[str, ...], steps: int, tolerance:
     file = load_checked_job(job, overrides)
     console = Console(highlight=False)
     world = Mesh.of(file.job.mesh).world
+    _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then on one …"):
         answer = _ask({"job": job_document(file.job), "steps": steps, "tolerance": tolerance})
     if as_json:
@@ -51,6 +66,21 @@ def parity_command(job: Path, overrides: tuple[str, ...], steps: int, tolerance:
     else:
         console.print(parity_view(file.job, answer))
     return EXIT_OK if answer["passed"] else EXIT_RUN_FAILED
+
+
+def _check_world(world: int, max_ranks: int | None) -> None:
+    """Every rank is a process of this machine, with the whole of torch in it.
+
+    Raises:
+        ResourcesError: There would be too many.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = 2 * cores if max_ranks is None else max_ranks
+    if world > most:
+        why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
+        what = f"{world} ranks would be as many processes of this machine, which is to run {most} at most ({why})"
+        fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or allow it: --max-ranks {world}"
+        raise ResourcesError(Problem("mesh", what, fix))
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

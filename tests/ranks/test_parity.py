@@ -13,10 +13,12 @@ from rich.console import Console
 from safetensors.torch import save_file
 from test_mesh_does_not_change_numbers import document
 
+from raypp.cli import parity_command
 from raypp.cli.main import run
 from raypp.cli.parity_command import parity_view
-from raypp.spec.load import parse_job
-from raypp.train.parity import compare, one_process_job, relative_error
+from raypp.errors import RunFailedError
+from raypp.spec.load import load_job, parse_job
+from raypp.train.parity import TOLERANCE, compare, one_process_job, relative_error, run_parity
 
 pytestmark = pytest.mark.ranks
 
@@ -40,26 +42,40 @@ def test_a_pipeline_is_found_to_be_the_same_bit_for_bit(
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_replicas_pass_within_the_tolerance_and_fail_a_stricter_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = job_file(tmp_path, fsdp=2)
-    assert run(["parity", path, "--steps", "1", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["passed"] and not answer["bitwise"] and 0 < answer["max_error"] <= 1e-5
+    answer = run_parity(load_job(path).job, 1, 1e-12)
+    assert not answer["passed"] and not answer["bitwise"] and 1e-12 < answer["max_error"] <= TOLERANCE["fp32"] == 1e-5
     assert answer["world"] == 2 and answer["compared"] == 21 and answer["steps"][0]["gradients"] == 21
+    # The command, given this answer by the process it asks.
+    monkeypatch.setattr(parity_command, "_ask", lambda request: answer)
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12"]) == 1
     assert "beyond the tolerance" in capsys.readouterr().out
+    assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == answer
 
 
-def test_what_a_rank_says_when_it_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_rank_says_when_it_fails_is_told(tmp_path: Path) -> None:
     source = yaml.safe_load(Path(job_file(tmp_path)).read_text())
     (tmp_path / "broken.tokens").write_bytes(b"no tokens")
     source["data"] = {"kind": "jsonl", "path": str(tmp_path / "broken.tokens"), "seq_len": 32}
     source["model"]["vocab_size"] = 300
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(source))
-    assert run(["parity", str(tmp_path / "job.yaml"), "--steps", "1"]) == 1
-    assert "rank 0 of 1 failed: " in capsys.readouterr().err
+    with pytest.raises(RunFailedError, match="rank 0 of 1 failed: "):
+        run_parity(parse_job(source), 1)
+
+
+def test_more_ranks_than_the_machine_can_bear_are_refused_before_they_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = yaml.safe_load(Path(job_file(tmp_path)).read_text())
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**source, "mesh": {"dp_replicate": 4096}}))
+    assert run(["parity", str(tmp_path / "job.yaml")]) == 4
+    said = capsys.readouterr().err
+    assert "4096 ranks would be as many processes of this machine" in said and "--max-ranks 4096" in said
+    assert run(["parity", job_file(tmp_path, pp=2), "--max-ranks", "1"]) == 4
+    assert "at most (--max-ranks)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_reference_reads_all_replicas_rows_and_has_nothing_cut() -> None:
