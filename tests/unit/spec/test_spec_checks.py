@@ -35,7 +35,6 @@ def test_every_default_is_available() -> None:
     [
         ({"model": {"kind": "my:model"}}, "model.kind", "my:model is not available yet"),
         ({"model": {"kind": "lama"}}, "model.kind", "there is no 'lama'; there are: llama, qwen2"),
-        ({"model": {"from_hf": "x"}}, "model.from_hf", "x is not available yet"),
         ({"data": {"kind": "hf", "path": "/"}}, "data.kind", "hf is not available yet; available: text, jsonl"),
         ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
