@@ -11,6 +11,7 @@ from rich.table import Table
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import step_folder
+from raypp.checkpoint.leftovers import find_leftovers, remove_leftovers
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.runs import read_spec
 from raypp.checkpoint.verify import verify_checkpoint
@@ -123,14 +124,29 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
             )
             raise CheckpointError([*problems, advice])
     pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
+    left = find_leftovers(store, name)
+    if not dry_run:
+        remove_leftovers(store, name, left)
     if as_json:
-        facts = {"steps": list(pruned.steps), "objects": len(pruned.objects), "bytes": pruned.size, "dry_run": dry_run}
+        gone_too = [info for info in left.objects if info.key not in pruned.objects]
+        facts = {
+            "steps": list(pruned.steps),
+            "objects": len(pruned.objects) + len(gone_too),
+            "bytes": pruned.size + sum(info.size for info in gone_too),
+            "uploads": len(left.uploads),
+            "under_way": len(left.under_way),
+            "dry_run": dry_run,
+        }
         click.echo(json.dumps(facts))
         return
     verb = "would remove" if dry_run else "removed"
     gone = ", ".join(str(gone) for gone in pruned.steps) or "none"
     kept = f"the newest {keep}" + (f" and every {keep_every}th step" if keep_every else "")
     click.echo(f"{verb} {len(pruned.objects)} objects, {pruned.size / 1e6:.1f} MB (steps: {gone}); kept {kept}")
+    if left:
+        click.echo(f"{verb} {left}")
+    if left.under_way:
+        click.echo(f"left alone: {len(left.under_way)} uploads of the newest attempt, which may be under way")
 
 
 def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:

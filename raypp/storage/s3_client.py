@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from raypp.errors import JobError, Problem
 from raypp.storage.patience import seconds_from_environment
 from raypp.storage.s3_parts import prepare_client
+from raypp.storage.store import AccessRefused
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -35,6 +36,7 @@ class S3Clients:
 
     Raises:
         JobError: A setting cannot be used.
+        AccessRefused: The sources of credentials gave none.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class S3Clients:
         # boto3 takes 0.3 s to import: only those who use S3 pay.
         import boto3
         import botocore.session
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, CredentialRetrievalError
 
         try:
             core = botocore.session.get_session()
@@ -114,6 +116,14 @@ class S3Clients:
             prepare_client(client)
             credentials = core.get_credentials()
             return client, _identity(credentials)
+        except CredentialRetrievalError as error:
+            raise AccessRefused(
+                Problem(
+                    f"AWS_PROFILE={os.environ.get('AWS_PROFILE', 'default')}",
+                    f"new credentials could not be had: {error}",
+                    "run the profile's credential_process by hand",
+                )
+            ) from error
         except (BotoCoreError, ValueError) as error:
             raise JobError(
                 Problem(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
@@ -19,6 +20,7 @@ from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import open_store
+from raypp.storage.patience import LONG_S, patience_from_environment
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
@@ -76,7 +78,9 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
 
     reporter.phase("load")
     with start.part("load"):
-        store = open_store(job.checkpoint.url)
+        store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
+        if seat.rank == 0:
+            look_after_store(store, job.name, seat, reporter)
         recent = RecentReports()
         tier = open_memory_tier(job, seat, store, reporter)
         if tier is not None:

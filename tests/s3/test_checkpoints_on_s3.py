@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import base64
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from seaweed import BUCKET, seaweed
+from botocore.exceptions import ClientError
+from saving import OneRank, newest
+from seaweed import BUCKET
 from told import Told
 from torch import nn
 
@@ -21,11 +25,10 @@ from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 
 pytestmark = pytest.mark.s3
-RUN = "on-s3"
 
 
-class Alone:
-    """Announcements of a world of one."""
+class Together:
+    """Announcements of several savers in one process."""
 
     def __init__(self) -> None:
         self.said: dict[tuple[int, int], dict[str, Any]] = {}
@@ -36,47 +39,97 @@ class Alone:
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, dict[str, Any]]:
+        end = time.monotonic() + timeout_s
+        while any((step, rank) not in self.said for rank in ranks):
+            if stopped() or time.monotonic() > end:
+                raise TimeoutError(f"not all of {list(ranks)} spoke")
+            time.sleep(0.01)
         return {rank: self.said[step, rank] for rank in ranks}
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[S3Store]:
-    with seaweed() as server:
-        yield server.store(BUCKET, "checkpoints", part_bytes=5 << 20)
+@pytest.fixture
+def store(server: Any) -> S3Store:
+    return server.store(BUCKET, "checkpoints", part_bytes=5 << 20)
 
 
-def test_a_checkpoint_goes_to_s3_and_back_and_old_ones_go(store: S3Store) -> None:
+def test_a_checkpoint_goes_to_s3_and_back_and_old_ones_go(store: S3Store, run: str) -> None:
     torch.manual_seed(0)
     stage, told = nn.Linear(1024, 1500), Told()
     optimizer = torch.optim.AdamW(stage.parameters())
-    attempt = claim_next_attempt(store, RUN)
-    seat = Seat(RUN, attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-    saver = CheckpointSaver(store, RUN, {}, seat, Alone(), told, keep=2)
+    attempt = claim_next_attempt(store, run)
+    seat = Seat(run, attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    saver = CheckpointSaver(store, run, {}, seat, Together(), told, keep=2)
     for step in (1, 2, 3):
         stage(torch.ones(2, 1024)).sum().backward()
         optimizer.step()
         saver.save(step, [stage], optimizer, {"data_position": {"row": step}})
     assert saver.wait() == 3
     assert [event.kind for event in told.events if event.kind != "save_waited"] == ["committed"] * 3
-    assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [2, 3]
-    assert list(store.list(f"{RUN}/step-00000001")) == []
+    assert [checkpoint.step for checkpoint in list_checkpoints(store, run)] == [2, 3]
+    assert list(store.list(f"{run}/step-00000001")) == []
 
     fresh = nn.Linear(1024, 1500)
     fresh_optimizer = torch.optim.AdamW(fresh.parameters())
-    loaded = load_checkpoint(store, RUN, None, [fresh], fresh_optimizer)
+    loaded = load_checkpoint(store, run, None, [fresh], fresh_optimizer)
     assert loaded is not None and (loaded.step, loaded.data_position) == (3, {"row": 3})
     assert torch.equal(stage.weight, fresh.weight)
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(optimizer.state[stage.weight][key], fresh_optimizer.state[fresh.weight][key])
 
-    bad = rank_key(RUN, 3, attempt, 0)
+    bad = rank_key(run, 3, attempt, 0)
     data = bytearray(store.get(bad))
     data[len(data) // 2] ^= 1
     store.put(bad, data)
-    found = newest_usable(store, RUN)
+    found = newest_usable(store, run)
     assert found.commit is not None and found.commit.step == 2
     assert found.rejected[0].problems[0].key == bad
 
-    claim_next_attempt(store, RUN)
+    claim_next_attempt(store, run)
     with pytest.raises(StaleAttemptError):
-        write_commit(store, CommitDocument(RUN, 9, attempt, {}, {}, {}, ()))
+        write_commit(store, CommitDocument(run, 9, attempt, {}, {}, {}, ()))
+
+
+class Layers(nn.Module):
+    """A stage: some layers of a model, under their global names."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(700, 700 + number) for number in numbers})
+
+
+def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str) -> None:
+    attempt, together, told = claim_next_attempt(store, run), Together(), Told()
+    stages, savers = [Layers(0, 1), Layers(2)], []
+    for rank, stage in enumerate(stages):
+        seat = Seat(run, attempt, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
+        savers.append(CheckpointSaver(store, run, {}, seat, together, told, keep=2))
+        optimizer = torch.optim.AdamW(stage.parameters())
+        sum(parameter.sum() for parameter in stage.parameters()).backward()
+        optimizer.step()
+        savers[-1].save(1, [stage], optimizer, {})
+    assert [saver.wait() for saver in reversed(savers)] == [1, 1]
+    written = {name: value for stage in stages for name, value in stage.state_dict().items()}
+
+    for mesh in ([Layers(0, 1, 2)], [Layers(0), Layers(1), Layers(2)]):
+        for stage in mesh:
+            assert load_checkpoint(store, run, 1, [stage], torch.optim.AdamW(stage.parameters())) is not None
+            for name, value in stage.state_dict().items():
+                assert torch.equal(value, written[name]), name
+
+
+def test_a_sum_that_the_server_let_pass_is_found_by_our_own(store: S3Store, run: str) -> None:
+    """Ceph takes bodies whose sum is wrong; what is read is compared with what was committed all the same."""
+    rank = OneRank(store, run)
+    assert rank.save_and_wait(1), rank.failures()
+    assert rank.save_and_wait(2), rank.failures()
+    bad = rank_key(run, 2, rank.attempt, 0)
+    data = bytearray(store.get(bad))
+    wrong = base64.b64encode(bytes(4)).decode()
+    data[-5] ^= 1
+    try:
+        store._clients.current.put_object(Bucket=BUCKET, Key=store.name_of(bad), Body=bytes(data), ChecksumCRC32=wrong)
+        assert not store.sums.compared()
+    except ClientError as error:
+        assert store.sums.compared() and error.response["Error"]["Code"] == "BadDigest"
+        store.put(bad, data)
+    assert newest(store, run) == (1, [bad])

@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from seaweed import BUCKET, seaweed
@@ -19,23 +20,17 @@ _PREFIXES = (f"test-{number}" for number in itertools.count())
 _PART = 5 << 20
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[SeaweedServer]:
-    with seaweed() as running:
-        yield running
-
-
 @pytest.fixture
-def store(server: SeaweedServer) -> S3Store:
+def store(server: Any) -> S3Store:
     return server.store(BUCKET, next(_PREFIXES), part_bytes=_PART)
 
 
-class TestSeaweed(StoreContract):
+class TestS3(StoreContract):
     large = 3 * _PART
 
 
 def test_open_store_takes_the_servers_place_and_keys_from_the_environment(
-    server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
@@ -45,21 +40,21 @@ def test_open_store_takes_the_servers_place_and_keys_from_the_environment(
     assert server.store(BUCKET).get("by/url/a") == b"1"
 
 
-def test_a_missing_bucket_is_named_and_not_created(server: SeaweedServer) -> None:
+def test_a_missing_bucket_is_named_and_not_created(server: Any) -> None:
     store = server.store("no-such-bucket")
     for action in (store.probe, lambda: store.put("a", b""), lambda: list(store.list())):
         with pytest.raises(BucketMissing, match="'no-such-bucket' does not exist"):
             action()
 
 
-def test_a_bucket_is_created_only_when_asked_for(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_created_only_when_asked_for(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
         open_store("s3://made-on-demand/x", missing_bucket="create").probe()
 
 
-def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: SeaweedServer) -> None:
+def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: Any) -> None:
     wrong = S3Store(BUCKET, endpoint=server.endpoint, access_key=server.access_key, secret_key="wrong")
     with pytest.raises(AccessRefused, match="secret key is wrong"):
         wrong.probe()
@@ -74,7 +69,7 @@ def test_no_server_at_the_endpoint_is_told_with_the_endpoint() -> None:
         store.probe()
 
 
-def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: SeaweedServer, store: S3Store) -> None:
+def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: Any, store: S3Store) -> None:
     def failing() -> Iterator[bytes]:
         yield bytes(2 * _PART)
         raise RuntimeError("the source broke")
