@@ -1,0 +1,217 @@
+"""Runs that go on with another mesh: the numbers go on as if nothing had happened.
+
+Every chain is a run of three steps on three meshes; the reference is one process that takes them at one go. Chains
+share their processes: all that needs so many ranks at that point runs in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_in_turn
+from hf_folder import write_hf_folder
+from safetensors.numpy import load_file
+from test_experts import document as expert_document
+from test_mesh_does_not_change_numbers import document
+from told import Told
+from training import seat_of
+
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.diff import diff_checkpoints
+from raypp.checkpoint.hf_names import hf_parts
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.errors import CheckpointError
+from raypp.models.stage import build_stage
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.rank import run_rank
+
+pytestmark = pytest.mark.ranks
+Sections = dict[str, Any]
+ONE: Sections = {}
+VIRTUAL = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+V = {"schedule": "zbv", "stages_per_rank": 2}
+
+
+def mesh(pipeline: Sections | None = None, **sizes: int) -> Sections:
+    return {"mesh": sizes, "pipeline": pipeline or {}}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model, and the meshes of its three steps.
+
+    Attributes:
+        model: What differs from the small Llama.
+        meshes: Of each step.
+        exact: Every bit must be that of one process; else to 1e-5.
+    """
+
+    model: Sections
+    meshes: tuple[Sections, ...]
+    exact: bool
+
+
+MOE = {"kind": "qwen3_moe"}
+CHAINS = {
+    "pp 4, 2 with virtual stages, 1": Chain({}, (mesh(pp=4), mesh(VIRTUAL, pp=2), ONE), True),
+    "tied, pp 4, 2 in a V, 1": Chain({"tie_embeddings": True}, (mesh(pp=4), mesh(V, pp=2), ONE), True),
+    "one, then pp 2, then pp 4": Chain({}, (ONE, mesh(pp=2), mesh(pp=4)), True),
+    "fsdp 2, 1, 4": Chain({}, (mesh(fsdp=2), ONE, mesh(fsdp=4)), False),
+    "cp 2, 1, cp 2 with pp 2": Chain({}, (mesh(cp=2), ONE, mesh(cp=2, pp=2)), False),
+    "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
+}  # fmt: skip
+ROWS = 4
+"""Microbatches of a step, over all replicas."""
+
+
+def job_of(chain: Chain, url: Path, step: int, sections: Sections) -> Sections:
+    """The chain's job up to a step, on that step's mesh."""
+    found = expert_document() if chain.model.get("kind") == "qwen3_moe" else document()
+    sizes = sections.get("mesh", {})
+    replicas = sizes.get("fsdp", 1) * sizes.get("dp_replicate", 1)
+    found["model"] |= chain.model
+    found["mesh"] = sizes
+    found["pipeline"] |= {"microbatches": ROWS // replicas, "schedule": "1f1b", **sections.get("pipeline", {})}
+    # The cosine would bend with train.steps.
+    found["train"] |= {"steps": step, "lr_schedule": {"kind": "constant", "warmup_steps": 1}}
+    found["checkpoint"] = {"url": str(url), "every_steps": 0, "memory_tier": False}
+    return found
+
+
+def live(rank: int, world: int, port: int, source: Sections, attempt: int) -> Sections:
+    told = Told()
+    job = parse_job(source)
+    result = run_rank(job, seat_of(rank, world, port, job, attempt=attempt), told)
+    kinds = [event.kind for event in told.events]
+    numbers = [(r.step, r.loss, r.grad_norm, r.tokens) for r in told.reports]
+    return {"numbers": numbers, "kinds": kinds, "committed": result.checkpoint_step}
+
+
+def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
+    """Runs jobs, those of one world by the same processes; results in the jobs' order."""
+    worlds = [parse_job(job).mesh.world for job, _ in jobs]
+    results: dict[int, list[Sections]] = {}
+    for world in sorted(set(worlds)):
+        chosen = [index for index, other in enumerate(worlds) if other == world]
+        found = run_in_turn(world, live, [jobs[index] for index in chosen])
+        results |= dict(zip(chosen, found, strict=True))
+    return [results[index] for index in range(len(jobs))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[int, tuple]]]:
+    """Where the runs are (each chain's, and each model's reference), and what their first ranks told of each step."""
+    root = tmp_path_factory.mktemp("recut")
+    references = {reference_of(chain): chain for chain in CHAINS.values()}
+    numbers: dict[str, dict[int, tuple]] = {name: {} for name in (*CHAINS, *references)}
+    for step in (1, 2, 3):
+        jobs = {
+            name: (job_of(chain, root / name, step, chain.meshes[step - 1]), step) for name, chain in CHAINS.items()
+        }
+        if step == 2:  # most chains are on one process then: the references join them
+            jobs |= {name: (job_of(chain, root / name, 3, ONE), 1) for name, chain in references.items()}
+        for name, results in zip(jobs, run_all(list(jobs.values())), strict=True):
+            assert all(result["committed"] == (3 if name in references else step) for result in results)
+            assert ("resumed" in results[0]["kinds"]) == (step > 1 and name not in references)
+            # A run that goes on tells its last steps again, as they were: those must not have changed.
+            for number, *rest in results[0]["numbers"]:
+                assert numbers[name].setdefault(number, tuple(rest)) == tuple(rest)
+    return root, numbers
+
+
+def reference_of(chain: Chain) -> str:
+    """The name of one process's run of the chain's model."""
+    return f"one process {chain.model}"
+
+
+def tensors(root: Path, job: str = "numbers") -> SavedTensors:
+    store = DirectoryStore(root)
+    return SavedTensors(store, read_commit(store, job, list_checkpoints(store, job)[-1].step))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, runs: Any) -> None:
+    root, numbers = runs
+    chain, reference = CHAINS[name], reference_of(CHAINS[name])
+    found, expected = numbers[name], numbers[reference]
+    assert list(found) == list(expected) == [1, 2, 3]
+    run = "experts" if chain.model == MOE else "numbers"
+    comparison = diff_checkpoints(tensors(root / name, run), tensors(root / reference, run))
+    assert not (comparison.only_a or comparison.only_b or comparison.other_form)
+    if chain.exact:
+        assert found == expected
+        assert comparison.same, [one.name for one in comparison.different]
+        return
+    for step, (loss, norm, tokens) in expected.items():
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens)
+    # A step of Adam is lr = 3e-3 long whatever the gradient, so three of them may part tiny weights by 1e-5 of it.
+    assert max(one.max_abs for one in comparison.different if not one.name.startswith("optim/")) < 1e-4
+
+
+def test_a_tied_checkpoint_is_not_taken_for_an_untied_model(runs: Any) -> None:
+    root, _ = runs
+    name = "tied, pp 4, 2 in a V, 1"
+    untied = job_of(Chain({"tie_embeddings": False}, (), True), root / name, 4, ONE)
+    commit = read_commit(DirectoryStore(root / name), "numbers", 3)
+    problems = check_resume(commit.job, parse_job(untied))
+    assert [problem.key for problem in problems] == ["model.tie_embeddings"]
+    options = parse_job(untied).model
+    whole = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: is not in the checkpoint"):
+        load_checkpoint(DirectoryStore(root / name), "numbers", 3, [whole], None)
+
+
+HF_MESHES = {
+    "one": ONE,
+    "pp 2": mesh(pp=2),
+    "fsdp 4": mesh(fsdp=4),
+    "fsdp 2 · cp 2, ep 2": mesh(fsdp=2, cp=2, ep=2),
+}
+
+
+def tuned(url: Path, folder: Path, steps: int, sections: Sections) -> Sections:
+    """A job that begins with a model's weights, and with lr 0 leaves them alone."""
+    found = job_of(Chain(MOE, (), True), url, steps, sections)
+    found["model"] |= {"from_hf": str(folder), "num_layers": 2}
+    found["train"]["optimizer"] = {"kind": "sgd", "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0}
+    return found
+
+
+def test_weights_of_a_named_model_are_the_same_bits_on_any_mesh_and_read_once(tmp_path: Path) -> None:
+    sizes = {**expert_document()["model"], "num_layers": 2}
+    sizes = {key: value for key, value in sizes.items() if key not in ("kind", "aux_loss_weight", "z_loss_weight")}
+    before = write_hf_folder(tmp_path / "hf", kind="qwen3_moe", **sizes)
+    jobs = [(tuned(tmp_path / name, tmp_path / "hf", 1, sections), 1) for name, sections in HF_MESHES.items()]
+    for results in run_all(jobs):
+        assert "loaded_from_hf" in results[0]["kinds"]
+    for name in HF_MESHES:
+        _assert_holds(tensors(tmp_path / name, "experts"), before)
+    # Other weights in the same place: a run that goes on must not look at them.
+    write_hf_folder(tmp_path / "hf", 1, kind="qwen3_moe", **sizes)
+    (results,) = run_all([(tuned(tmp_path / "pp 2", tmp_path / "hf", 2, ONE), 2)])
+    assert "resumed" in results[0]["kinds"] and "loaded_from_hf" not in results[0]["kinds"]
+    _assert_holds(tensors(tmp_path / "pp 2", "experts"), before)
+    assert not _same(load_file(tmp_path / "hf" / "model.safetensors"), before)
+
+
+def _assert_holds(saved: SavedTensors, expected: Sections) -> None:
+    found = {}
+    for name, info in saved.infos.items():
+        if not name.startswith("optim/"):
+            whole = saved.rows(name, 0, info.rows)
+            for part in hf_parts(name, info.shape):
+                found[part.name] = whole if part.expert is None else whole[part.expert]
+    assert _same(found, expected)
+
+
+def _same(found: Sections, expected: Sections) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(torch.from_numpy(found[name].copy()), torch.from_numpy(expected[name])) for name in expected
+    )

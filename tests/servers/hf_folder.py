@@ -1,0 +1,30 @@
+"""A random Hugging Face model in a directory, written without transformers and without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from raypp.checkpoint.hf_names import hf_parts, model_tensors
+from raypp.spec.hf_config import config_from_options
+from raypp.spec.models import DecoderOptions, MoeOptions
+
+
+def write_hf_folder(folder: Path, seed: int = 0, *, kind: str = "llama", **sizes: Any) -> dict[str, np.ndarray]:
+    """Writes config.json and model.safetensors; returns the tensors by their names there."""
+    options = (MoeOptions if "num_experts" in sizes else DecoderOptions)(kind=kind, **sizes)
+    random = np.random.default_rng(seed)
+    parts = [part for name, shape in model_tensors(options).items() for part in hf_parts(name, shape)]
+    tensors = {
+        part.name: (random.normal(size=part.shape) * 0.05 + (part.name.endswith("norm.weight"))).astype(np.float32)
+        for part in parts
+    }
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = config_from_options(options, dtype="float32", context=64, eos_id=256)
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
