@@ -145,7 +145,10 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    if runs.controller_alive(RunPlace(store.url, job.name, cluster.address)):
+    place = RunPlace(store.url, job.name, cluster.address)
+    # The controller of a run that has ended stays for a moment; the next submission sends it away.
+    ended = is_final(RunReader(store, job.name).status()) and not runs.living_jobs(cluster.dashboard, place)
+    if not ended and runs.controller_alive(place):
         raise JobError(
             Problem(
                 "name",
@@ -190,7 +193,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         except StoreError as error:
             click.echo(f"the run's records cannot be read from here ({error}); showing the Ray job's log", err=True)
             return watch.tail_log()
-        code = watch.exit_code(status)
+        code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
         click.echo(f"\n{place.name} goes on without you", err=True)
@@ -234,8 +237,8 @@ class _JobWatch:
         if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
             self._ended = time.monotonic()
 
-    def exit_code(self, status: dict[str, Any]) -> int:
-        """The run's exit code, by its driver's when that is known. Waits a little for the driver's end."""
+    def exit_code(self, status: dict[str, Any], reader: RunReader) -> int:
+        """The run's exit code, as its records tell it, else its driver's. Waits a little for the driver's end."""
         for _ in range(50):
             self._look()
             if self._ended is not None:
@@ -243,7 +246,8 @@ class _JobWatch:
             time.sleep(0.1)
         if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
             return EXIT_OK
-        code = (self.job or {}).get("driver_exit_code")
+        code = _told_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
+        code = (self.job or {}).get("driver_exit_code") if code is None else code
         if not is_final(status):
             message = (self.job or {}).get("message") or "it is gone"
             click.echo(f"the run's Ray job ended before the run did: {message}", err=True)
@@ -261,6 +265,12 @@ class _JobWatch:
                 code = (self.job or {}).get("driver_exit_code")
                 return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
             time.sleep(_JOB_POLL_S / 2)
+
+
+def _told_exit_code(reader: RunReader) -> int | None:
+    ends = [event for event in reader.events() if event.kind == "failed"]
+    code = ends[-1].details.get("exit_code") if ends else None
+    return code if isinstance(code, int) else None
 
 
 def _say_how_to_come_back(place: RunPlace, err: bool) -> None:

@@ -1,36 +1,34 @@
-"""One attempt: a placement group, one worker actor per rank, their seats, their ends. Driven by polling."""
+"""One attempt: every bundle staffed, every process seated, their ends awaited. Driven by polling."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raypp.control.crew import Crew, Member
 from raypp.control.machine import AttemptGone, Finished, NoResources, RankFailed, Seated
-from raypp.control.messages import NAMESPACE, Presence, RunRequest
-from raypp.control.worker import Worker
+from raypp.control.messages import Batch, Ending, Presence, Standing
+from raypp.control.placement import Placement, all_nodes
+from raypp.control.seats import Rank, plan_facts, seats_for
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
-from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
+from raypp.records import RankFailure, RankResult
 from raypp.spec.job import Job
 
-_PLACEMENT_TIMEOUT_S = 300.0
-_INFEASIBLE_GRACE_S = 15.0
 _START_TIMEOUT_S = 180.0
-_WITNESS_GRACE_S = 2.0
+_KNOWN_TIMEOUT_S = 10.0
+_WITNESS_GRACE_S = 1.0
+_LEAVE_S = 5.0
 _END_TIMEOUT_S = 20.0
-
-# Every device stays visible and each rank sets its own: one visible device per process cripples NCCL. Ray takes
-# this variable out of a job's own settings, so it is given to the actors.
-_ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+# Ray's reasons for the end of a node that somebody wanted: it was told to go, preempted, or idle.
+_WANTED_NODE_ENDS = (1, 3, 4)
 
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
@@ -46,129 +44,61 @@ class Stage(StrEnum):
 
 
 @dataclass
-class Rank:
-    """One rank of the attempt and its actor.
-
-    Attributes:
-        pending: The answer awaited from the actor: `where` while starting, `run` afterwards.
-        result: How it ended, once it has.
-    """
-
-    rank: int
-    label: str
-    coordinates: Coordinates
-    actor: Any
-    bundle: int
-    node_id: str
-    node: str = ""
-    pid: int = 0
-    state: str = "starting"
-    step: int = 0
-    presence: Presence | None = None
-    pending: Any = None
-    result: RankResult | None = None
-    failed: bool = False
-
-
-@dataclass
-class Placement:
-    """The run's placement group, kept from one attempt to the next: Ray moves the bundles of a lost node itself."""
-
-    name: str
-    world: int
-    bundle: dict[str, float]
-    group: PlacementGroup | None = None
-    asked_at: float = 0.0
-    infeasible_since: float | None = None
-
-    def ask(self) -> None:
-        """Makes the group unless it is there; the wait for it starts again."""
-        self.asked_at = time.monotonic()
-        self.infeasible_since = None
-        if self.group is not None:
-            return
-        with contextlib.suppress(ValueError):
-            remove_placement_group(ray.util.get_placement_group(self.name))  # an earlier life's
-        self.group = placement_group([dict(self.bundle)] * self.world, strategy="PACK", name=self.name)
-
-    def nodes(self) -> list[str] | None:
-        """The node of each bundle; None while not all are placed."""
-        table = self._table()
-        if table.get("state") != "CREATED":
-            return None
-        where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
-        alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
-        return [where[index] for index in range(self.world)] if set(where.values()) <= alive else None
-
-    def hopeless(self) -> str | None:
-        """Why waiting on makes no sense, or None."""
-        now = time.monotonic()
-        state = (self._table().get("stats") or {}).get("scheduling_state")
-        if state != "INFEASIBLE":
-            self.infeasible_since = None
-        elif self.infeasible_since is None:
-            self.infeasible_since = now
-        want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
-        if self.infeasible_since is not None and now - self.infeasible_since > _INFEASIBLE_GRACE_S:
-            return f"the cluster cannot hold {self.world} ranks of {want}: it has {capacity()}"
-        if now - self.asked_at > _PLACEMENT_TIMEOUT_S:
-            waited = f"did not become free within {_PLACEMENT_TIMEOUT_S:.0f} s"
-            return f"{self.world} ranks of {want} {waited}; the cluster has {capacity()}"
-        return None
-
-    def remove(self) -> None:
-        if self.group is not None:
-            remove_placement_group(self.group)
-            self.group = None
-
-    def _table(self) -> dict[str, Any]:
-        return dict(placement_group_table(self.group)) if self.group is not None else {}
-
-
-def all_nodes() -> list[dict[str, Any]]:
-    """Every node Ray has known, dead ones too (`Alive`)."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
-
-
-def capacity() -> str:
-    """What the living nodes have, for people."""
-    parts = [
-        f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU)"
-        for node in all_nodes()
-        if node["Alive"] and (has := node["Resources"]) is not None
-    ]
-    return ", ".join(parts) or "no living node"
-
-
-@dataclass
 class Attempt:
-    """One life of the worker group.
+    """One life of the ranks, in processes that may have lived through earlier ones.
 
     Args:
         number: As claimed in the store.
-        life: The controller's life.
-        device: cpu or cuda.
-        controller: Handle the workers report to.
+        job: With the mesh of this attempt.
+        heard: Called with what an ended rank could not hand over itself.
     """
 
-    request: RunRequest
     job: Job
     number: int
-    life: str
-    device: str
+    crew: Crew
     placement: Placement
-    controller: Any
+    heard: Callable[[Batch], None]
     stage: Stage = Stage.PLACING
     ranks: list[Rank] = field(default_factory=list)
-    seats: list[Seat] = field(default_factory=list)
     _witnessed_at: float | None = None
     _held: list[RankFailed] = field(default_factory=list)
+    _killed: bool = False
     _since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.mesh = Mesh.of(self.job.mesh)
+
+    def launch(self) -> None:
+        """Begins; `poll` does the rest."""
         self.placement.ask()
+
+    def adopt(self, found: Sequence[tuple[Any, Standing]]) -> None:
+        """Goes on with an attempt that another life of the controller started.
+
+        Args:
+            found: Its workers that live. A rank without one has failed.
+        """
+        by_rank = {one.seat.rank: (actor, one) for actor, one in found if one.seat is not None}
+        free = iter(sorted(set(range(self.mesh.world)) - {one.bundle for _, one in found}))
+        for number in range(self.mesh.world):
+            coordinates = self.mesh.coordinates(number)
+            rank = Rank(number, coordinates.label(self.mesh.sizes), coordinates, -1, "", state="running")
+            self.ranks.append(rank)
+            if number not in by_rank:
+                rank.bundle, rank.failed, rank.state = next(free), True, "dead"
+                cause = "its process was gone when the controller came back"
+                self._held.append(RankFailed(rank.failure("killed", cause)))
+                continue
+            actor, standing = by_rank[number]
+            assert standing.seat is not None and standing.bundle is not None
+            facts = standing.presence.facts
+            rank.bundle, rank.node_id, rank.seat = standing.bundle, facts.node_id, standing.seat
+            self.crew.seated[rank.bundle] = Member(actor, facts.node_id, fresh=False)
+            self.crew.devices[rank.bundle] = (facts.node_id, standing.seat.device_index)
+            rank.sits(standing.presence, standing.seat.device_index)
+            rank.actor = actor
+            rank.pending = actor.outcome.remote(self.number)
+        self._to(Stage.RUNNING)
 
     def poll(self, timeout_s: float) -> list[AttemptEvent]:
         """What happened since the last poll; waits up to `timeout_s` for something to happen."""
@@ -184,12 +114,27 @@ class Attempt:
             case Stage.GONE:
                 return []
 
-    def end(self) -> None:
-        """Kills every process of the attempt; `AttemptGone` follows from `poll`."""
+    def end(self, keep: bool, suspects: Collection[int] = ()) -> None:
+        """Ends the attempt in every process; `AttemptGone` follows from `poll`.
+
+        Args:
+            keep: Processes that can are to take part in the next attempt: they are told to leave, and ended only when
+                they have not after a while. Otherwise all are ended.
+            suspects: Ranks whose processes are ended in any case.
+        """
         if self.stage in (Stage.ENDING, Stage.GONE):
             return
+        begun = self.stage is Stage.RUNNING
+        self._killed = not keep
         for rank in self.ranks:
-            ray.kill(rank.actor, no_restart=True)
+            if rank.rank in suspects:
+                self.crew.kill_frozen(rank.bundle, rank.pid)
+            elif not keep or (begun and rank.ended and not rank.usable):
+                self.crew.kill(rank.bundle)
+            elif not begun:
+                rank.pending = None
+            elif not rank.ended:
+                rank.actor.leave.remote(self.number)
         self._to(Stage.ENDING)
 
     def _to(self, stage: Stage) -> None:
@@ -206,44 +151,19 @@ class Attempt:
                 return [NoResources(reason)]
             time.sleep(min(timeout_s, 0.05))
             return []
-        self._start_workers(nodes)
+        self._staff(nodes)
         self._to(Stage.STARTING)
         return []
 
-    def _start_workers(self, nodes: list[str]) -> None:
-        """One actor per bundle, named after the seat planned for it: Ray's names cannot change later."""
-        addresses = {node["NodeID"]: node for node in all_nodes()}
-        facts = [
-            NodeFacts(node, addresses[node]["NodeManagerAddress"], addresses[node]["NodeManagerHostname"], 0, "")
-            for node in nodes
-        ]
-        order = seat_order(self.mesh, facts)
-        # Ray would leave one thread to every actor, whatever CPUs it reserves for it.
-        threads = {"OMP_NUM_THREADS": str(max(1, int(self.job.resources.cpus_per_rank)))}
-        environment = threads | self.job.resources.env
-        suffix = f" (attempt {self.number})" if self.number > 1 else ""
-        for bundle, number in enumerate(order):
+    def _staff(self, nodes: list[str]) -> None:
+        facts = plan_facts(nodes, all_nodes())
+        for bundle, number in enumerate(seat_order(self.mesh, facts)):
             coordinates = self.mesh.coordinates(number)
             label = coordinates.label(self.mesh.sizes)
-            group = cast(PlacementGroup, self.placement.group)
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            actor: Any = (
-                ray.remote(Worker)
-                .options(
-                    name=f"raypp/{self.request.run}/{label}{suffix}",
-                    namespace=NAMESPACE,
-                    num_cpus=self.job.resources.cpus_per_rank,
-                    num_gpus=1 if self.device == "cuda" else 0,
-                    max_concurrency=4,
-                    max_restarts=0,
-                    scheduling_strategy=strategy,
-                    runtime_env={"env_vars": _ACTOR_ENVIRONMENT},
-                )
-                .remote(self.request.run, label, environment, self.request.rank_function)
-            )
-            rank = Rank(number, label, coordinates, actor, bundle, nodes[bundle], facts[bundle].ip)
-            rank.pending = actor.where.remote()
-            self.ranks.append(rank)
+            self.ranks.append(Rank(number, label, coordinates, bundle, nodes[bundle], facts[bundle].ip))
+        self.crew.staff(nodes, [rank.label for rank in self.ranks], self.number, self.placement)
+        for rank in self.ranks:
+            self._ask_where(rank)
         self.ranks.sort(key=lambda rank: rank.rank)
 
     # Starting -------------------------------------------------------------------------------------
@@ -252,56 +172,90 @@ class Attempt:
         waiting = {rank.pending: rank for rank in self.ranks if rank.presence is None}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout_s)
         for reference in ready:
-            rank = waiting[reference]
-            try:
-                rank.presence = cast(Presence, ray.get(reference))
-            except RayError as error:
-                return [RankFailed(self._died(rank, error))]
-            rank.pid = rank.presence.facts.pid
-        if len(ready) < len(waiting):
-            if time.monotonic() - self._since > _START_TIMEOUT_S:
-                rank = next(rank for rank in self.ranks if rank.presence is None)
-                return [RankFailed(self._failure(rank, "unknown", f"did not start within {_START_TIMEOUT_S:.0f} s"))]
+            failure = self._take_presence(waiting[reference], reference)
+            if failure is not None:
+                return [RankFailed(failure)]
+        waited = time.monotonic() - self._since
+        for rank in self.ranks:
+            if rank.presence is None and waited > _KNOWN_TIMEOUT_S and not self.crew.seated[rank.bundle].fresh:
+                self._replace(rank)
+            if rank.presence is None and waited > _START_TIMEOUT_S:
+                self.crew.kill(rank.bundle)
+                return [RankFailed(rank.failure("unknown", f"did not start within {_START_TIMEOUT_S:.0f} s"))]
+        if any(rank.presence is None for rank in self.ranks):
             return []
         strayed = [rank for rank in self.ranks if rank.presence and rank.presence.facts.node_id != rank.node_id]
         if strayed:
-            return [RankFailed(self._failure(strayed[0], "unknown", "was started on another node than its bundle's"))]
+            self.crew.kill(strayed[0].bundle)
+            return [RankFailed(strayed[0].failure("unknown", "was started on another node than its bundle's"))]
         self._seat()
         self._to(Stage.RUNNING)
         return [Seated()]
 
+    def _take_presence(self, rank: Rank, reference: Any) -> RankFailure | None:
+        try:
+            presence = cast(Presence, ray.get(reference))
+        except RayError as error:
+            if not self.crew.seated[rank.bundle].fresh:  # it died unseen since its last seat: no failure of this one
+                self._replace(rank)
+                return None
+            return self._died(rank, error)
+        told = presence.facts.device_index
+        rank.sits(presence, self.crew.device_index(rank.bundle, rank.node_id, told))
+        return None
+
+    def _replace(self, rank: Rank) -> None:
+        """Another process for a rank whose kept one does not answer."""
+        self.crew.kill(rank.bundle)
+        self.crew.fill(rank.bundle, rank.node_id, rank.label, self.number, self.placement)
+        self._ask_where(rank)
+
+    def _ask_where(self, rank: Rank) -> None:
+        rank.actor = self.crew.seated[rank.bundle].actor
+        rank.pending = rank.actor.where.remote()
+
     def _seat(self) -> None:
-        """Gives every worker its seat, now that each has said where it is."""
-        self.seats = seats_for(self.request.run, self.number, self.mesh, self.ranks, self.device)
+        """Gives every process its seat, now that each has said where it is."""
         document = self.job.model_dump(mode="json")
-        for rank, seat in zip(self.ranks, self.seats, strict=True):
-            rank.state = "running"
-            rank.pending = rank.actor.run.remote(document, seat, self.life, self.controller)
+        seats = seats_for(self.crew.request.run, self.number, self.mesh, self.ranks, self.crew.device)
+        for rank, seat in zip(self.ranks, seats, strict=True):
+            rank.seat, rank.state = seat, "running"
+            rank.pending = rank.actor.begin.remote(document, seat, rank.bundle)
 
     # Running --------------------------------------------------------------------------------------
 
     def _poll_running(self, timeout_s: float) -> list[AttemptEvent]:
-        waiting = {rank.pending: rank for rank in self.ranks if rank.result is None and not rank.failed}
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s) if waiting else ([], [])
-        for reference in ready:
-            failure = self._take_result(waiting[reference], reference)
-            if failure is not None:
-                self._held.append(RankFailed(failure))
+        self._held += [RankFailed(failure) for failure in self._take_endings(timeout_s)]
         results = [rank.result for rank in self.ranks if rank.result is not None]
         if len(results) == len(self.ranks):
             return [Finished(any(result.stopped for result in results))]
         return self._release_failures()
 
-    def _take_result(self, rank: Rank, reference: Any) -> RankFailure | None:
+    def _take_endings(self, timeout_s: float) -> list[RankFailure]:
+        """Hears of ranks that have ended; returns the failures among them."""
+        waiting = {rank.pending: rank for rank in self.ranks if not rank.ended and rank.pending is not None}
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s) if waiting else ([], [])
+        failures = [self._take_ending(waiting[reference], reference) for reference in ready]
+        return [failure for failure in failures if failure is not None]
+
+    def _take_ending(self, rank: Rank, reference: Any) -> RankFailure | None:
         try:
-            outcome = ray.get(reference)
+            ending = cast("Ending | None", ray.get(reference))
+        except ActorUnavailableError:
+            ending = None  # the connection to it broke; asking again tells whether it lives
         except RayError as error:
-            outcome = self._died(rank, error)
-        if isinstance(outcome, RankResult):
-            rank.result, rank.state = outcome, "done"
+            return self._died(rank, error)
+        if ending is None:
+            rank.pending = rank.actor.outcome.remote(self.number)
+            return None
+        if ending.news is not None:
+            self.heard(ending.news)
+        rank.usable = ending.usable
+        if isinstance(ending.result, RankResult):
+            rank.result, rank.state = ending.result, "done"
             return None
         rank.failed, rank.state = True, "dead"
-        return cast(RankFailure, dataclasses.replace(outcome, step=outcome.step or rank.step))
+        return dataclasses.replace(ending.result, step=ending.result.step or rank.step)
 
     def _release_failures(self) -> list[AttemptEvent]:
         """Failures, but a mere witness's only after a while: whoever really died is often told a little later."""
@@ -319,61 +273,37 @@ class Attempt:
         """The evidence Ray has of a worker whose process ended without an answer."""
         text = str(error)
         rank.failed, rank.state = True, "dead"
-        if isinstance(error, GetTimeoutError) or not isinstance(error, RayActorError):
-            return self._failure(rank, "raised", text.strip().splitlines()[-1] if text.strip() else repr(error), text)
+        if not isinstance(error, RayActorError):
+            return rank.failure("raised", text.strip().splitlines()[-1] if text.strip() else repr(error), text)
+        self.crew.seated.pop(rank.bundle, None)
         node = next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
+        if error.preempted or (node is not None and not node["Alive"] and _was_wanted(node)):
+            return rank.failure("preempted", f"its node {rank.node} was taken away", text)
         if node is None or not node["Alive"]:
-            return self._failure(rank, "node_lost", f"its node {rank.node} is lost", text)
-        return self._failure(
-            rank, "killed", f"its process (pid {rank.pid}) ended: killed by a signal, or out of memory", text
-        )
-
-    def _failure(self, rank: Rank, kind: str, cause: str, details: str = "") -> RankFailure:
-        return RankFailure(rank.rank, rank.label, rank.node, rank.pid, kind, cause, rank.step, details[-4000:])
+            return rank.failure("node_lost", f"its node {rank.node} is lost", text)
+        return rank.failure("killed", f"its process (pid {rank.pid}) ended: killed by a signal, or out of memory", text)
 
     # Ending ---------------------------------------------------------------------------------------
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
-        waiting = [rank.pending for rank in self.ranks if rank.result is None and rank.pending is not None]
-        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s) if waiting else ([], [])
+        """Until no process is in this attempt any more."""
+        self._take_endings(timeout_s)
+        waiting = [rank for rank in self.ranks if not rank.ended and rank.pending is not None]
+        waited = time.monotonic() - self._since
+        if waiting and waited > _LEAVE_S and not self._killed:
+            self._killed = True
+            for rank in waiting:
+                self.crew.kill_frozen(rank.bundle, rank.pid)
         # A lost node answers nothing; the claim of the next attempt keeps its processes from committing.
-        if len(ready) < len(waiting) and time.monotonic() - self._since < _END_TIMEOUT_S:
+        if waiting and waited < _END_TIMEOUT_S:
             return []
         for rank in self.ranks:
             rank.state = "done" if rank.result else "dead"
+            if rank.ended and not rank.usable:
+                self.crew.kill(rank.bundle)
         self._to(Stage.GONE)
         return [AttemptGone()]
 
 
-def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:
-    """The seats, in rank order; rank 0's node is where the ranks meet."""
-    present = [rank.presence for rank in ranks if rank.presence is not None]
-    nodes = list(dict.fromkeys(presence.facts.node_id for presence in present))
-    locals_: dict[str, int] = {}
-    seats = []
-    for rank, presence in zip(ranks, present, strict=True):
-        facts = presence.facts
-        local = locals_.get(facts.node_id, 0)
-        locals_[facts.node_id] = local + 1
-        seats.append(
-            Seat(
-                run=run,
-                attempt=attempt,
-                rank=rank.rank,
-                world_size=mesh.world,
-                coordinates=rank.coordinates,
-                mesh_sizes=mesh.sizes,
-                local_rank=local,
-                node_rank=nodes.index(facts.node_id),
-                node=facts.ip,
-                master_addr=present[0].facts.ip,
-                master_port=present[0].free_port,
-                interface=facts.interface,
-                device=device,
-                device_index=facts.device_index if device == "cuda" else 0,
-            )
-        )
-    return [
-        dataclasses.replace(seat, local_world_size=locals_[presence.facts.node_id])
-        for seat, presence in zip(seats, present, strict=True)
-    ]
+def _was_wanted(node: dict[str, Any]) -> bool:
+    return node.get("DeathReason") in _WANTED_NODE_ENDS

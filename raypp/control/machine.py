@@ -66,6 +66,10 @@ class Start:
     committed_step: int | None = None
     interrupted: bool = False
     """An earlier life was interrupted: the next attempt is a restart."""
+    adopted: bool = False
+    """The attempt that the earlier life started still lives, and is led on: no restart."""
+    history: tuple[AttemptEnd, ...] = ()
+    """How attempts failed that earlier lives led."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class AttemptGone:
-    """No process of the attempt is left."""
+    """No process is in the attempt any more."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class EndAttempt:
-    """Kill every process of the attempt; `AttemptGone` when that is done."""
+    """End the attempt in every process; `AttemptGone` when that is done."""
+
+    keep: bool = False
+    """Processes that can are to take part in another attempt."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,10 @@ def step(machine: Machine, event: Happening) -> Step:
 
 
 def _start(machine: Machine, event: Start) -> Step:
-    machine = replace(machine, attempt=event.attempt, committed_step=event.committed_step, phase=Phase.LAUNCHING)
+    machine = replace(machine, attempt=event.attempt, committed_step=event.committed_step, history=event.history)
+    if event.adopted:
+        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING), ()
+    machine = replace(machine, phase=Phase.LAUNCHING)
     if event.interrupted:
         machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
     return machine, (Launch(),)
@@ -219,7 +229,7 @@ def _failed(machine: Machine, failure: RankFailure) -> Step:
     machine = replace(machine, failures=failures, state=state, error=describe(root_cause(failures)))
     if machine.phase is Phase.ENDING:
         return machine, ()
-    return replace(machine, phase=Phase.ENDING), (EndAttempt(),)
+    return replace(machine, phase=Phase.ENDING), (EndAttempt(keep=not machine.stop),)
 
 
 def _after(machine: Machine) -> Step:

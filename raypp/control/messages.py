@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypp.observe.lines import LogLine
-from raypp.records import Event, NodeFacts, StepReport
+from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
 
 NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
@@ -50,23 +50,72 @@ class Presence:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What a worker says to a controller that finds it.
+
+    Attributes:
+        bundle: The bundle whose resources it uses; None before its first seat.
+        seat: Its present or last seat.
+        ended: Whether its life in that seat is over.
+        standby: It was started to wait for a seat, and uses no resources of its own.
+    """
+
+    presence: Presence
+    bundle: int | None
+    seat: Seat | None
+    ended: bool
+    standby: bool = False
+
+
+@dataclass(frozen=True)
 class Batch:
     """What a rank has to tell since the last time.
 
     Attributes:
-        life: The controller's life the worker belongs to; a later life passes the batch over.
+        number: Counts this rank's batches in this attempt, from 1.
         phase: What the rank does now.
         idle_s: Seconds since it last moved.
     """
 
-    life: str
     attempt: int
     rank: int
+    number: int
     phase: str
     idle_s: float = 0.0
     steps: tuple[StepReport, ...] = ()
     events: tuple[Event, ...] = ()
     logs: tuple[LogLine, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The controller's answer to a batch.
+
+    Attributes:
+        requests: What the operator wants.
+        life: The controller's life; one that was killed may have lost what it had not written yet.
+        durable: Steps and events of this rank's batches up to this number are in the store.
+    """
+
+    requests: Requests
+    life: str = ""
+    durable: int = 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's life in one seat ended.
+
+    Attributes:
+        usable: Whether its process may take another seat.
+        why: Why not.
+        news: What the controller is not known to have written.
+    """
+
+    result: RankResult | RankFailure
+    usable: bool = True
+    why: str = ""
+    news: Batch | None = None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypp.checkpoint.layout import step_folder
-from raypp.control.attempt import Rank
 from raypp.control.machine import Machine
+from raypp.control.seats import Rank
 from raypp.observe.lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
@@ -39,6 +39,17 @@ class RunRecord:
         sizes = {axis: getattr(job.mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=sizes)
         self._restarts_before = 0
+        self._known: set[tuple[Any, ...]] = set()
+
+    @property
+    def taken(self) -> int:
+        """How many steps and events it was told."""
+        return self._recorder.taken
+
+    @property
+    def durable(self) -> int:
+        """How many of those are in the store."""
+        return self._recorder.durable
 
     @property
     def step(self) -> int:
@@ -49,16 +60,38 @@ class RunRecord:
         """What an earlier life of the controller wrote last."""
         return RunReader(self._store, self._job.name).status()
 
-    def begin(self, committed_step: int | None, earlier: dict[str, Any] | None) -> None:
-        """Where the run stands before its first attempt here."""
+    def earlier_events(self) -> list[Event]:
+        """What earlier lives of the controller told."""
+        return list(RunReader(self._store, self._job.name).events())
+
+    def begin(
+        self, committed_step: int | None, earlier: dict[str, Any] | None, *, going_on: bool = False
+    ) -> list[Event]:
+        """Where the run stands before its first attempt here.
+
+        Args:
+            earlier: The status that an earlier life of the controller wrote last.
+            going_on: That life was killed: what its ranks tell again may be known already.
+
+        Returns:
+            The events told so far, when it goes on.
+        """
+        events: list[Event] = []
+        if going_on:
+            reader = RunReader(self._store, self._job.name)
+            events = list(reader.events())
+            self._known |= {_key(event) for event in events}
+            self._known |= {(row["step"], row["attempt"]) for row in reader.history()}
+        last = int(earlier["step"]) if earlier and going_on else 0
         self._status = dataclasses.replace(
             self._status,
-            step=committed_step or 0,
+            step=max(last, committed_step or 0),
             checkpoint=self._url_of(committed_step),
             loss=earlier["loss"] if earlier else None,
         )
         self._restarts_before = int(earlier["restarts"]) if earlier else 0
         self._recorder.status(self._status)
+        return events
 
     def status(self) -> RunStatus:
         return self._status
@@ -68,6 +101,8 @@ class RunRecord:
         return self._status.checkpoint
 
     def took_step(self, report: StepReport) -> None:
+        if (report.step, report.attempt) in self._known:
+            return
         self._recorder.step(report)
         self._status = dataclasses.replace(
             self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
@@ -78,6 +113,9 @@ class RunRecord:
         )
 
     def event(self, event: Event) -> None:
+        if _key(event) in self._known:
+            return
+        self._known.add(_key(event))
         self._recorder.event(event)
         self._say(f"{event.kind}: {event.message}")
 
@@ -135,3 +173,7 @@ class RunRecord:
 
     def _url_of(self, step: int | None) -> str | None:
         return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"
+
+
+def _key(event: Event) -> tuple[Any, ...]:
+    return (event.time, event.kind, event.message, event.rank)

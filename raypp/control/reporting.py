@@ -5,18 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
 
-from raypp.control.messages import Batch
+from raypp.control.messages import Answer, Batch
 from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
 _INTERVAL_S = 0.25
+_AWAY_S = 1.0
 _ANSWER_S = 30.0
+_MOST_KEPT = 20_000
+"""Steps, events and log lines (of each) that wait for a controller that is away; the oldest go first."""
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -24,30 +28,36 @@ class ControllerReporter:
     """A `Reporter` that speaks to the run's controller.
 
     Each hand-over carries what is new and brings back what the operator wants, so the controller never has
-    to call into a worker that computes.
+    to call into a worker that computes. Steps and events are kept until a controller says that they are in the store:
+    one that is killed loses what it had not written, and its next life is told again.
 
     Args:
         controller: Handle of the controller actor.
-        life: The controller's life this worker belongs to.
+        tails: This process' output, read from where the last seat's reporter stopped.
     """
 
-    def __init__(self, controller: Any, seat: Seat, life: str) -> None:
+    def __init__(self, controller: Any, seat: Seat, tails: tuple[LogTail, ...]) -> None:
         self._controller = controller
         self._seat = seat
-        self._life = life
+        self._tails = tails
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
         self._phase = "starting"
         self._moved = time.monotonic()
-        self._steps: list[StepReport] = []
-        self._events: list[Event] = []
+        self._steps: deque[StepReport] = deque(maxlen=_MOST_KEPT)
+        self._events: deque[Event] = deque(maxlen=_MOST_KEPT)
+        self._logs: deque[LogLine] = deque(maxlen=_MOST_KEPT)
+        self._unsure: deque[Batch] = deque(maxlen=_MOST_KEPT)
+        self._number = 0
+        self._life = ""
         self._stop: Requests | None = None
         self._save_once = False
         self.last_step = 0
         """The step this rank is at, as far as it said."""
-        self._tails = (LogTail(1, "out", seat), LogTail(2, "err", seat))
-        self._thread = threading.Thread(target=self._push, name="raypp-reporter", daemon=True)
+        self.answered = time.monotonic()
+        """When the controller last answered."""
+        self._thread = threading.Thread(target=self._push, name="reporter", daemon=True)
 
     # The Reporter protocol ------------------------------------------------------------------------
 
@@ -79,6 +89,21 @@ class ControllerReporter:
 
     # Its own life ---------------------------------------------------------------------------------
 
+    def ask_to_stop(self) -> None:
+        """Wants a last save and the end, as an operator would: for a process that nobody leads any more."""
+        with self._lock:
+            self._stop = Requests(stop=True, save_before_stop=True)
+
+    def left_over(self) -> Batch | None:
+        """What no controller is known to have written; after the end."""
+        with self._lock:
+            steps = (*(step for batch in self._unsure for step in batch.steps), *self._steps)
+            events = (*(event for batch in self._unsure for event in batch.events), *self._events)
+            logs = tuple(self._logs)
+        if not (steps or events or logs):
+            return None
+        return Batch(self._seat.attempt, self._seat.rank, self._number + 1, self._phase, 0.0, steps, events, logs)
+
     def __enter__(self) -> ControllerReporter:
         self._thread.start()
         return self
@@ -86,7 +111,7 @@ class ControllerReporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hands over the rest, log lines included."""
+        """Hands over the rest, log lines included; what cannot be is `left_over`."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._closing = True
@@ -94,39 +119,64 @@ class ControllerReporter:
         self._thread.join(timeout=_ANSWER_S)
 
     def _push(self) -> None:
-        last = False
-        batch: Batch | None = None
-        while not last:
+        away = False
+        while True:
             last = self._closing
             self._wake.clear()
-            batch = self._batch(batch)
+            batch = self._batch()
             try:
-                answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
+                answer: Answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
-                print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
-                time.sleep(1.0)
+                self._take_back(batch)
+                if not away:
+                    print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
+                away = True
+                if last:
+                    return
+                self._wake.wait(_AWAY_S)
                 continue
-            batch = None
-            self._take(answer)
-            if not last:
-                self._wake.wait(_INTERVAL_S)
+            away = False
+            self._take(batch, answer)
+            if last:
+                return
+            self._wake.wait(_INTERVAL_S)
 
-    def _batch(self, undelivered: Batch | None) -> Batch:
+    def _batch(self) -> Batch:
         """What is new, behind what could not be delivered the last time."""
-        with self._lock:
-            steps, self._steps = tuple(self._steps), []
-            events, self._events = tuple(self._events), []
-        logs = tuple(line for tail in self._tails for line in tail.read())
-        if undelivered is not None:
-            steps, events, logs = undelivered.steps + steps, undelivered.events + events, undelivered.logs + logs
+        logs = [line for tail in self._tails for line in tail.read(self._seat)]
         idle_s = time.monotonic() - self._moved
-        return Batch(self._life, self._seat.attempt, self._seat.rank, self._phase, idle_s, steps, events, logs)
-
-    def _take(self, answer: Requests) -> None:
         with self._lock:
-            self._save_once = self._save_once or answer.save
-            if answer.stop:
-                self._stop = answer
+            self._number += 1
+            self._logs.extend(logs)
+            steps, events, lines = tuple(self._steps), tuple(self._events), tuple(self._logs)
+            for kept in (self._steps, self._events, self._logs):
+                kept.clear()
+        return Batch(self._seat.attempt, self._seat.rank, self._number, self._phase, idle_s, steps, events, lines)
+
+    def _take_back(self, batch: Batch) -> None:
+        with self._lock:
+            self._steps = deque((*batch.steps, *self._steps), _MOST_KEPT)
+            self._events = deque((*batch.events, *self._events), _MOST_KEPT)
+            self._logs = deque((*batch.logs, *self._logs), _MOST_KEPT)
+
+    def _take(self, batch: Batch, answer: Answer) -> None:
+        self.answered = time.monotonic()
+        with self._lock:
+            if answer.life != self._life:
+                # Another life of the controller: what the one before had not written is told again, in order.
+                steps = [step for unsure in self._unsure for step in unsure.steps]
+                events = [event for unsure in self._unsure for event in unsure.events]
+                self._steps = deque((*steps, *self._steps), _MOST_KEPT)
+                self._events = deque((*events, *self._events), _MOST_KEPT)
+                self._unsure.clear()
+                self._life = answer.life
+            while self._unsure and self._unsure[0].number <= answer.durable:
+                self._unsure.popleft()
+            if (batch.steps or batch.events) and batch.number > answer.durable:
+                self._unsure.append(batch)
+            self._save_once = self._save_once or answer.requests.save
+            if answer.requests.stop:
+                self._stop = answer.requests
 
 
 class LogTail:
@@ -135,9 +185,8 @@ class LogTail:
     So lines of native libraries are seen too.
     """
 
-    def __init__(self, descriptor: int, stream: str, seat: Seat) -> None:
+    def __init__(self, descriptor: int, stream: str) -> None:
         self._stream = stream
-        self._seat = seat
         self._rest = b""
         self._offset = 0
         path = Path(f"/proc/self/fd/{descriptor}")
@@ -145,8 +194,8 @@ class LogTail:
         if self._path is not None and not self._path.is_file():
             self._path = None
 
-    def read(self) -> list[LogLine]:
-        """The whole lines that are new."""
+    def read(self, seat: Seat) -> list[LogLine]:
+        """The whole lines that are new, as the output of that seat."""
         if self._path is None:
             return []
         try:
@@ -157,7 +206,6 @@ class LogTail:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        seat = self._seat
         texts = (line.decode(errors="replace") for line in lines)
         return [
             LogLine(text, seat.rank, seat.label, seat.attempt, self._stream)

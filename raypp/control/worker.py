@@ -1,14 +1,17 @@
-"""The actor that is one rank. The only place of the control plane that reaches the runtime."""
+"""The actor that is one rank, in one seat after the other. The only place that reaches the runtime."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import importlib
 import logging
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,37 +19,73 @@ from typing import Any
 import psutil
 import ray
 
-from raypp.control.messages import Presence
+from raypp.control.lifeline import Lifeline
+from raypp.control.messages import Ending, Presence, Standing
+from raypp.control.placement import remove_groups_of
 from raypp.control.private import load_private_environment
-from raypp.control.reporting import ControllerReporter
+from raypp.control.reporting import ControllerReporter, LogTail
 from raypp.errors import DataError, JobError, RayppError, UnreachableError
 from raypp.records import NodeFacts, RankFailure, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 
+_CUT_EVERY_S = 0.05
+_LAST_SAVE_S = 120.0
+_OTHERS_LAST_SAVE_S = 5.0
+_OWN_THREADS = "raypp-"
+_LASTING_THREADS = "raypp-memory"
+"""Threads of the runtime that may outlive a seat: they serve snapshots to whoever sits next."""
+
 
 class Worker:
-    """One rank's process. Ray calls its methods in threads of their own; `run` takes as long as the attempt.
+    """One process of a run. Ray calls its methods in threads of their own; the rank lives in another.
+
+    It sits in one seat at a time, and between two attempts in none: what importing and connecting cost is paid once.
+    Without a controller for `orphan_timeout_s` it saves, ends, and takes the run's placement groups with it.
 
     Args:
         run: The run's name.
-        label: The coordinates planned for it; the seat it gets later has the same.
+        label: The coordinates planned for it, or `standby`.
         environment: The job's `resources.env`.
-        rank_function: `module:function` in place of the real rank.
+        controller: The run's controller, whichever life it is in.
+        orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
+        rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when there is one,
+            makes it come free.
     """
 
-    def __init__(self, run: str, label: str, environment: dict[str, str], rank_function: str | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        label: str,
+        environment: dict[str, str],
+        controller: Any,
+        orphan_timeout_s: float,
+        rank_function: str | None = None,
+    ) -> None:
+        self._run = run
         self._name = f"raypp/{run}/{label}"
-        self._label = label
+        self._standby = label == "standby"
+        self._controller = controller
         self._rank_function = rank_function
+        self._changed = threading.Condition()
+        self._seat: Seat | None = None
+        self._bundle: int | None = None
+        self._ending: Ending | None = None
+        self._leaving = 0
+        self._reporter: ControllerReporter | None = None
+        self._thread: threading.Thread | None = None
+        self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
         os.environ.update(environment)
+        self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan)
         # Importing torch takes longer than all else that happens before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
     def __repr__(self) -> str:
         return self._name
+
+    # What the controller calls --------------------------------------------------------------------
 
     def where(self) -> Presence:
         """Where this process is, and a port of its node that is free now."""
@@ -65,19 +104,105 @@ class Worker:
             probe.bind((ip, 0))
             return Presence(facts, probe.getsockname()[1])
 
-    def run(self, job: dict[str, Any], seat: Seat, life: str, controller: Any) -> RankResult | RankFailure:
-        """Lives a rank's life in the seat given; returns how it ended, whatever happened."""
+    def standing(self) -> Standing:
+        """Who this is and what it does, for a controller that finds it."""
+        return Standing(self.where(), self._bundle, self._seat, self._ending is not None, self._standby)
+
+    def begin(self, job: dict[str, Any], seat: Seat, bundle: int) -> None:
+        """Takes a seat and lives a rank's life in it, in a thread of its own; `outcome` tells how that ends.
+
+        Raises:
+            RuntimeError: The life in the last seat is not over.
+        """
+        with self._changed:
+            if self._seat is not None and self._ending is None:
+                raise RuntimeError(f"still in attempt {self._seat.attempt}")
+            self._seat, self._bundle, self._ending = seat, bundle, None
+            self._thread = threading.Thread(target=self._live, args=(job, seat), name="rank", daemon=True)
+            self._thread.start()
+
+    def outcome(self, attempt: int, patience_s: float = 30.0) -> Ending | None:
+        """How the life in the seat of an attempt ended; None when it still goes on after `patience_s`.
+
+        May be asked again, also by a later life of the controller.
+        """
+        self._lifeline.heard(time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending is not None and self._is_in(attempt), patience_s)
+            return self._ending if self._is_in(attempt) else None
+
+    def leave(self, attempt: int, patience_s: float = 10.0) -> None:
+        """Makes the rank of that attempt end soon, whatever it waits for; `outcome` tells when it has."""
+        seat, thread = self._seat, self._thread
+        if seat is None or thread is None or seat.attempt != attempt:
+            return
+        self._leaving = attempt
+        end = time.monotonic() + patience_s
+        # Again and again: it may be about to make new connections.
+        while self._ending is None and time.monotonic() < end:
+            self._free(seat)
+            thread.join(_CUT_EVERY_S)
+
+    def end_process(self, pid: int) -> None:
+        """Ends another process of this run on this node: one that is frozen does not do it when Ray asks it to."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if " ".join(process.cmdline()).startswith(f"ray::raypp/{self._run}/"):
+                process.kill()
+
+    # The rank's life ------------------------------------------------------------------------------
+
+    def _live(self, job: dict[str, Any], seat: Seat) -> None:
+        before = set(threading.enumerate())
         announce_seat(seat)
-        reporter = ControllerReporter(controller, seat, life)
-        with _title(f"ray::{self._name}"), reporter:
-            try:
-                return self._load_rank()(Job.model_validate(job), seat, reporter)
-            except BaseException as error:  # noqa: BLE001  whatever it is, the controller must hear of it
-                traceback.print_exc()
-                return failure_of(error, seat, reporter.last_step)
+        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails)
+        with _title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
+            result = self._result(job, seat, reporter)
+        gc.collect()  # groups, stores and tensors that an exception kept alive
+        usable, why = self._usable(result, before)
+        with self._changed:
+            self._ending = Ending(result, usable, why, reporter.left_over())
+            self._changed.notify_all()
+
+    def _result(self, job: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
+        """Whatever happens, the controller must hear of it."""
+        try:
+            return self._load_rank()(Job.model_validate(job), seat, reporter)
+        except BaseException as error:  # noqa: BLE001
+            failure = failure_of(error, seat, reporter.last_step)
+            if self._leaving == seat.attempt:
+                return dataclasses.replace(failure, kind="lost_peer", cause="left the attempt, as it was asked to")
+            traceback.print_exc()
+            return failure
+
+    def _usable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
+        """Whether nothing of this seat is left that could reach into the next one."""
+        if isinstance(result, RankFailure) and result.kind != "lost_peer":
+            return False, f"it failed by itself ({result.kind})"
+        left = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread not in before
+            and thread.name.startswith(_OWN_THREADS)
+            and not thread.name.startswith(_LASTING_THREADS)
+        ]
+        return not left, f"threads of its last seat are still at work: {', '.join(left)}" if left else ""
+
+    def _is_in(self, attempt: int) -> bool:
+        return self._seat is not None and self._seat.attempt == attempt
+
+    def _free(self, seat: Seat) -> None:
+        if self._rank_function is not None:
+            free = getattr(importlib.import_module(self._rank_function.partition(":")[0]), "leave", None)
+            if free is not None:
+                free(seat)
+            return
+        from raypp.train.rank import cut_connections
+
+        cut_connections(seat.master_port)
 
     def _import_early(self) -> None:
-        with contextlib.suppress(Exception):  # `run` meets the same error, and reports it
+        with contextlib.suppress(Exception):  # the first seat meets the same error, and reports it
             self._load_rank()
 
     def _load_rank(self) -> RankFunction:
@@ -88,6 +213,27 @@ class Worker:
         from raypp.train.rank import run_rank
 
         return run_rank
+
+    # Without a controller -------------------------------------------------------------------------
+
+    def _find_controller(self) -> None:
+        if self._reporter is not None:
+            self._lifeline.heard(self._reporter.answered)
+        ray.get(self._controller.alive.remote(), timeout=10)
+
+    def _end_as_orphan(self) -> None:
+        """Nobody leads the run any more: a last save, then nothing of it may be left."""
+        print("no controller for too long: saving, then ending", file=sys.stderr)  # noqa: T201
+        with self._changed:
+            busy = self._seat is not None and self._ending is None
+            if busy and self._reporter is not None:
+                self._reporter.ask_to_stop()
+                self._changed.wait_for(lambda: self._ending is not None, _LAST_SAVE_S)
+        if busy:
+            time.sleep(_OTHERS_LAST_SAVE_S)
+        with contextlib.suppress(Exception):
+            remove_groups_of(self._run)
+        os._exit(0)
 
 
 def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
@@ -126,16 +272,14 @@ def announce_seat(seat: Seat) -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
     }
     os.environ.update({key: str(value) for key, value in environment.items()})
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, seat.interface)
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
     logging.getLogger("raypp").setLevel(logging.INFO)
     logging.getLogger("raypp").info(
-        "rank %d of %d is %s on %s, pid %d, device %s:%d, interface %s, %s threads, attempt %d",
+        "rank %d of %d is %s on %s, pid %d, device %s:%d, %s threads, attempt %d",
         seat.rank, seat.world_size, seat.label, seat.node, os.getpid(), seat.device, seat.device_index,
-        os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("OMP_NUM_THREADS"), seat.attempt,
+        os.environ.get("OMP_NUM_THREADS"), seat.attempt,
     )  # fmt: skip
 
 

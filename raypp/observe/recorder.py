@@ -65,19 +65,33 @@ class RunRecorder:
         self._urgent = False
         self._wanted = 0
         self._tried = 0
+        self._taken = 0
+        self._durable = 0
         self._failures = 0
         self._closing = False
         self._last_round = time.monotonic()
         self._thread = threading.Thread(target=self._run_rounds, name=f"records-{run}", daemon=True)
         self._thread.start()
 
+    @property
+    def taken(self) -> int:
+        """How many steps and events were taken so far."""
+        return self._taken
+
+    @property
+    def durable(self) -> int:
+        """How many of those are in the store, at least; they are written in the order they were taken."""
+        return self._durable
+
     def step(self, report: StepReport) -> None:
         """Takes a finished step."""
         self._steps.add(step_line(report, time.time()))
+        self._count()
 
     def event(self, event: Event) -> None:
         """Takes an event; it is written soon."""
         self._events.add(event_line(event))
+        self._count()
         self._hurry()
 
     def log(self, line: LogLine) -> None:
@@ -133,6 +147,10 @@ class RunRecorder:
     ) -> None:
         self.close()
 
+    def _count(self) -> None:
+        with self._changed:
+            self._taken += 1
+
     def _hurry(self) -> None:
         with self._changed:
             self._urgent = True
@@ -155,11 +173,12 @@ class RunRecorder:
                     self._changed.wait(left)
                 if self._closing:
                     return
-                wanted = self._wanted
+                wanted, taken = self._wanted, self._taken
                 self._urgent = False
             error = self._round()
             with self._changed:
                 self.last_error = error
+                self._durable = self._durable if error else taken
                 self._failures = self._failures + 1 if error else 0
                 self._last_round = time.monotonic()
                 self._tried = wanted

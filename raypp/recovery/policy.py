@@ -11,6 +11,8 @@ _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 # A witness saw a peer vanish; it explains nothing by itself.
 _WITNESS_KINDS = ("lost_peer",)
+# Somebody took the node away on purpose; neither the job nor the machine is to blame.
+_BLAMELESS_KINDS = ("preempted",)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
-    """How many of the last attempts in a row committed nothing newer than the one before them."""
+    """How many of the last attempts in a row committed nothing newer than the one before them.
+
+    Attempts that a preemption ended are left out: they say nothing about whether a restart helps.
+    """
+    history = [end for end in history if root_cause(end.failures).kind not in _BLAMELESS_KINDS]
     count = 0
     for end, before in zip(reversed(history), reversed(history[:-1]), strict=False):
         if _step(end) > _step(before):
@@ -75,11 +81,14 @@ def decide(history: Sequence[AttemptEnd], policy: Policy) -> Restart | GiveUp:
     An error in the job or its data would come again: the run ends at once. An exception raised at the same
     step for the same reason twice in a row ends it too. Everything else is tried again, the first time without
     a pause, then with growing ones, until `policy.max_restarts` restarts in a row brought no newer commit.
+    A preemption is followed by a restart at once, and is not counted.
     """
     last = history[-1]
     cause = root_cause(last.failures)
     if cause.kind == "user_error":
         return GiveUp(describe(cause), user_error=True)
+    if cause.kind in _BLAMELESS_KINDS:
+        return Restart(0.0)
     if cause.kind == "raised" and len(history) > 1:
         before = root_cause(history[-2].failures)
         if (before.kind, before.step, before.cause) == (cause.kind, cause.step, cause.cause):

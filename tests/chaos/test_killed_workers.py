@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -32,14 +33,13 @@ class Killer:
 
     def __init__(self, run: Run, victim: str) -> None:
         self.run, self.victim = run, victim
-        self.pids: set[int] = set()
+        self.attempts: list[dict[str, psutil.Process]] = []
         self.kills: list[Kill] = []
 
     def new_attempt(self) -> dict[str, psutil.Process]:
-        """The ranks of an attempt that has just begun: their titles tell that they have their seats."""
-        ranks = self.run.wait_titles(but=self.pids)
-        self.pids |= {one.pid for one in ranks.values()}
-        return ranks
+        """The ranks of an attempt that has just begun: the records tell who has which seat."""
+        self.attempts.append(self.run.wait_seats(len(self.attempts) + 1))
+        return self.attempts[-1]
 
     def kill(self, moment: str, ranks: dict[str, psutil.Process]) -> None:
         at = time.time()
@@ -93,10 +93,29 @@ def test_a_rank_killed_at_every_moment_changes_nothing_but_the_time(
     assert numbers(run.history()) == numbers(undisturbed.history())
     assert_same_weights(run.weights(), undisturbed.weights())
     _assert_told(run, killer.kills)
+    survivor = "pp1" if victim == "pp0" else "pp0"
+    for before, after in pairwise(killer.attempts[:3]):
+        assert after[survivor].pid == before[survivor].pid, "the rank that was not killed lost its process"
+        assert after[victim].pid != before[victim].pid
     _assert_nothing_orphaned(run)
     record_property("kills", [vars(kill) for kill in killer.kills])
     for kill in killer.kills:
         print(f"{kill.label} {kill.moment}: " + ", ".join(f"{what} {s:.2f} s" for what, s in kill.seconds.items()))
+
+
+def test_the_middle_of_three_stages_is_killed_and_the_others_keep_their_processes(
+    laptop: Laptop, undisturbed: Run
+) -> None:
+    run = laptop.start(laptop.job("middle", mesh={"pp": 3}), "--json")
+    before = run.wait_seats(1, 3)
+    run.wait_step(EVERY + 2)
+    before["pp1"].kill()
+    after = run.wait_seats(2, 3)
+    assert [after[label].pid == before[label].pid for label in ("pp0", "pp1", "pp2")] == [True, False, True]
+    assert run.wait() == 0, run.told()
+    assert numbers(run.history()) == numbers(undisturbed.history())
+    assert_same_weights(run.weights(), undisturbed.weights())
+    _assert_nothing_orphaned(run)
 
 
 def _assert_told(run: Run, kills: list[Kill]) -> None:
@@ -127,6 +146,7 @@ def _assert_nothing_orphaned(run: Run) -> None:
     assert wait_for(lambda: f"raypp/{run.name}" not in laptop.actors(), "the end of the controller", 15)
     groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
     assert {group["state"] for group in groups if group["name"] == f"raypp/{run.name}"} <= {"REMOVED"}
+    assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(f"raypp/{run.name}/")], "", 15)
 
 
 def test_a_run_whose_rank_always_dies_before_any_progress_fails_and_says_why(laptop: Laptop) -> None:

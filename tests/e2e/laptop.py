@@ -262,10 +262,21 @@ class Run:
         def there() -> dict[str, psutil.Process] | None:
             found = self.laptop.workers(f"{self.name}/")
             fresh = {title.rpartition("/")[2]: one for title, one in found.items() if one.pid not in but}
+            fresh = {label: one for label, one in fresh.items() if not label.startswith("standby")}
             # Before it has its seat a rank's title ends with the actor's method that Ray runs.
             return fresh if len(fresh) == ranks and not any(":" in label for label in fresh) else None
 
         return dict(self.until(there, f"{ranks} ranks of {self.name}"))
+
+    def wait_seats(self, attempt: int, ranks: int = 2) -> dict[str, psutil.Process]:
+        """Waits until an attempt has given out its seats; the processes in them, by coordinates."""
+
+        def seated() -> list[Any]:
+            found = [event for event in self.events("seated") if event.attempt == attempt]
+            return found if len(found) == ranks else []
+
+        events = self.until(seated, f"the seats of attempt {attempt}")
+        return {event.details["label"]: psutil.Process(event.details["pid"]) for event in events}
 
     def wait_step(self, step: int) -> int:
         """Waits until the records tell of that step."""
@@ -280,8 +291,10 @@ class Run:
 
     def facts_while_alive(self) -> dict[str, Any]:
         return {
-            "titles": sorted(self.laptop.workers(f"{self.name}/")),
-            "actors": sorted(name for name in self.laptop.actors() if name.startswith(f"raypp/{self.name}")),
+            "titles": sorted(title for title in self.laptop.workers(f"{self.name}/") if "standby" not in title),
+            "actors": sorted(
+                name for name in self.laptop.actors() if name.startswith(f"raypp/{self.name}") and "standby" not in name
+            ),
             "jobs": [one for one in self.laptop.jobs() if one["metadata"]["raypp_run"] == self.name],
         }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from raypp.control import client, local
@@ -19,7 +20,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
 
 _HERE = Path(__file__).parent
-_PATIENCE_S = 90.0
+_PATIENCE_S = 240.0  # a loaded machine starts a run in minutes, not seconds
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +85,30 @@ class Started:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.reader.events()]
+
+    def taken(self) -> list[tuple[int, int]]:
+        """Attempt and step of every step that rank 0 took, in order, repeated ones too."""
+        lines = (self.place / "taken").read_text().splitlines()
+        return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
+
+    def pids(self) -> list[int]:
+        return [rank["pid"] for rank in self.status()["ranks"]]
+
+    def living_actors(self) -> set[str]:
+        return {actor["name"] for actor in self.actors() if actor["state"] != "DEAD"}
+
+    def groups(self) -> set[str]:
+        """States of the run's placement groups, spares included."""
+        groups = self.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
+        own = (f"raypp/{self.name}", f"raypp/{self.name}/spares")
+        return {group["state"] for group in groups if group["name"] in own}
+
+    def assert_nothing_left(self) -> None:
+        """No process, no actor and no placement group of the run, standbys included."""
+        self.wait(lambda: not self.living_actors(), "the end of every actor")
+        self.wait(lambda: self.groups() <= {"REMOVED"}, "the end of the placement groups")
+        pids = [actor["pid"] for actor in self.actors() if actor["pid"]]
+        self.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of every process")
 
     def actors(self) -> list[dict[str, Any]]:
         answer = self.cluster.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")

@@ -1,7 +1,8 @@
 """A rank that trains nothing: it takes steps, commits and faults on command, without torch.
 
 The ranks of a run share a directory (`STAND_IN_DIR` of `resources.env`): rank 0 writes how far it is, `commit`
-holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is `kind:rank:step:times`.
+holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is `kind:rank:step:times`. Every step is
+also put down in `taken`, one line each: whoever repeats one shows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from raypp.spec.job import Job
 
 _STEP_S = 0.05
 _VICTIM_S = 30.0
+_left: set[int] = set()
+"""Attempts this process was told to leave."""
+
+
+def leave(seat: Seat) -> None:
+    """What closes the connections of a real rank."""
+    _left.add(seat.attempt)
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
@@ -31,6 +39,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     step = committed = _read(place / "commit")
     stopped = False
     while step < job.train.steps and not stopped:
+        _stay(seat)
         requests = reporter.requests()
         stopped = requests.stop
         if not stopped:
@@ -38,9 +47,11 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
             reporter.phase("step", str(step))
             _write(place / "step", step)
             time.sleep(_STEP_S)
+            with (place / "taken").open("a") as taken:
+                taken.write(f"{seat.attempt} {step}\n")
             _fault(seat, step, place)
             if _faulty_rank(step, seat.attempt) not in (None, seat.rank):
-                time.sleep(_VICTIM_S)  # as real ranks do, which wait for one that is gone until they are ended
+                _wait_for_the_end(seat)  # as real ranks do, which wait for one that is gone until they are ended
             reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
         due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
         if step > committed and (
@@ -56,6 +67,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
 def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     over = place / f"over-{seat.attempt}"
     while not over.exists():
+        _stay(seat)
         step = _read(place / "step")
         reporter.phase("step", str(step))
         reporter.requests()
@@ -63,6 +75,18 @@ def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult
         time.sleep(0.02)
     step = _read(over)
     return RankResult(seat.rank, step, step < job.train.steps, None)
+
+
+def _stay(seat: Seat) -> None:
+    if seat.attempt in _left:
+        raise RuntimeError("told to leave")
+
+
+def _wait_for_the_end(seat: Seat) -> None:
+    end = time.monotonic() + _VICTIM_S
+    while time.monotonic() < end:
+        _stay(seat)
+        time.sleep(0.02)
 
 
 def _faulty_rank(step: int, attempt: int) -> int | None:

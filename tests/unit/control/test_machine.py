@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raypp.control import machine as m
 from raypp.records import RankFailure, RunState
-from raypp.recovery.policy import Policy
+from raypp.recovery.policy import AttemptEnd, Policy
 
 
 def failure(kind: str = "killed", step: int = 3) -> RankFailure:
@@ -33,7 +33,7 @@ def test_a_run_that_meets_no_trouble_succeeds() -> None:
 
 def test_a_failed_rank_ends_the_attempt_and_starts_the_next_once_nothing_of_it_is_left() -> None:
     machine, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure()))
-    assert machine.state is RunState.RECOVERING and commands[-1] == m.EndAttempt()
+    assert machine.state is RunState.RECOVERING and commands[-1] == m.EndAttempt(keep=True)
     machine, commands = play(machine, m.RankFailed(failure("lost_peer")), m.AttemptGone())
     assert commands == [m.Wait(0.0)] and len(machine.history[0].failures) == 2
     machine, commands = play(machine, m.DelayOver())
@@ -68,8 +68,33 @@ def test_a_later_life_of_the_controller_counts_as_a_restart() -> None:
     assert (machine.state, machine.restarts, commands) == (RunState.RECOVERING, 1, [m.Launch()])
 
 
+def test_a_later_life_that_finds_its_ranks_alive_leads_them_on_and_counts_no_restart() -> None:
+    machine, commands = play(m.Machine(), m.Start(attempt=2, committed_step=20, adopted=True))
+    assert (machine.state, machine.restarts, machine.attempt, commands) == (RunState.RUNNING, 0, 2, [])
+    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone(), m.DelayOver())
+    assert commands == [m.EndAttempt(keep=True), m.Wait(0.0), m.Launch()] and machine.restarts == 1
+
+
+def test_what_earlier_lives_of_the_controller_saw_fail_counts() -> None:
+    history = tuple(AttemptEnd(attempt, (failure(),), 10) for attempt in (1, 2))
+    machine, _ = play(m.Machine(policy=Policy(2)), m.Start(3, 10, adopted=True, history=history))
+    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone())
+    assert machine.state is RunState.FAILED and "2 restarts in a row" in commands[-1].reason  # type: ignore[union-attr]
+
+
+def test_processes_are_kept_only_where_another_attempt_may_follow() -> None:
+    for events, keep in (
+        ((m.RankFailed(failure()),), True),
+        ((m.Finished(False),), False),
+        ((m.StopAsked(False),), False),
+        ((m.StopAsked(True), m.RankFailed(failure())), False),
+    ):
+        _, commands = play(m.Machine(), *RUNNING, *events)
+        assert commands[-1] == m.EndAttempt(keep)
+
+
 _EVENTS = st.one_of(
-    st.just(m.Start()),
+    st.builds(m.Start, adopted=st.booleans()),
     st.builds(m.Claimed, st.integers(1, 9)),
     st.just(m.Seated()),
     st.builds(m.Committed, st.integers(1, 50)),
@@ -96,6 +121,9 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
                 continue  # what carries out commands says so only after EndAttempt
             alive = False
         machine, commands = m.step(machine, event)
+        if isinstance(event, m.Start) and event.adopted and before.phase is m.Phase.IDLE:
+            assert not commands
+            alive = True
         for command in commands:
             assert not finished, "a command after the end"
             if isinstance(command, m.Launch):
@@ -103,6 +131,7 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
                 alive = True
             if isinstance(command, m.EndAttempt):
                 assert alive
+                assert not (command.keep and machine.ending), "processes kept for an attempt that never comes"
             if isinstance(command, m.Finish):
                 assert not alive, "the run ended with a living attempt"
                 finished = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from raypp.records import RankFailure
+from raypp.records import Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, Restart, decide, restarts_without_progress, root_cause
+from raypp.recovery.recall import failed_attempts
 
 
 def failure(kind: str = "killed", cause: str = "gone", step: int = 5, rank: int = 1) -> RankFailure:
@@ -60,3 +61,30 @@ def test_the_cause_is_the_rank_that_died_not_the_one_that_saw_it() -> None:
     witness, dead = failure("lost_peer", "connection reset", rank=0), failure("killed", "gone", rank=3)
     assert root_cause([witness, dead]) == dead
     assert root_cause([witness]) == witness
+
+
+def test_preemptions_are_not_counted_and_need_no_pause() -> None:
+    taken = [AttemptEnd(n, (failure("preempted"),), 10) for n in range(1, 9)]
+    assert decide(taken, Policy(0)) == Restart(0.0)
+    assert restarts_without_progress([*ends(10, 10), *taken]) == 1
+    assert decide([*ends(10), *taken, *ends(10)], Policy(3)) == Restart(1.0)
+
+
+def test_what_failed_before_is_read_back_from_the_events_of_the_last_submission() -> None:
+    def failed(attempt: int, kind: str, step: int) -> Event:
+        details = {"kind": kind, "label": "pp1", "pid": 101, "cause": "gone"}
+        return Event("rank_failed", "", attempt=attempt, step=step, rank=1, node="10.0.0.1", details=details)
+
+    events = [
+        Event("submitted", ""),
+        failed(1, "killed", 3),
+        Event("submitted", ""),
+        Event("committed", "", attempt=2, step=10),
+        failed(2, "lost_peer", 12),
+        failed(2, "killed", 12),
+        failed(3, "killed", 11),
+    ]
+    assert failed_attempts(events) == (
+        AttemptEnd(2, (failure("lost_peer", step=12), failure("killed", step=12)), 10),
+        AttemptEnd(3, (failure("killed", step=11),), 10),
+    )

@@ -1,0 +1,373 @@
+"""The thread that leads a run: it hears what happens, asks the state machine, and carries out what that decides."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import ray
+
+from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.control import machine as m
+from raypp.control import telling
+from raypp.control.attempt import Attempt
+from raypp.control.crew import Crew, end_workers, find_workers
+from raypp.control.forget import forget_snapshots
+from raypp.control.gauges import RunGauges
+from raypp.control.messages import Answer, Batch, Outcome, RunRequest, Standing
+from raypp.control.placement import Placement, group_name, remove_groups_of
+from raypp.control.record import RunRecord
+from raypp.control.watch import HangWatch
+from raypp.records import Event, Requests, RunState
+from raypp.recovery.policy import Policy
+from raypp.recovery.recall import failed_attempts
+from raypp.spec.job import Job
+from raypp.storage import StoreError, open_store
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_STORE_RETRY_S = 2.0
+_STORE_TRIES = 15
+
+Found: TypeAlias = "tuple[Any, Standing]"
+T = TypeVar("T")
+
+
+class Leader:
+    """Leads one run from where it finds it to its end. `live` is the thread; the rest may be called from others.
+
+    Args:
+        request: The run.
+        handle: The controller actor.
+        again: An earlier life of that actor was killed.
+    """
+
+    def __init__(self, request: RunRequest, handle: Any, again: bool) -> None:
+        self.life = secrets.token_hex(4)
+        self.outcome: Outcome | None = None
+        self.save_wanted = False
+        self._request = request
+        self._handle = handle
+        self._again = again
+        self._job = Job.model_validate(request.job)
+        self.machine = m.Machine(policy=Policy(self._job.recovery.max_restarts))
+        self._inbox: queue.Queue[Batch | Requests] = queue.Queue()
+        self._stop: Requests | None = None
+        self._attempt: Attempt | None = None
+        self._watch: HangWatch | None = None
+        self._launch_now = False
+        self._wake_at: float | None = None
+        self._acknowledged: dict[int, int] = {}
+        self._unwritten: deque[tuple[int, int, int]] = deque()
+        self._store = open_store(self._job.checkpoint.url)
+        self.record = RunRecord(self._store, self._job, f"c-{self.life}")
+        self._gauges = RunGauges(request.run)
+
+    # Called from other threads --------------------------------------------------------------------
+
+    def take(self, batch: Batch) -> Answer:
+        """A worker's news; the answer is what the operator wants of it, and what of its news is in the store."""
+        self._inbox.put(batch)
+        attempt = self._attempt
+        durable = self._acknowledged.get(batch.rank, 0) if attempt and attempt.number == batch.attempt else 0
+        save = False
+        if batch.rank == 0:  # the ranks take the maximum over all of them: telling one is enough, and acts once
+            save, self.save_wanted = self.save_wanted, False
+        stop = self._stop
+        if stop is None:
+            return Answer(Requests(save=save), self.life, durable)
+        requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+        return Answer(requests, self.life, durable)
+
+    def ask_to_stop(self, save: bool) -> None:
+        self._inbox.put(Requests(stop=True, save_before_stop=save))
+
+    # The thread -----------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """To the end of the run."""
+        try:
+            self._begin()
+            while self.outcome is None:
+                self._turn()
+        except Exception as error:
+            log.exception("the controller failed")
+            reason = f"the controller failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                self._end_everything()
+            self._finish(m.Finish(RunState.FAILED, reason, exit_code=getattr(error, "exit_code", 1)))
+
+    def _begin(self) -> None:
+        run = self._request.run
+        earlier = self.record.earlier_status() if self._again else None
+        if earlier is not None and RunState(earlier["state"]).final:
+            self._end_leftovers()
+            self.outcome = self._earlier_outcome(earlier)
+            return
+        if not self._again:
+            self._end_leftovers()  # of a submission whose controller is gone for good
+        self._device = self._choose_device()
+        bundle = {"CPU": float(self._job.resources.cpus_per_rank)}
+        if self._device == "cuda":
+            bundle["GPU"] = 1.0
+        self._placement = Placement(group_name(run), self._job.mesh.world, bundle, self._job.resources.spares)
+        self._crew = Crew(self._request, self._job, self._handle, self._device)
+        checkpoints = self._patiently(lambda: list_checkpoints(self._store, run))
+        last = self._patiently(lambda: newest_attempt(self._store, run))
+        newest = checkpoints[-1].step if checkpoints else None
+        if self._again:
+            self._go_on(last, newest, earlier)
+            return
+        self.record.begin(newest, None)
+        self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
+        self._apply(m.Start(last, newest))
+
+    def _go_on(self, last: int, newest: int | None, earlier: dict[str, Any] | None) -> None:
+        """A later life: leads on what is still alive of the last attempt, or starts the next."""
+        self._placement.take_over()
+        found = find_workers(self._request.run)
+        mine = [one for one in found if _sits_in(one, last)]
+        self._tidy([one for one in found if one not in mine])
+        events = self.record.begin(newest, earlier, going_on=True)
+        history = tuple(end for end in failed_attempts(events) if not mine or end.attempt != last)
+        if not mine:
+            if newest is not None and newest >= self._job.train.steps:
+                self._end_everything()
+                self._finish(m.Finish(RunState.SUCCEEDED))
+                return
+            told = "the controller was restarted; no rank was left"
+            self.record.event(Event("controller_restarted", told, attempt=last))
+            self._apply(m.Start(last, newest, interrupted=True, history=history))
+            return
+        attempt = self._new_attempt(last)
+        attempt.adopt(mine)
+        self._attempt = attempt
+        self.record.event(telling.adoption_event(last, attempt.ranks))
+        self._start_watch(attempt)
+        self._apply(m.Start(last, newest, adopted=True, history=history))
+
+    def _tidy(self, others: list[Found]) -> None:
+        """Workers in no seat of the last attempt: standbys go on waiting, the others use resources and must go."""
+        for actor, standing in others:
+            node = standing.presence.facts.node_id
+            if standing.standby and standing.seat is None and node not in self._crew.standbys:
+                self._crew.add_standby(actor, node)
+            else:
+                ray.kill(actor, no_restart=True)
+
+    def _turn(self) -> None:
+        """One round: carry out what is due, hear what happened."""
+        if self._launch_now:
+            self._launch_now = False
+            self._launch()
+        attempt = self._attempt
+        if attempt is not None:
+            events = attempt.poll(_POLL_S)
+            self._take_inbox(block_s=0.0)
+            for event in events:
+                self._heard(event)
+            self._look_for_a_stall(attempt)
+        else:
+            self._take_inbox(block_s=_POLL_S)
+        self._acknowledge()
+        if self._wake_at is not None and time.monotonic() >= self._wake_at:
+            self._wake_at = None
+            self._apply(m.DelayOver())
+        self._show()
+
+    # Hearing --------------------------------------------------------------------------------------
+
+    def _take_inbox(self, block_s: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait()
+            while True:
+                if isinstance(item, Batch):
+                    self._take_batch(item)
+                else:
+                    self._take_stop(item)
+                item = self._inbox.get_nowait()
+
+    def _take_batch(self, batch: Batch) -> None:
+        attempt = self._attempt
+        if attempt is None or batch.attempt != attempt.number:
+            return
+        rank = attempt.ranks[batch.rank] if attempt.ranks else None
+        if rank is not None and rank.state not in ("dead", "done"):
+            rank.state = batch.phase.partition(" ")[0]
+        if self._watch is not None:
+            self._watch.heard(batch.rank, batch.phase, batch.idle_s, time.monotonic())
+            for report in batch.steps:
+                self._watch.step_took(report.step_s)
+        for line in batch.logs:
+            self.record.log(line)
+        for report in batch.steps:
+            for one in attempt.ranks:
+                one.step = report.step
+            self.record.took_step(report)
+            self._gauges.step(report)
+            self._crew.prepare_standbys()  # not before the first step: ranks that start need the processors
+            self._placement.hold_spares()
+        for event in batch.events:
+            self.record.event(event)
+            if event.kind == "committed" and event.step is not None:
+                self._apply(m.Committed(event.step))
+        self._unwritten.append((self.record.taken, batch.rank, batch.number))
+
+    def _acknowledge(self) -> None:
+        """Batches whose steps and events have come into the store meanwhile."""
+        durable = self.record.durable
+        while self._unwritten and self._unwritten[0][0] <= durable:
+            _, rank, number = self._unwritten.popleft()
+            self._acknowledged[rank] = number
+
+    def _look_for_a_stall(self, attempt: Attempt) -> None:
+        stall = self._watch.stalled(time.monotonic()) if self._watch is not None else None
+        if stall is None or self.machine.phase is not m.Phase.RUNNING:
+            return
+        self._watch = None
+        self._heard(m.RankFailed(attempt.ranks[stall.rank].failure("hung", stall.cause, stall.details)))
+
+    def _take_stop(self, requests: Requests) -> None:
+        if not self.machine.stop:
+            how = "after a last checkpoint" if requests.save_before_stop else "at once, without a checkpoint"
+            self.record.event(Event("stop_requested", f"asked to stop {how}", attempt=self.machine.attempt))
+        self._apply(m.StopAsked(requests.save_before_stop))
+
+    def _heard(self, event: m.Happening) -> None:
+        attempt = self._attempt
+        if isinstance(event, m.RankFailed):
+            self.record.event(telling.failure_event(event.failure, self.machine.attempt))
+        elif isinstance(event, m.Seated) and attempt is not None:
+            for seated in telling.seat_events(attempt.ranks, attempt.number):
+                self.record.event(seated)
+            self._start_watch(attempt)
+        elif isinstance(event, m.AttemptGone):
+            self._attempt = None
+            self._watch = None
+        self._apply(event)
+
+    def _start_watch(self, attempt: Attempt) -> None:
+        labels = [rank.label for rank in attempt.ranks]
+        self._watch = HangWatch(labels, self._job.recovery.hang_timeout_s, time.monotonic())
+
+    # Carrying out ---------------------------------------------------------------------------------
+
+    def _apply(self, event: m.Happening) -> None:
+        self.machine, commands = m.step(self.machine, event)
+        for command in commands:
+            match command:
+                case m.Launch():
+                    self._launch_now = True
+                case m.EndAttempt():
+                    assert self._attempt is not None
+                    hung = {failure.rank for failure in self.machine.failures if failure.kind == "hung"}
+                    self._attempt.end(command.keep, hung)
+                case m.Ask():
+                    self._stop = command.requests
+                case m.Wait():
+                    self._wake_at = time.monotonic() + command.seconds
+                    kept, world = len(self._crew.seated), self._job.mesh.world
+                    self.record.event(telling.restart_event(self.machine, command.seconds, kept, world))
+                case m.Finish():
+                    self._end_everything()
+                    self._finish(command)
+
+    def _launch(self) -> None:
+        number = self._patiently(lambda: claim_next_attempt(self._store, self._request.run))
+        self._apply(m.Claimed(number))
+        told = f"attempt {number} asks for {self._job.mesh.world} ranks"
+        self.record.event(Event("attempt_started", told, attempt=number))
+        self._acknowledged.clear()
+        self._unwritten.clear()
+        self._attempt = self._new_attempt(number)
+        self._attempt.launch()
+
+    def _new_attempt(self, number: int) -> Attempt:
+        return Attempt(self._job, number, self._crew, self._placement, self._take_batch)
+
+    def _patiently(self, question: Callable[[], T]) -> T:
+        """Asks the store, again and again while it does not answer."""
+        for left in reversed(range(_STORE_TRIES)):
+            try:
+                return question()
+            except StoreError:
+                if not left:
+                    raise
+                time.sleep(_STORE_RETRY_S)
+        raise AssertionError("unreachable")
+
+    def _choose_device(self) -> str:
+        wanted = self._job.resources.device
+        if wanted != "auto":
+            return wanted
+        gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+        device = "cuda" if gpus >= self._job.mesh.world else "cpu"
+        told = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks"
+        self.record.event(Event("device_chosen", told))
+        return device
+
+    # The end --------------------------------------------------------------------------------------
+
+    def _end_everything(self) -> None:
+        self._attempt = None
+        with contextlib.suppress(AttributeError):  # it failed before it had them
+            self._crew.dismiss()
+            self._placement.remove()
+
+    def _end_leftovers(self) -> None:
+        """Ends whatever processes carry this run's name, and gives back their devices."""
+        end_workers(self._request.run)
+        remove_groups_of(self._request.run)
+
+    def _earlier_outcome(self, earlier: dict[str, Any]) -> Outcome:
+        """How the run ended, by what an earlier life wrote down."""
+        state = str(earlier["state"])
+        ends = [event for event in self.record.earlier_events() if event.kind == state.lower()]
+        code = ends[-1].details.get("exit_code") if ends else None
+        failed = 1 if state == RunState.FAILED else 0
+        reason = str(earlier.get("error") or "") if failed else ""
+        exit_code = failed if code is None else int(code)
+        return Outcome(self._request.run, state, exit_code, earlier["step"], earlier["checkpoint"], reason)
+
+    def _finish(self, finish: m.Finish) -> None:
+        state, record = finish.state, self.record
+        if state is RunState.FAILED:
+            with contextlib.suppress(Exception):  # ranks that end in order remove theirs themselves
+                forget_snapshots(self._request.run)
+        record.event(telling.end_event(finish, self.machine.attempt, record.step))
+        record.show(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
+        self._gauges.status(record.status(), self.machine.committed_step)
+        record.close()
+        self.outcome = Outcome(
+            self._request.run, str(state), finish.exit_code, record.step, record.checkpoint_url(), finish.reason
+        )
+
+    def _show(self) -> None:
+        if self.outcome is None:
+            self.record.show(self.machine, self._attempt.ranks if self._attempt else ())
+            self._gauges.status(self.record.status(), self.machine.committed_step)
+
+
+def _sits_in(found: Found, attempt: int) -> bool:
+    seat = found[1].seat
+    return seat is not None and seat.attempt == attempt
+
+
+def start_thread(leader: Leader, afterwards: Callable[[], None]) -> threading.Thread:
+    """Lets a leader live in a thread of its own, and calls `afterwards` there at its end."""
+
+    def both() -> None:
+        leader.live()
+        afterwards()
+
+    thread = threading.Thread(target=both, name="raypp-controller", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,46 @@
+"""What a worker does whose controller does not come back: it waits for long, then saves, ends, and leaves nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_INTERVAL_S = 5.0
+
+
+class Lifeline:
+    """Asks now and then whether the controller is there.
+
+    Args:
+        answers: Asks it; raises when it does not answer. Also told of any other sign of it through `heard`.
+        patience_s: Silence after which the worker gives it up.
+        given_up: Called once, in this object's thread.
+    """
+
+    def __init__(self, answers: Callable[[], None], patience_s: float, given_up: Callable[[], None]) -> None:
+        self._answers = answers
+        self._patience_s = patience_s
+        self._given_up = given_up
+        self._heard = time.monotonic()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def heard(self, at: float) -> None:
+        """The controller gave a sign of life then (`time.monotonic`)."""
+        self._heard = max(self._heard, at)
+
+    def _watch(self) -> None:
+        interval_s = min(_INTERVAL_S, self._patience_s / 4)
+        while True:
+            time.sleep(interval_s)
+            now = time.monotonic()
+            if now - self._heard < interval_s:
+                continue
+            try:
+                self._answers()
+            except Exception:  # noqa: BLE001  away for now, or gone: time tells
+                if time.monotonic() - self._heard > self._patience_s:
+                    self._given_up()
+                    return
+                continue
+            self._heard = time.monotonic()

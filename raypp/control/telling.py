@@ -1,0 +1,62 @@
+"""What the controller says of what happened: the events of a run that no rank tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raypp.control.machine import Finish, Machine
+from raypp.control.seats import Rank
+from raypp.records import Event, RankFailure
+from raypp.recovery.policy import describe, root_cause
+
+
+def failure_event(failure: RankFailure, attempt: int) -> Event:
+    """A rank failed."""
+    details = {"kind": failure.kind, "cause": failure.cause, "pid": failure.pid, "label": failure.label}
+    return Event(
+        "rank_failed",
+        f"{failure.label} (rank {failure.rank}) on {failure.node}: {failure.cause}",
+        attempt=attempt,
+        step=failure.step,
+        rank=failure.rank,
+        node=failure.node,
+        details={**details, "evidence": failure.details},
+    )
+
+
+def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
+    """Who sits where."""
+    events = []
+    for rank in ranks:
+        seat = rank.seat
+        if seat is None:
+            continue
+        message = f"rank {seat.rank} is {seat.label} on {seat.node}, pid {rank.pid}, interface {seat.interface}"
+        details = {"coordinates": seat.coordinates.as_dict(), "pid": rank.pid, "label": seat.label}
+        events.append(Event("seated", message, attempt=attempt, rank=seat.rank, node=seat.node, details=details))
+    return events
+
+
+def restart_event(machine: Machine, delay_s: float, kept: int, world: int) -> Event:
+    """Another attempt follows."""
+    cause = describe(root_cause(machine.history[-1].failures))
+    newest = machine.committed_step
+    start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+    pause = f" in {delay_s:g} s" if delay_s else ""
+    message = f"a new attempt{pause}, from {start}, because {cause}; {kept} of {world} processes go on"
+    return Event("restarting", message, attempt=machine.attempt, details={"kept": kept})
+
+
+def adoption_event(attempt: int, ranks: Iterable[Rank]) -> Event:
+    """A later life of the controller goes on with what an earlier one started."""
+    living = [rank for rank in ranks if not rank.ended]
+    message = f"the controller was restarted; {len(living)} ranks of attempt {attempt} had gone on without it"
+    details = {"pids": [rank.pid for rank in living]}
+    return Event("controller_restarted", message, attempt=attempt, details=details)
+
+
+def end_event(finish: Finish, attempt: int, step: int) -> Event:
+    """The run is over; says the exit code, for whoever asks when no process of the run is left."""
+    reason = finish.reason or f"after step {step}"
+    details = {"exit_code": finish.exit_code}
+    return Event(str(finish.state).lower(), reason, attempt=attempt, step=step, details=details)

@@ -1,0 +1,35 @@
+"""What an earlier life of the controller knew of failures, read back from the events it told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raypp.records import Event, RankFailure
+from raypp.recovery.policy import AttemptEnd
+
+
+def failed_attempts(events: Iterable[Event]) -> tuple[AttemptEnd, ...]:
+    """How the attempts failed since the run was last submitted, oldest first.
+
+    Args:
+        events: Of the run, in the order they were told.
+    """
+    failures: dict[int, list[RankFailure]] = {}
+    newest: int | None = None
+    committed: dict[int, int | None] = {}
+    for event in events:
+        if event.kind == "submitted":
+            failures, committed = {}, {}
+        elif event.kind == "committed" and event.step is not None:
+            newest = event.step if newest is None else max(newest, event.step)
+        elif event.kind == "rank_failed":
+            failures.setdefault(event.attempt, []).append(_failure(event))
+            committed[event.attempt] = newest
+    return tuple(AttemptEnd(attempt, tuple(told), committed[attempt]) for attempt, told in sorted(failures.items()))
+
+
+def _failure(event: Event) -> RankFailure:
+    facts = event.details
+    rank = -1 if event.rank is None else event.rank
+    label, kind, cause = (str(facts.get(key, "")) for key in ("label", "kind", "cause"))
+    return RankFailure(rank, label, event.node, int(facts.get("pid", 0)), kind, cause, event.step or 0)

@@ -1,0 +1,123 @@
+"""One process through several attempts: the real rank's life is left in the middle, and begins again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import free_port, run_ranks
+from safetensors.numpy import load
+from told import Told
+
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.records import Requests
+from raypp.spec.load import parse_job
+from raypp.storage import open_store
+from raypp.train.faults import LostPeerError
+from raypp.train.leaving import cut_connections
+from raypp.train.parity import local_seat
+from raypp.train.rank import run_rank
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+STEPS, EVERY = 12, 2
+
+
+def _document(root: Path) -> dict[str, Any]:
+    return {
+        "name": "back",
+        "model": {"kind": "llama", "num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 64},
+        "data": {"kind": "synthetic", "num_documents": 50, "seq_len": 32},
+        "mesh": {"pp": 2},
+        "pipeline": {"microbatches": 2},
+        "train": {"steps": STEPS, "micro_batch_size": 1},
+        "checkpoint": {"url": str(root), "every_steps": EVERY, "keep": 20},
+    }
+
+
+class Standing(Told):
+    """Stands still before a step of an attempt, as a frozen rank does, until it is let go."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at = at
+        self.asked = 0
+        self.go = threading.Event()
+
+    def requests(self) -> Requests:
+        self.asked += 1
+        if self.asked == self.at:
+            self.go.wait(30)
+        return super().requests()
+
+
+def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts: list[int | None]) -> dict[str, Any]:
+    """A life per port; rank 1 stands still in it before the step given, and both are made to leave it."""
+    job = parse_job(_document(Path(root)))
+    seconds, left_over = [], []
+    for attempt, (port, halt) in enumerate(zip(ports, halts, strict=True), start=1):
+        reporter = Standing(halt if rank else None)
+        outcome: list[Any] = []
+        seat = local_seat(rank, world, port, job, attempt=attempt)
+        thread = threading.Thread(target=_live, args=(job, seat, reporter, outcome))
+        thread.start()
+        if halt is not None:
+            while reporter.asked < halt:  # rank 0 then waits for rank 1, which stands
+                time.sleep(0.01)
+            time.sleep(0.3)
+            started = time.monotonic()
+            while thread.is_alive():
+                cut_connections(port)
+                if time.monotonic() - started > 0.5:
+                    reporter.go.set()
+                thread.join(0.05)
+            seconds.append(time.monotonic() - started)
+        thread.join()
+        gc.collect()
+        own = psutil.Process()
+        left_over.append((own.num_fds(), own.num_threads(), own.memory_info().rss))
+        if halt is not None:
+            assert isinstance(outcome[0], LostPeerError), outcome[0]
+        else:
+            assert outcome[0].step == STEPS, outcome[0]
+    return {"seconds": seconds, "left_over": left_over, "threads": [t.name for t in threading.enumerate()]}
+
+
+def _live(job: Any, seat: Any, reporter: Told, outcome: list[Any]) -> None:
+    try:
+        outcome.append(run_rank(job, seat, reporter))
+    except BaseException as error:  # noqa: BLE001
+        outcome.append(error)
+
+
+def _last(root: Path) -> dict[str, bytes]:
+    store = open_store(str(root))
+    newest = list_checkpoints(store, "back")[-1]
+    assert newest.step == STEPS
+    folder = newest.key.rpartition("/")[0]
+    tensors: dict[str, bytes] = {}
+    for info in store.list(f"{folder}/"):
+        if not info.key.endswith("COMMIT"):
+            tensors |= {name: tensor.tobytes() for name, tensor in load(store.get(info.key)).items()}
+    return tensors
+
+
+def test_a_process_that_leaves_a_hung_attempt_trains_on_in_the_next_and_gets_the_same_bits(tmp_path: Path) -> None:
+    halts: list[int | None] = [2, 3, 2, None]
+    ports = [free_port() for _ in halts]
+    results = run_ranks(2, _lives, str(tmp_path / "again"), ports, halts)
+    assert max(results[0]["seconds"]) < 3, "a rank that waits for a hung one did not come free"
+    for result in results:
+        assert not [name for name in result["threads"] if name.startswith("raypp-")]
+        descriptors, threads, memory = zip(*result["left_over"], strict=True)
+        assert max(descriptors[1:]) <= descriptors[0] + 2, f"descriptors are kept: {descriptors}"
+        assert max(threads[1:]) <= threads[0] + 1, f"threads are kept: {threads}"
+        assert memory[-2] < memory[0] + 24e6, f"memory is kept: {memory}"
+    run_ranks(2, _lives, str(tmp_path / "once"), [free_port()], [None])
+    once, again = _last(tmp_path / "once"), _last(tmp_path / "again")
+    assert once.keys() == again.keys()
+    assert [name for name in once if once[name] != again[name]] == []

@@ -1,0 +1,105 @@
+"""Processes that outlive an attempt, and attempts that outlive a controller. The ranks are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.ray.conftest import Started, StartRun
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+def _kill_controller(run: Started) -> None:
+    os.kill(run.command("facts")["controller_pid"], signal.SIGKILL)
+
+
+def _end_controller_for_good(run: Started) -> None:
+    """As if Ray had started it again as often as it may."""
+    code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{run.name}'), no_restart=True)"
+    assert run.cluster.embedded is not None
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= run.cluster.embedded.ray_environment()
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3], ids=["first", "middle", "last"])
+def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
+    start_run: StartRun, victim: int
+) -> None:
+    run = start_run(f"survive{victim}", steps=160)
+    run.wait_step(12)
+    run.wait(lambda: any("standby" in name for name in run.living_actors()), "a standby")
+    standby = next(actor for actor in run.actors() if "standby" in actor["name"])
+    before = run.pids()
+    os.kill(before[victim], signal.SIGKILL)
+    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    after = run.pids()
+    assert [pid for rank, pid in enumerate(after) if rank != victim] == [
+        pid for rank, pid in enumerate(before) if rank != victim
+    ]
+    run.wait(
+        lambda: standby["pid"] or standby.update(next(a for a in run.actors() if a["name"] == standby["name"])), ""
+    )
+    assert after[victim] == standby["pid"]
+    restart = next(event for event in run.reader.events() if event.kind == "restarting")
+    assert restart.details["kept"] == 3
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 160, 1, 2)
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 161))
+    run.assert_nothing_left()
+
+
+def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_run: StartRun) -> None:
+    run = start_run("raises", steps=60, fault="raise:2:12:1", recovery={"standby": False})
+    run.wait_step(6)
+    before = run.pids()
+    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    after = run.pids()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, False, True]
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    run.assert_nothing_left()
+
+
+def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_nothing(start_run: StartRun) -> None:
+    run = start_run("phoenix", steps=150)
+    run.wait_step(12)
+    before = run.pids()
+    _kill_controller(run)
+    run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's next life")
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 150, 1, 0)
+    assert run.pids() == before
+    assert run.taken() == [(1, step) for step in range(1, 151)], "a step was repeated"
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 151))
+    committed = [event.step for event in run.reader.events() if event.kind == "committed"]
+    assert committed == list(range(5, 151, 5))
+    adopted = next(event for event in run.reader.events() if event.kind == "controller_restarted")
+    assert sorted(adopted.details["pids"]) == sorted(before)
+    assert run.exit_code() == 0
+    run.assert_nothing_left()
+
+
+def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
+    run = start_run("both", steps=120)
+    run.wait_step(8)
+    before = run.pids()
+    _kill_controller(run)
+    os.kill(before[3], signal.SIGKILL)
+    status = run.wait_end()
+    assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 120, 2, 1)
+    assert run.pids()[:3] == before[:3]
+    assert "pp1-fsdp1" in next(event for event in run.reader.events() if event.kind == "rank_failed").message
+    run.assert_nothing_left()
+
+
+def test_ranks_that_nobody_leads_any_more_save_and_leave_nothing(start_run: StartRun) -> None:
+    run = start_run("orphans", steps=100_000, every=0, recovery={"orphan_timeout_s": 3})
+    run.wait_step(8)
+    _end_controller_for_good(run)
+    run.assert_nothing_left()
+    assert (run.place / "commit").exists(), "no last save"
