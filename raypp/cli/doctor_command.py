@@ -90,10 +90,10 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
     console.print(_machines(report))
     if report["links"]:
         console.print(_matrix(report))
-        console.print("rows send to columns: Gbit/s of payload, half a round trip; † not over the node's own interface")
+        console.print("rows send to columns: Gbit/s, half a round trip; † over another interface than the node's")
         skews = [abs(link["skew_s"]) for link in report["links"] if "skew_s" in link]
         if skews:
-            console.print(f"clocks: at most {max(skews) * 1e3:.3g} ms apart\n")
+            console.print(f"clocks: within {max(0.1, max(skews) * 1e3):.3g} ms of each other\n")
     if report["store"]:
         console.print(_store(report["store"]))
         console.print()
@@ -109,7 +109,7 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
 def _plain_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     return table
 
 
@@ -129,7 +129,7 @@ def _nodes(report: dict[str, Any]) -> Table:
 
 
 def _machines(report: dict[str, Any]) -> Table:
-    table = _plain_table("", "node", "devices", "CPU slots", "memory free", "/dev/shm free", "disk free")
+    table = _plain_table("", "node", "devices", "slots", "memory", "/dev/shm", "disk free")
     for node in report["nodes"]:
         if "error" not in node:
             free = (_gib(node[name]) for name in ("memory_free", "shm_free", "disk_free"))
@@ -143,7 +143,7 @@ def _devices(node: dict[str, Any]) -> str:
         first = seen["devices"][0]
         return f"{len(seen['devices'])} × {first['kind']} ({first['flops'] / 1e12:.0f} TFLOP/s)"
     if seen.get("cpu"):
-        return f"CPU ({seen['cpu']['flops'] / 1e9:.0f} GFLOP/s a core)"
+        return f"CPU, {seen['cpu']['flops'] / 1e9:.0f} GFLOP/s a core"
     return f"{node['gpus']:g} GPUs" if node["gpus"] else "CPU"
 
 

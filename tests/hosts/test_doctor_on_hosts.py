@@ -1,0 +1,78 @@
+"""`raypp doctor` on several hosts: what it measures is what was set, what is broken is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from conftest import Office
+
+pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def slowed(office: Office) -> Iterator[Office]:
+    """Host 1 has a cable of 100 Mbit/s."""
+    office.bed.set_rate(1, "100mbit")
+    yield office
+    office.bed.set_rate(1, "1gbit")
+
+
+def test_every_link_is_measured_and_the_slow_one_is_told(slowed: Office) -> None:
+    office = slowed
+    out = office.directory / "links.json"
+    job = office.two_host_job("examined")
+    answer = office.raypp("doctor", str(job), "--json", "--no-devices", "--out", str(out), timeout=300)
+    assert answer.code == 0, answer
+    report = answer.json()
+    addresses = [office.bed.network.address(host) for host in range(office.bed.size)]
+    assert sorted(node["ip"] for node in report["nodes"]) == addresses
+    links = {(link["from"], link["to"]): link for link in json.loads(out.read_text())["links"]}
+    assert len(links) == office.bed.size * (office.bed.size - 1)
+    for (one, other), link in links.items():
+        set_gbps = 0.1 if addresses[1] in (one, other) else 1.0
+        # Never more than the cable; a machine that does much else reaches less.
+        assert 0.3 * set_gbps < link["gbps"] < 1.05 * set_gbps, (one, other, link)
+    assert all("error" not in node and not node["hidden_from_it"] for node in report["store"]["nodes"])
+    slow = [one["what"] for one in report["findings"] if "interface eth0 has 10" in one["what"]]
+    assert any(addresses[1] in what for what in slow), report["findings"]
+
+
+def test_what_breaks_a_run_is_told_and_is_the_exit_code(office: Office) -> None:
+    job = office.two_host_job("too-large", mesh__fsdp=8, checkpoint__url="s3://nobody/here")
+    answer = office.raypp("doctor", str(job), "--json", "--no-devices", timeout=300)
+    assert answer.code == 1, answer
+    told = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
+    assert any("ranks need" in what for what in told), told
+    assert any("the bucket 'nobody' does not exist" in what for what in told), told
+
+
+def test_without_a_cluster_the_exit_code_is_3(office: Office) -> None:
+    answer = office.raypp("doctor", "--address", f"http://{office.bed.network.switch}:1", "--no-devices")
+    assert (answer.code, "no Ray cluster answers" in answer.err) == (3, True), answer
+
+
+def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
+    """Hosts 1 and 2 reach the head, and not each other: each has a wrong neighbour entry for the other one."""
+    network = office.bed.network
+    there = [
+        "ip",
+        "neigh",
+        "replace",
+        network.address(2),
+        "lladdr",
+        "02:00:00:00:00:01",
+        "nud",
+        "permanent",
+        "dev",
+        "eth0",
+    ]
+    assert office.bed.run(1, there).returncode == 0
+    try:
+        answer = office.raypp("doctor", "--json", "--no-devices", timeout=300)
+    finally:
+        office.bed.run(1, ["ip", "neigh", "del", network.address(2), "dev", "eth0"])
+    assert answer.code == 1, answer
+    (told,) = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
+    assert told == f"{network.address(1)} does not reach {network.address(2)} over eth0: no answer"
