@@ -130,6 +130,13 @@ def open_locked(path: Path, *, create: bool = False) -> int | None:
     return None
 
 
+def close_unlocked(descriptor: int) -> None:
+    """Closes a file and gives its lock back now: a mapping has a descriptor of its own, which would keep it."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
 def peek(path: Path) -> dict[str, Any] | None:
     """The control block of a file that no living process writes; None for any other. Several may look at once."""
     try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from raypp.checkpoint.memory_files import (
     CONTROL_BYTES,
     SlotName,
+    close_unlocked,
     open_locked,
     read_control,
     remove,
@@ -149,13 +150,13 @@ class Slot:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
         self._unmap()
-        os.close(self._descriptor)
+        close_unlocked(self._descriptor)
         self._descriptor = -1
 
     def __del__(self) -> None:
         # A lock that is forgotten would keep this process' next attempt from its own snapshot.
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            close_unlocked(self._descriptor)
 
     def _rename(self, name: SlotName) -> None:
         goal = self.path.with_name(name.file_name())

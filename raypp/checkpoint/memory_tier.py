@@ -247,6 +247,7 @@ class MemoryTier:
             log.warning("a thread of the memory tier does not end; its files stay")
             return
         self._buffers.clear()
+        self._costs.last = None
         for slot in [*self._slots, *(slot for slots in self._copies.values() for slot in slots)]:
             slot.close(delete=delete)
         self._slots, self._copies = [], {}

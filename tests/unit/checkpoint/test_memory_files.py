@@ -100,6 +100,13 @@ def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path)
     assert remove_run("a-run", tmp_path) == [path.name]
 
 
+def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    kept = slot.memory(SIZE)
+    slot.close()
+    assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
+
+
 def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_path: Path) -> None:
     here = sealed(tmp_path, NAME)
     here.close()
