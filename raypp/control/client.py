@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -17,10 +18,12 @@ from raypp.control.clusters import Cluster
 from raypp.control.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.control.messages import RunRequest
 from raypp.control.package import build_package
-from raypp.control.private import SECRETS, SETTINGS, collect
+from raypp.control.private import PROFILE, SECRETS, SETTINGS, collect
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+
+log = logging.getLogger(__name__)
 
 _COMMAND_PATIENCE_S = 180.0
 
@@ -108,8 +111,10 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
     """
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = collect(SETTINGS, dict(os.environ))
+    if cluster.embedded is not None:
+        settings |= collect(PROFILE, dict(os.environ))
     request = RunRequest(job.name, job_document(job), submission_id, {}, rank_function)
-    name, content = build_package(request, collect_secrets())
+    name, content = build_package(request, collect_secrets(here=cluster.embedded is not None))
     environment = {
         **settings,
         "PYTHONUNBUFFERED": "1",
@@ -128,10 +133,14 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
     return Submission(accepted, cluster.address)
 
 
-def collect_secrets() -> dict[str, str]:
-    """The submitter's credentials; from AWS_PROFILE too, since a profile's file is on this machine only."""
+def collect_secrets(here: bool = False) -> dict[str, str]:
+    """The submitter's credentials; from AWS_PROFILE too, since a profile's file is on this machine only.
+
+    Args:
+        here: The ranks run on this machine: then the profile's name is enough, and keys that end are asked for anew.
+    """
     found = collect(SECRETS, dict(os.environ))
-    if "AWS_ACCESS_KEY_ID" not in found and os.environ.get("AWS_PROFILE"):
+    if "AWS_ACCESS_KEY_ID" not in found and os.environ.get("AWS_PROFILE") and not here:
         import boto3
 
         keys = boto3.Session().get_credentials()
@@ -139,6 +148,14 @@ def collect_secrets() -> dict[str, str]:
             frozen = keys.get_frozen_credentials()
             values = (frozen.access_key, frozen.secret_key, frozen.token)
             found |= {name: value for name, value in zip(SECRETS, values, strict=False) if value}
+            end = getattr(keys, "_expiry_time", None)  # botocore tells it nowhere else
+            if end is not None:
+                log.warning(
+                    "the keys of AWS_PROFILE=%s end at %s, and the run cannot renew them: "
+                    "give the nodes a role or a profile of their own for longer runs",
+                    os.environ["AWS_PROFILE"],
+                    end.isoformat(timespec="minutes"),
+                )
     return found
 
 

@@ -26,10 +26,17 @@ SETTINGS = (
     "AWS_DEFAULT_REGION",
     "AWS_REQUEST_CHECKSUM_CALCULATION",
     "AWS_RESPONSE_CHECKSUM_VALIDATION",
+    "RAYPP_S3_ADDRESSING_STYLE",
+    "RAYPP_S3_REQUEST_PAYER",
+    "RAYPP_STORE_PATIENCE_S",
+    "RAYPP_STORE_TIMEOUT_S",
     "HF_HUB_OFFLINE",
     "HF_HOME",
 )
 """Variables that anyone may see; they are passed on as env_vars."""
+
+PROFILE = ("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE")
+"""Variables that name files of the submitter's machine; they are passed on where the ranks run on that machine."""
 
 
 def load_private_environment(directory: Path | None = None) -> None:
