@@ -71,6 +71,8 @@ def submit_command(
     cluster.dashboard.ray_version()
     store = open_store(file.job.checkpoint.url)
     store.probe()
+    for limit in store.limitations():
+        click.echo(f"warning: {limit}", err=True)
     _check_name(file, store, resume)
     _check_not_running(file.job, store, cluster)
     device = client.check_resources(file.job, cluster)
