@@ -40,7 +40,7 @@ def prune(
     """Keeps the newest `keep` checkpoints and removes older ones, and leftovers of attempts that did not commit.
 
     COMMIT goes first, its objects after it: a checkpoint half removed is none. The newest one is never removed, nor the
-    newest whose objects are all there in their full size: when none of those to be kept is so, an older one stays.
+    newest whose objects are all there in their full size: when those to be kept are damaged, an older one stays.
 
     Args:
         store: Opened at the job's checkpoint.url.
@@ -69,9 +69,9 @@ def prune(
     kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
     doomed = [step for step in committed if step not in kept]
     if doomed:
-        saved = _newest_whole(store, run, kept, [step for step in doomed if step not in void])
-        kept |= saved
-        doomed = [step for step in doomed if step not in saved]
+        newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
+        kept |= {newest_whole} & set(doomed)
+        doomed = [step for step in doomed if step != newest_whole]
 
     used, unreadable = _keys_in_use(store, run, kept)
     commits: dict[str, int] = {}
@@ -94,15 +94,9 @@ def prune(
     return Pruned(tuple(doomed), tuple(gone), sum(gone.values()))
 
 
-def _newest_whole(store: ObjectStore, run: str, kept: Iterable[int], doomed: Sequence[int]) -> set[int]:
-    """The newest of the doomed whose objects are all there, when none of the kept is so; else nothing."""
-
-    def whole(step: int) -> bool:
-        return not verify_checkpoint(store, run, step, every_byte=False)
-
-    if any(whole(step) for step in sorted(kept, reverse=True)):
-        return set()
-    return {next((step for step in reversed(doomed) if whole(step)), -1)} - {-1}
+def _newest_whole(store: ObjectStore, run: str, steps: Sequence[int]) -> int | None:
+    """The newest of these steps whose objects are all there in their full size."""
+    return next((step for step in reversed(steps) if not verify_checkpoint(store, run, step, every_byte=False)), None)
 
 
 def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[set[str], set[int]]:

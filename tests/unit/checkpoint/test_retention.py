@@ -52,6 +52,15 @@ class History:
         write_commit(self.store, Commit(RUN, self.step, self.attempt, mesh, {}, {}, self.upload()))
         self.prune()
 
+    def save_torn(self, which: int) -> None:
+        """A save whose objects are damaged before what is old is removed."""
+        self.step += 1
+        mesh = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+        records = self.upload()
+        write_commit(self.store, Commit(RUN, self.step, self.attempt, mesh, {}, {}, records))
+        self.store.delete([records[which % RANKS].key])
+        self.prune()
+
     def prune(self) -> None:
         before, whole = set(self.committed()), self.whole()
         pruned = prune(self.store, RUN, self.keep, keep_every=self.keep_every, newest=self.step, attempt=self.attempt)
@@ -65,7 +74,7 @@ class History:
         below = sorted(step for step in before if step <= self.step)
         assert set(below[-self.keep :]) <= after
         ordinary = [step for step in after if not (self.keep_every and step % self.keep_every == 0)]
-        assert len(ordinary) <= self.keep + 1, "one more than keep only while the kept ones are damaged"
+        assert len(ordinary) <= self.keep + 1, "one more than keep only while the newest are damaged"
         if self.step in self.whole():
             assert len([step for step in ordinary if step <= self.step]) <= self.keep
 
@@ -94,6 +103,7 @@ class History:
 EVENTS = st.one_of(
     st.just(("save",)), st.just(("save",)), st.just(("fail",)), st.just(("restart",)), st.just(("prune",)),
     st.tuples(st.just("lose"), st.integers(0, 9)),
+    st.tuples(st.just("save_torn"), st.integers(0, 1)),
 )  # fmt: skip
 
 
