@@ -1,0 +1,89 @@
+"""Whole lives of ranks whose saves take longer than the steps between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_ranks
+from test_mesh_does_not_change_numbers import document
+from told import Told
+
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.records import Requests
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.parity import local_seat
+from raypp.train.rank import run_rank
+
+pytestmark = pytest.mark.ranks
+STEPS = 8
+
+
+class Operator(Told):
+    """Wants a save or a stop from its n-th question on."""
+
+    def __init__(self, stop_at: int) -> None:
+        super().__init__()
+        self.asked, self.stop_at = 0, stop_at
+
+    def requests(self) -> Requests:
+        self.asked += 1
+        return Requests(stop=self.asked >= self.stop_at > 0)
+
+
+def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) -> tuple[int | None, list[Any]]:
+    told = Operator(stop_at)
+    parsed = parse_job(job)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed), told)
+    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
+
+
+def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
+    """A job whose ranks need about half a second for each save at 10 Mbit/s, and far less for a step."""
+    checkpoint = {
+        "url": str(root), "every_steps": 1, "keep": 99, "if_busy": if_busy, "max_upload_mbps": mbps,
+        "memory_tier": False,
+    }  # fmt: skip
+    return document(pp=2, microbatches=4, train={"steps": STEPS}, checkpoint=checkpoint)
+
+
+def steps_of(events: list[Any], kind: str) -> list[int]:
+    return [step for told, step, _ in events if told == kind]
+
+
+def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp_path: Path) -> None:
+    results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 0)
+    assert [committed for committed, _ in results] == [STEPS, STEPS]
+    events = results[0][1]
+    skipped, committed = steps_of(events, "save_skipped"), steps_of(events, "committed")
+    assert skipped and committed[0] == 1
+    assert sorted(skipped + committed) == list(range(1, STEPS + 1))
+    assert "save_waited" not in [kind for kind, step, _ in events if step != STEPS]
+    store = DirectoryStore(tmp_path)
+    assert [checkpoint.step for checkpoint in list_checkpoints(store, "numbers")] == committed
+    for step in committed:
+        assert len(read_commit(store, "numbers", step).objects) == 2
+        assert verify_checkpoint(store, "numbers", step) == []
+    for kind, _, details in events:
+        if kind == "committed":
+            # Two ranks, half of the node's cap each.
+            assert details["upload_mb_per_s"] < 1.1 * 10 / 8
+            assert details["stall_s"] < details["upload_s"]
+
+
+def test_by_default_training_waits_and_says_so(tmp_path: Path) -> None:
+    results = run_ranks(2, life, slow_saves(tmp_path, "wait", mbps=3), 3)
+    assert [committed for committed, _ in results] == [2, 2], "stopped before step 3, with a save"
+    events = results[0][1]
+    assert steps_of(events, "committed") == [1, 2]
+    assert steps_of(events, "save_waited") == [2]
+    assert steps_of(events, "save_skipped") == []
+
+
+def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
+    results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 4)
+    assert [committed for committed, _ in results] == [3, 3]
+    assert steps_of(results[0][1], "committed") == [1, 3]
