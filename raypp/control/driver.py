@@ -81,9 +81,11 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 def _controller(request: RunRequest) -> Any:
     """The run's controller: a new one, or the one that is there (this driver is not its first)."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from raypp.control.controller import Controller
 
+    here = ray.get_runtime_context().get_node_id()
     while True:
         controller: Any = (
             ray.remote(Controller)
@@ -91,6 +93,8 @@ def _controller(request: RunRequest) -> Any:
                 name=controller_name(request.run),
                 namespace=NAMESPACE,
                 lifetime="detached",
+                # Beside this driver, on the head, whose end ends the cluster anyway.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
                 get_if_exists=True,
                 max_restarts=-1,
                 num_cpus=0,
