@@ -30,7 +30,7 @@ BUCKET = "raypp"
 # Ray turns 127.0.0.1 and localhost into the machine's outer address; any other loopback address is kept.
 _NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
-_RAY_PATIENCE_S = 60.0
+_RAY_PATIENCE_S = 180.0  # six seconds on an idle machine; on a crowded one it takes minutes
 
 
 @dataclass(frozen=True)

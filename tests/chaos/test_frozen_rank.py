@@ -7,7 +7,7 @@ import json
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
 
 
 def test_a_frozen_rank_is_named_within_the_hang_timeout_and_the_run_ends_as_if_nothing_had_been(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
 
 MOMENTS = ("before the first step", "while training", "while a save is under way", "while the next attempt loads")
 
