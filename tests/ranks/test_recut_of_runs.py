@@ -23,7 +23,9 @@ from training import seat_of
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.diff import diff_checkpoints
+from raypp.checkpoint.hf_files import HfFiles
 from raypp.checkpoint.hf_names import hf_parts
+from raypp.checkpoint.import_hf import import_hf
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
@@ -189,9 +191,15 @@ def test_weights_of_a_named_model_are_the_same_bits_on_any_mesh_and_read_once(tm
     sizes = {key: value for key, value in sizes.items() if key not in ("kind", "aux_loss_weight", "z_loss_weight")}
     before = write_hf_folder(tmp_path / "hf", kind="qwen3_moe", **sizes)
     jobs = [(tuned(tmp_path / name, tmp_path / "hf", 1, sections), 1) for name, sections in HF_MESHES.items()]
-    for results in run_all(jobs):
-        assert "loaded_from_hf" in results[0]["kinds"]
-    for name in HF_MESHES:
+    # The other way in: a checkpoint of step 0, which a run goes on from.
+    imported, files = tuned(tmp_path / "imported", tmp_path / "hf", 1, mesh(pp=2)), HfFiles(str(tmp_path / "hf"))
+    del imported["model"]["from_hf"]
+    job = parse_job(imported)
+    import_hf(files, DirectoryStore(tmp_path / "imported"), job.name, job.model, imported, object_bytes=9000)
+    *named, last = run_all([*jobs, (imported, 2)])
+    assert all("loaded_from_hf" in results[0]["kinds"] for results in named)
+    assert "resumed" in last[0]["kinds"] and last[0]["committed"] == 1
+    for name in (*HF_MESHES, "imported"):
         _assert_holds(tensors(tmp_path / name, "experts"), before)
     # Other weights in the same place: a run that goes on must not look at them.
     write_hf_folder(tmp_path / "hf", 1, kind="qwen3_moe", **sizes)
