@@ -1,0 +1,170 @@
+"""The settings people have for AWS, against a real server on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_proxy import FaultProxy
+from saving import PART
+from seaweed import BUCKET
+
+from raypp.errors import JobError
+from raypp.storage import open_store
+from raypp.storage.s3 import S3Store
+from raypp.storage.seaweed import SeaweedServer
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "RAYPP_S3_", "RAYPP_STORE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def keys(seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", seaweed_server.secret_key)
+
+
+def works(store: Any) -> bool:
+    store.put_stream("settings/large", [bytes(PART + 1)], PART + 1)
+    return len(store.get("settings/large")) == PART + 1 and store.get("settings/large", 5, 9) == bytes(4)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
+@pytest.mark.usefixtures("keys")
+def test_the_endpoint_comes_from_a_variable_and_buckets_are_addressed_by_path(
+    name: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, proxy.endpoint)
+    store = open_store(f"s3://{BUCKET}/by-variable")
+    assert works(store)
+    assert all(request.target.startswith(f"/{BUCKET}") for request in proxy.seen)
+    assert isinstance(store, S3Store) and store.endpoint == proxy.endpoint
+
+
+def test_a_profile_gives_endpoint_keys_region_and_style(
+    proxy: FaultProxy, seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text(
+        f"[profile lab]\nregion = eu-central-1\nservices = lab\ns3 =\n    addressing_style = path\n"
+        f"[services lab]\ns3 =\n    endpoint_url = {proxy.endpoint}\n"
+    )
+    (tmp_path / "credentials").write_text(
+        f"[lab]\naws_access_key_id = {seaweed_server.access_key}\naws_secret_access_key = {seaweed_server.secret_key}\n"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert works(open_store(f"s3://{BUCKET}/by-profile"))
+    assert all("/eu-central-1/s3/" in request.headers["authorization"] for request in proxy.seen)
+
+
+@pytest.mark.usefixtures("keys")
+def test_aws_region_counts_and_is_what_requests_are_signed_for(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    open_store(f"s3://{BUCKET}/region").put("a", b"")
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    open_store(f"s3://{BUCKET}/region").put("a", b"")
+    assert "/us-west-2/s3/" in proxy.seen[0].headers["authorization"]
+    assert "/ap-south-1/s3/" in proxy.seen[-1].headers["authorization"]
+
+
+@pytest.mark.usefixtures("keys")
+def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = proxy.endpoint.rpartition(":")[2]
+    try:
+        socket.getaddrinfo(f"{BUCKET}.localhost", port)
+    except OSError:
+        # Real clients resolve names through getaddrinfo: the one name that this machine lacks is answered here.
+        real = socket.getaddrinfo
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *more, **named: real(
+                "127.0.0.1" if str(host).endswith(".localhost") else host, *more, **named
+            ),
+        )
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://localhost:{port}")
+    monkeypatch.setenv("RAYPP_S3_ADDRESSING_STYLE", "virtual")
+    store = open_store(f"s3://{BUCKET}/virtual")
+    # The server would have to know its own domain to look at the name; what is sent is what matters.
+    proxy.add(lambda _request: True, times=None, status=403, code="AccessDenied")
+    with pytest.raises(Exception, match="access denied"):
+        store.get("a/b")
+    assert proxy.seen[-1].headers["host"] == f"{BUCKET}.localhost:{port}"
+    assert proxy.seen[-1].target == "/virtual/a/b"
+
+
+def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server.__class__.__name__ != "CephServer":
+        pytest.skip("SeaweedFS knows no domain; the Ceph of these tests is `localhost`")
+    name = f"{BUCKET}.localhost"
+    try:
+        socket.getaddrinfo(name, 80)
+    except OSError:
+        pytest.skip(f"this machine does not resolve {name}")
+    for key, value in server.environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint.replace("127.0.0.1", "localhost"))
+    monkeypatch.setenv("RAYPP_S3_ADDRESSING_STYLE", "virtual")
+    assert works(open_store(f"s3://{BUCKET}/virtual"))
+
+
+@pytest.mark.usefixtures("keys")
+def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+    monkeypatch.setenv("RAYPP_S3_REQUEST_PAYER", "requester")
+    store = open_store(f"s3://{BUCKET}/payer")
+    assert works(store)
+    assert list(store.list("settings/"))
+    store.delete(["settings/large"])
+    assert all(request.headers.get("x-amz-request-payer") == "requester" for request in proxy.seen)
+
+
+@pytest.mark.parametrize("value", ["when_supported", "when_required"])
+@pytest.mark.usefixtures("keys")
+def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_asked_for(
+    value: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+    store = open_store(f"s3://{BUCKET}/sums")
+    store.get("x") if store.head("x") else None
+    assert not any("x-amz-checksum-mode" in request.headers for request in proxy.seen)
+    proxy.seen.clear()
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", value)
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", value)
+    assert works(open_store(f"s3://{BUCKET}/sums"))
+    asked = any(request.headers.get("x-amz-checksum-mode") == "ENABLED" for request in proxy.seen)
+    assert asked == (value == "when_supported")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RAYPP_S3_ADDRESSING_STYLE", "host", "not a way to address a bucket"),
+        ("RAYPP_S3_REQUEST_PAYER", "me", "is not a payer"),
+        ("RAYPP_STORE_PATIENCE_S", "long", "not a number of seconds"),
+        ("RAYPP_STORE_TIMEOUT_S", "-1", "not a number of seconds"),
+        ("AWS_PROFILE", "nobody", "AWS settings cannot be used"),
+        ("AWS_ENDPOINT_URL_S3", "nonsense", "AWS settings cannot be used"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match=said):
+        open_store("s3://bucket/x")
