@@ -40,8 +40,9 @@ HEALTH_CHECK = {
 """For every Ray node's environment: a silent host is known to be lost after about 4 s, not after 63 s."""
 _DASHBOARD_PORT = 8265
 _GCS_PORT = 6379
-_READY_S = 180.0
-_START_TRIES = 3
+_READY_S = 240.0
+_START_TRIES = 4
+_BUSY = 4
 _OBJECT_STORE_BYTES = 200_000_000
 
 
@@ -270,13 +271,16 @@ class TestBed:
 
     def _start_all(self) -> None:
         self._start_rays([0], lambda nodes: len(nodes) == 1, _READY_S)
-        self._start_rays(list(range(1, self.size)), lambda nodes: len(nodes) == self.size, _READY_S)
+        # Ray gives a node 30 s to start; on a machine with much else to do they do not all make it at once.
+        busy = os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
+        last = [host + 1 for host in range(1, self.size)] if busy else [self.size] * (self.size > 1)
+        first = 1
+        for end in last:
+            self._start_rays(list(range(first, end)), partial(_count_is, count=end), _READY_S)
+            first = end
 
     def _start_rays(self, hosts: list[int], ready: Callable[[list[NodeResources]], bool], patience_s: float) -> None:
-        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in.
-
-        A node that gave up is started again: Ray allows it 30 s, too few on a machine with much else to do.
-        """
+        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in. A node that gave up is tried again."""
         children = {host: self._start_ray(host) for host in hosts}
         tries = dict.fromkeys(hosts, _START_TRIES)
         end = time.monotonic() + patience_s
@@ -356,6 +360,10 @@ class TestBed:
             "store": self.store.as_dict() if self.store else None,
         }
         write_private(self.directory / "state.json", json.dumps(document, indent=2))
+
+
+def _count_is(nodes: list[NodeResources], count: int) -> bool:
+    return len(nodes) == count
 
 
 def _has_node(nodes: list[NodeResources], address: str, but: set[str]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import Office
 
-pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
