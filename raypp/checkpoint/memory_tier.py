@@ -36,6 +36,7 @@ from raypp.checkpoint.memory_partner import CopyReceiver, CopySender, own_addres
 from raypp.checkpoint.memory_slot import Slot, encode_layout, encode_tail
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import Slice
+from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import DataError, JobError
 from raypp.records import Event, Reporter, Seat
 
@@ -108,7 +109,9 @@ class MemoryTier:
         self._numbers: dict[Slot, int] = {}
         self._copies: dict[int, list[Slot]] = {}
         self._buffers: dict[Slot, SnapshotBuffer] = {}
-        self._layout: tuple[list[Any], str] = ([], "")
+        self._layouts: dict[Slot, tuple[list[TensorEntry], str]] = {}
+        self._known: tuple[list[Any], list[Slice]] | None = None
+        self._optimizer: Any = None
         self._nodes: list[int] = [0] * seat.world_size
         self._sender: CopySender | None = None
         self._receiver: CopyReceiver | None = None
@@ -159,6 +162,7 @@ class MemoryTier:
         if restored is not None:
             self._add(restored)
             self._own_step = self._common = self._expected = step
+        self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_update)
         partner = partner_of(self.seat.rank, nodes)
         if any(address is None for address in addresses):
@@ -224,7 +228,7 @@ class MemoryTier:
         self._forget_earlier(arrived if self._sender is not None else whole)
         link_free = self._sender is not None and self._ticket <= self._copied
         if done - self._taken >= every and whole == self._expected:
-            self._take(done, slices(), extra(), link_free)
+            self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
             self._send(next(slot for slot in self._slots if slot.step == self._ticket))
@@ -247,7 +251,8 @@ class MemoryTier:
             log.warning("a thread of the memory tier does not end; its files stay")
             return
         self._buffers.clear()
-        self._costs.last = None
+        self._layouts.clear()
+        self._costs.last = self._known = self._optimizer = None
         for slot in [*self._slots, *(slot for slots in self._copies.values() for slot in slots)]:
             slot.close(delete=delete)
         self._slots, self._copies = [], {}
@@ -256,7 +261,22 @@ class MemoryTier:
 
     # The training thread's part ------------------------------------------------------------------------------------
 
-    def _take(self, done: int, slices: Iterable[Slice], extra: str, copy: bool) -> None:
+    def _state(self, gather: Callable[[], Iterable[Slice]]) -> list[Slice]:
+        """The slices; the last time's list when the optimizer holds the same tensors and none is anything special."""
+        values = [value for state in self._optimizer.state.values() for value in state.values()]
+        known = self._known
+        if (
+            known is None
+            or len(known[0]) != len(values)
+            or any(a is not b for a, b in zip(known[0], values, strict=True))
+        ):
+            slices = list(gather())
+            self._known = known = (values, slices)
+            if any(part.moving or part.python for part in slices):
+                self._known = None
+        return known[1]
+
+    def _take(self, done: int, slices: list[Slice], extra: str, copy: bool) -> None:
         started = time.perf_counter()
         keep = {self._common, self._copied, self._ticket} - {-1}
         free = [slot for slot in self._slots if slot.step not in keep]
@@ -389,10 +409,12 @@ class MemoryTier:
     def _seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> None:
         try:
             snapshot.data()
-            if self._layout[0] != snapshot.entries:
-                self._layout = (snapshot.entries, encode_layout(snapshot.entries))
+            entries, layout = self._layouts.get(slot, ([], ""))
+            if entries is not snapshot.entries:
+                layout = encode_layout(snapshot.entries)
+                self._layouts[slot] = (snapshot.entries, layout)
             started = time.thread_time()
-            slot.seal(step, about, snapshot.size, encode_tail(self._layout[1], extra))
+            slot.seal(step, about, snapshot.size, encode_tail(layout, extra))
             if self.seat.device == "cpu":
                 self._costs.last_s += time.thread_time() - started
         finally:

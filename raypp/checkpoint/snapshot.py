@@ -76,6 +76,17 @@ class Snapshot:
             self._owner._free(self._copy)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Which slice goes where in a buffer."""
+
+    slices: Iterable[Slice]
+    entries: list[TensorEntry]
+    pairs: list[tuple[Tensor, Slice]]
+    on_cuda: bool
+    buffer: Tensor
+
+
 class SnapshotBuffer:
     """Host memory that is taken once and used for one snapshot after the other.
 
@@ -89,6 +100,7 @@ class SnapshotBuffer:
         self._memory: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._last: Snapshot | None = None
+        self._plan: _Plan | None = None
         self._busy = False
 
     @property
@@ -99,7 +111,8 @@ class SnapshotBuffer:
     def take(self, slices: Iterable[Slice]) -> Snapshot:
         """Starts to copy the slices. Until the copy is done, only `before_update` makes it safe to change them.
 
-        Slices that may change without an optimizer's step (`Slice.moving`) are copied before this returns.
+        Slices that may change without an optimizer's step (`Slice.moving`) are copied before this returns. The very
+        list that was given the last time is not looked at again.
 
         Raises:
             RuntimeError: The last snapshot is still in use.
@@ -107,20 +120,24 @@ class SnapshotBuffer:
         if self._busy:
             raise RuntimeError("the last snapshot is still in use; release it first")
         started = time.perf_counter()
+        if self._plan is None or self._plan.slices is not slices:
+            self._plan = self._lay_out(slices)
+        plan, self._busy = self._plan, True
+        try:
+            copy: _Copy = self._copy_on_stream(plan.pairs) if plan.on_cuda else self._copy_in_thread(plan.pairs)
+        except BaseException:
+            self._busy = False
+            raise
+        self._last = Snapshot(plan.entries, time.perf_counter() - started, plan.buffer, copy, self)
+        return self._last
+
+    def _lay_out(self, slices: Iterable[Slice]) -> _Plan:
         ordered = _in_file_order(slices)
         entries, size = _layout(ordered)
         on_cuda = any(part.tensor.is_cuda for part in ordered)
         buffer = self._sized(size, on_cuda)
-        self._busy = True
-        try:
-            views = [buffer[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape) for entry in entries]
-            pairs = list(zip(views, ordered, strict=True))
-            copy: _Copy = self._copy_on_stream(pairs) if on_cuda else self._copy_in_thread(pairs)
-        except BaseException:
-            self._busy = False
-            raise
-        self._last = Snapshot(entries, time.perf_counter() - started, buffer, copy, self)
-        return self._last
+        views = [buffer[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape) for entry in entries]
+        return _Plan(slices, entries, list(zip(views, ordered, strict=True)), on_cuda, buffer)
 
     def before_update(self, *_unused: Any) -> None:
         """Must run before the copied tensors are changed in place: an optimizer's step pre-hook."""

@@ -149,3 +149,27 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
     why = {event.message.split(",")[0] for event in told.of_kind("memory_tier_off")}
     assert why and all(one.startswith("2 ranks of this node need 2 × ") for one in why), told.events
     assert told.losses == undisturbed[0] and not list(folder.iterdir())
+
+
+def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:
+    """Four ranks, pp across the nodes and fsdp inside; then both copies of one node are gone, too: the store."""
+    job = {**document(every_steps=3), "mesh": {"pp": 2, "fsdp": 2}}
+    reference = Lives(
+        job | {"checkpoint": {"memory_tier": False}}, tmp_path / "reference", [tmp_path] * 4, [0, 0, 1, 1]
+    )
+    losses = reference.attempt_once().losses
+    folders = [shared_memory(), shared_memory()]
+    lives = Lives(job, tmp_path / "lives", [folders[0]] * 2 + [folders[1]] * 2, [0, 0, 1, 1])
+    lives.attempt_once(Fate((0, 1, 2, 3), after=5, copies=4, commit=3))
+    for path in folders[1].iterdir():
+        path.unlink()
+    second = lives.attempt_once(Fate((0, 1, 2, 3), after=7, commit=6))
+    assert second.restored().startswith("from memory: step ")
+    assert "(ranks 2, 3 from the copy on another node)" in second.restored()
+    for folder in folders:
+        for name, path in list_slots(folder):
+            if name.rank == 3:
+                path.unlink()
+    third = lives.attempt_once()
+    assert third.restored() == "from the store: step 6; rank 3's snapshot of step 7 is in no memory"
+    assert third.losses == losses and same(lives.final_state(), reference.final_state())
