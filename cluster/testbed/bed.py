@@ -280,7 +280,7 @@ class TestBed:
             first = end
 
     def _start_rays(self, hosts: list[int], ready: Callable[[list[NodeResources]], bool], patience_s: float) -> None:
-        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in. A node that gave up is tried again."""
+        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in. One that gave up is tried again."""
         children = {host: self._start_ray(host) for host in hosts}
         tries = dict.fromkeys(hosts, _START_TRIES)
         end = time.monotonic() + patience_s
