@@ -140,7 +140,7 @@ def _measure(job: Job, path: Path) -> None:
     if "error" in answer:
         raise RunFailedError(answer["error"])
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    found = Costs(layer, first, last, answer["optimizer_s"], answer["step_s"], measured=True)
+    found = Costs(layer, first, last, answer["optimizer_s"], answer["step_s"], answer["copy_s"], measured=True)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

@@ -2,12 +2,14 @@
 
 `main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON object. Three stages are
 timed on the job's own rows: two layers, two layers with the embedding, two layers with the head. Their differences are
-the parts. The rank's other work of a step (reading, agreeing, the optimizer) is timed on a step of one process.
+the parts. The rank's other work of a step (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs
+messages are copied by the cores that compute: two processes pass some to and fro, and their CPU time is counted.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import socket
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raypp.data.loader import open_loader
@@ -28,6 +31,7 @@ from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.groups import RankGroups, make_groups
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.collate import StageBatch
+from raypp.planning.links import message_bytes
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
@@ -42,6 +46,7 @@ from raypp.train.step import ReadStep, StepRunner, Stopwatch
 _LAYERS = 2
 _ROUNDS = 5
 _MICROBATCHES = 4
+_MESSAGE_BYTES = 64 * 1024**2
 
 
 def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
@@ -53,7 +58,8 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
 
     Returns:
         `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
-        parameter), `step_s` (of a step, whatever its size) and `device`, in words.
+        parameter), `step_s` (of a step, whatever its size), `copy_s` (CPU time of one byte sent or received) and
+        `device`, in words.
     """
     document = job_document(one_process_job(job))
     document["model"]["num_layers"] = _LAYERS
@@ -88,6 +94,7 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
         "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
         "optimizer_s": optimizer_s,
         "step_s": step_s,
+        "copy_s": copy_seconds(message_bytes(job)) if device.type == "cpu" else 0.0,
         "device": _device_name(device),
     }
 
@@ -153,6 +160,43 @@ def _one(
     output.backward(None if last else torch.ones_like(output))
     wait()
     return middle - start, clock() - middle
+
+
+def copy_seconds(size: int) -> float:
+    """CPU seconds that one byte of a message between two gloo ranks takes from either of them.
+
+    Args:
+        size: Bytes of a message.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    other = multiprocessing.get_context("spawn").Process(target=_pass_messages, args=(1, port, size), daemon=True)
+    other.start()
+    seconds = _pass_messages(0, port, size)
+    other.join(60)
+    return seconds
+
+
+def _pass_messages(rank: int, port: int, size: int) -> float:
+    """Sends and receives messages at once, as a stage in the middle of its step does; CPU seconds of a byte."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    count = max(16, min(256, _MESSAGE_BYTES // size))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    out, into = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]  # one for each direction
+    taken = 0.0
+    for _ in range(2):  # the first time, sockets grow their buffers
+        start = time.process_time()
+        for _ in range(count):
+            works = [dist.isend(out, 1 - rank, groups[rank]), dist.irecv(into, 1 - rank, groups[1 - rank])]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        taken = (time.process_time() - start) / (2 * count * size)
+    dist.destroy_process_group()
+    return taken
 
 
 def _nothing() -> None:

@@ -1,0 +1,100 @@
+"""`raypp plan` with machines and costs, and its search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypp.cli.main import run
+from raypp.planning.costs import Costs, Part, write_costs
+from raypp.spec.load import load_job
+
+REPOSITORY = Path(__file__).parents[3]
+QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    found = Costs(Part(0.01, 0.02), Part(0.0, 0.001), Part(0.002, 0.004), 1e-9, 0.003)
+    write_costs(path, found, load_job(QUICKSTART).job, "a core", "today")
+    return str(path)
+
+
+@pytest.fixture
+def links(tmp_path: Path) -> str:
+    path = tmp_path / "links.json"
+    devices = [{"node": node, "kind": "cpu"} for node in ("a", "a", "b", "b")]
+    found = [{"from": "a", "to": "b", "gbps": 0.05, "latency_ms": 0.2}]
+    path.write_text(json.dumps({"nodes": ["a", "b"], "devices": devices, "links": found, "measured": "today"}))
+    return str(path)
+
+
+def test_measured_costs_and_links_are_used_and_named(
+    capsys: pytest.CaptureFixture[str], costs: str, links: str
+) -> None:
+    assert run(["plan", QUICKSTART, "--costs", costs, "--links", links, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert found["device"] == "measured" and sorted(found["measured"]) == ["costs", "links"]
+    assert [link["nodes"] for link in found["links"]] == [["a", "b"]]
+    assert found["step_s"] == pytest.approx(sum(found["parts"].values()))
+
+
+def test_the_view_names_the_link_and_what_would_help(
+    capsys: pytest.CaptureFixture[str], costs: str, links: str
+) -> None:
+    arguments = ["--costs", costs, "--links", links, "--set", "pipeline.lookahead=0"]
+    assert run(["plan", QUICKSTART, *arguments]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the link between a and b is" in printed
+    assert "would save" in printed and "pipeline.lookahead auto" in printed
+    assert "costs measured today on a core" in printed and "links measured today" in printed
+
+
+def test_a_device_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--set", "model.hidden_size=8192", "--set", "model.num_layers=80", "--set", "model.ffn_size=28672"]
+    assert run(["plan", QUICKSTART, "--device", "rtx4090", *large]) == 0
+    assert "does not fit: a rank needs" in capsys.readouterr().out
+
+
+def test_the_search_prints_settings_that_give_the_job_it_ranks(
+    capsys: pytest.CaptureFixture[str], costs: str, links: str
+) -> None:
+    search = ["plan", QUICKSTART, "--costs", costs, "--links", links, "--search", "--search-time", "30"]
+    assert run([*search, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"][0]
+    settings = [word for setting in best["settings"] for word in ("--set", setting)]
+    assert run(["plan", QUICKSTART, "--costs", costs, "--links", links, "--json", *settings]) == 0
+    (again,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert again["step_s"] == pytest.approx(best["step_s"], rel=1e-6)
+    assert [one["step_s"] for one in found["best"]] == sorted(one["step_s"] for one in found["best"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--device", "abacus"], 2, "one of cpu, cuda"),
+        (["--links", "/nowhere/links.json"], 2, "does not exist"),
+        (["--costs", "/nowhere/costs.json"], 2, "raypp plan JOB --measure"),
+        (["--costs", "a.json", "--measure", "b.json"], 2, "give one of them"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_a_way_out(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    assert run(["plan", QUICKSTART, *arguments]) == code
+    printed = capsys.readouterr().err
+    assert said in printed and "Traceback" not in printed
+
+
+def test_more_ranks_than_the_cluster_has_devices_are_refused(capsys: pytest.CaptureFixture[str], links: str) -> None:
+    assert run(["plan", QUICKSTART, "--links", links, "--set", "mesh.fsdp=4"]) == 4
+    assert "8 ranks for 4 devices" in capsys.readouterr().err
