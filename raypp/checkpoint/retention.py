@@ -70,7 +70,7 @@ def prune(
     doomed = [step for step in committed if step not in kept]
     if doomed:
         newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
-        kept |= {newest_whole} & set(doomed)
+        kept |= {step for step in doomed if step == newest_whole}
         doomed = [step for step in doomed if step != newest_whole]
 
     used, unreadable = _keys_in_use(store, run, kept)
