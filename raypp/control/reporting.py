@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import ray
 
 from raypp.control.messages import Answer, Batch
+from raypp.control.outbox import Outbox
 from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
 _INTERVAL_S = 0.25
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
-_MOST_KEPT = 20_000
-"""Steps, events and log lines (of each) that wait for a controller that is away; the oldest go first."""
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -28,8 +26,7 @@ class ControllerReporter:
     """A `Reporter` that speaks to the run's controller.
 
     Each hand-over carries what is new and brings back what the operator wants, so the controller never has
-    to call into a worker that computes. Steps and events are kept until a controller says that they are in the store:
-    one that is killed loses what it had not written, and its next life is told again.
+    to call into a worker that computes.
 
     Args:
         controller: Handle of the controller actor.
@@ -45,12 +42,7 @@ class ControllerReporter:
         self._closing = False
         self._phase = "starting"
         self._moved = time.monotonic()
-        self._steps: deque[StepReport] = deque(maxlen=_MOST_KEPT)
-        self._events: deque[Event] = deque(maxlen=_MOST_KEPT)
-        self._logs: deque[LogLine] = deque(maxlen=_MOST_KEPT)
-        self._unsure: deque[Batch] = deque(maxlen=_MOST_KEPT)
-        self._number = 0
-        self._life = ""
+        self._outbox = Outbox(seat)
         self._stop: Requests | None = None
         self._save_once = False
         self.last_step = 0
@@ -69,13 +61,11 @@ class ControllerReporter:
         self._moved = time.monotonic()
 
     def step(self, report: StepReport) -> None:
-        with self._lock:
-            self._steps.append(report)
+        self._outbox.add_step(report)
         self._wake.set()
 
     def event(self, event: Event) -> None:
-        with self._lock:
-            self._events.append(event)
+        self._outbox.add_event(event)
         self._wake.set()
 
     def requests(self) -> Requests:
@@ -96,13 +86,7 @@ class ControllerReporter:
 
     def left_over(self) -> Batch | None:
         """What no controller is known to have written; after the end."""
-        with self._lock:
-            steps = (*(step for batch in self._unsure for step in batch.steps), *self._steps)
-            events = (*(event for batch in self._unsure for event in batch.events), *self._events)
-            logs = tuple(self._logs)
-        if not (steps or events or logs):
-            return None
-        return Batch(self._seat.attempt, self._seat.rank, self._number + 1, self._phase, 0.0, steps, events, logs)
+        return self._outbox.left_over()
 
     def __enter__(self) -> ControllerReporter:
         self._thread.start()
@@ -127,7 +111,7 @@ class ControllerReporter:
             try:
                 answer: Answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
-                self._take_back(batch)
+                self._outbox.returned(batch)
                 if not away:
                     print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
                 away = True
@@ -136,47 +120,24 @@ class ControllerReporter:
                 self._wake.wait(_AWAY_S)
                 continue
             away = False
-            self._take(batch, answer)
+            self._outbox.delivered(batch, answer)
+            self._take(answer.requests)
             if last:
                 return
             self._wake.wait(_INTERVAL_S)
 
     def _batch(self) -> Batch:
         """What is new, behind what could not be delivered the last time."""
-        logs = [line for tail in self._tails for line in tail.read(self._seat)]
-        idle_s = time.monotonic() - self._moved
-        with self._lock:
-            self._number += 1
-            self._logs.extend(logs)
-            steps, events, lines = tuple(self._steps), tuple(self._events), tuple(self._logs)
-            for kept in (self._steps, self._events, self._logs):
-                kept.clear()
-        return Batch(self._seat.attempt, self._seat.rank, self._number, self._phase, idle_s, steps, events, lines)
+        for tail in self._tails:
+            self._outbox.add_logs(tail.read(self._seat))
+        return self._outbox.take(self._phase, time.monotonic() - self._moved)
 
-    def _take_back(self, batch: Batch) -> None:
-        with self._lock:
-            self._steps = deque((*batch.steps, *self._steps), _MOST_KEPT)
-            self._events = deque((*batch.events, *self._events), _MOST_KEPT)
-            self._logs = deque((*batch.logs, *self._logs), _MOST_KEPT)
-
-    def _take(self, batch: Batch, answer: Answer) -> None:
+    def _take(self, requests: Requests) -> None:
         self.answered = time.monotonic()
         with self._lock:
-            if answer.life != self._life:
-                # Another life of the controller: what the one before had not written is told again, in order.
-                steps = [step for unsure in self._unsure for step in unsure.steps]
-                events = [event for unsure in self._unsure for event in unsure.events]
-                self._steps = deque((*steps, *self._steps), _MOST_KEPT)
-                self._events = deque((*events, *self._events), _MOST_KEPT)
-                self._unsure.clear()
-                self._life = answer.life
-            while self._unsure and self._unsure[0].number <= answer.durable:
-                self._unsure.popleft()
-            if (batch.steps or batch.events) and batch.number > answer.durable:
-                self._unsure.append(batch)
-            self._save_once = self._save_once or answer.requests.save
-            if answer.requests.stop:
-                self._stop = answer.requests
+            self._save_once = self._save_once or requests.save
+            if requests.stop:
+                self._stop = requests
 
 
 class LogTail:
