@@ -48,21 +48,27 @@ class Leftovers:
         )
 
 
-def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None) -> Leftovers:
+def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, just_begun: bool = False) -> Leftovers:
     """Looks through a run for what no attempt will ever commit.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
         attempt: The one that lives; None: the newest claimed.
+        just_begun: It began this moment. Then objects of the attempt right before it, above the newest commit, are
+            left alone: that one may be about to commit them, having looked before the new claim. They go after the
+            next commit. An upload cannot be part of what is about to be committed.
     """
     living = newest_attempt(store, run) if attempt is None else attempt
     there = list(store.list(steps_prefix(run)))
     committed = {step for info in there if (step := step_of(run, info.key)) and info.key == commit_key(run, step)}
+    top = max(committed, default=0)
     objects = []
     for info in there:
         owner, step = _owner(info.key), step_of(run, info.key)
-        if owner is not None and owner < living and step not in committed:
+        if owner is None or step is None or owner >= living or step in committed:
+            continue
+        if not (just_begun and owner == living - 1 and step > top):
             objects.append(info)
     uploads: list[Unfinished] = []
     under_way: list[Unfinished] = []
@@ -102,7 +108,7 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
                         details=told,
                     )
                 )
-            found = find_leftovers(store, run, seat.attempt)
+            found = find_leftovers(store, run, seat.attempt, just_begun=True)
             if found:
                 remove_leftovers(store, run, found)
                 keys = [*(upload.key for upload in found.uploads), *(info.key for info in found.objects)]
