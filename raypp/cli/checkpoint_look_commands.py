@@ -142,7 +142,7 @@ def _tell(found: Comparison) -> None:
         table.add_column("values differ", overflow="fold")
         for heading in ("elements", "max |a − b|", "relative"):
             table.add_column(heading, justify="right")
-        largest = sorted(found.different, key=lambda one: -one.max_rel)
+        largest = sorted(found.different, key=lambda one: (-one.max_rel, -one.max_abs))
         for one in largest[:_SHOWN]:
             table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")
         console.print(table)
