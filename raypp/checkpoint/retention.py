@@ -70,8 +70,9 @@ def prune(
     doomed = [step for step in committed if step not in kept]
     if doomed:
         newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
-        kept |= {step for step in doomed if step == newest_whole}
-        doomed = [step for step in doomed if step != newest_whole]
+        if newest_whole is not None:
+            kept.add(newest_whole)
+            doomed = [step for step in doomed if step != newest_whole]
 
     used, unreadable = _keys_in_use(store, run, kept)
     commits: dict[str, int] = {}
