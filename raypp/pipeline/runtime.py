@@ -238,6 +238,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         for work in self._sends.values():
             work.wait()
         self._sends.clear()
+        for stage in self.planned.values():
+            if (late := getattr(stage.submod, "late_sums", None)) is not None:
+                late.wait()
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
