@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,30 +37,36 @@ GOALS = {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}
 UNTIL_CHOSEN = 4
 """raypp times steps 2 and 3 and has its depth from step 4 on."""
 
-RAYPP = ["benchmarks.timed_rank", "--cut", CUT, "--set", f"pipeline.microbatches={MICROBATCHES}"]
+AUTO = "raypp, lookahead auto"
+RAYPP = ["benchmarks.timed_rank", "--cut", CUT]
 VARIANTS: dict[str, tuple[list[str], int]] = {
-    "raypp, lookahead auto": (RAYPP, UNTIL_CHOSEN),
+    AUTO: (RAYPP, UNTIL_CHOSEN),
     "raypp, lookahead 0": ([*RAYPP, "--set", "pipeline.lookahead=0"], 1),
+    "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 1),
     "raypp, auto, int8": ([*RAYPP, "--set", "pipeline.wire={compression: int8}"], UNTIL_CHOSEN),
-    "torch Schedule1F1B": (["benchmarks.bare_1f1b", "--cut", CUT, "--microbatches", str(MICROBATCHES)], 1),
-    "FSDP only": (
-        ["benchmarks.timed_rank", "--set", "mesh={pp: 1, fsdp: 2}",
-         "--set", f"pipeline.microbatches={MICROBATCHES // 2}"],
-        1,
-    ),
-}  # fmt: skip
+    "torch Schedule1F1B": (["benchmarks.bare_1f1b", "--cut", CUT], 1),
+    "FSDP only": (["benchmarks.timed_rank", "--set", "mesh={pp: 1, fsdp: 2}"], 1),
+}
 """What is run, and how many steps of it are not counted."""
+
+
+def count_of(variant: str, microbatches: int) -> list[str]:
+    """Arguments for the number of microbatches, of which FSDP's two replicas share out those of the pipeline."""
+    if variant == "torch Schedule1F1B":
+        return ["--microbatches", str(microbatches)]
+    return ["--set", f"pipeline.microbatches={microbatches // 2 if variant == 'FSDP only' else microbatches}"]
 
 
 class Hosts:
     """Two hosts, and programs on them: rank r on host r, on core r."""
 
-    def __init__(self, network: Network) -> None:
-        self.network, self._port = network, 29700
+    def __init__(self, network: Network, microbatches: int) -> None:
+        self.network, self.microbatches, self._port = network, microbatches, 29700
 
     def run(self, variant: str, steps: int) -> list[dict[str, Any]]:
         """What both ranks measured; `steps` are counted."""
         (module, *arguments), extra = VARIANTS[variant]
+        arguments += count_of(variant, self.microbatches)
         self._port += 1
         with tempfile.TemporaryDirectory() as folder:
             ranks = [
@@ -71,7 +78,7 @@ class Hosts:
                 for host in range(2)
             ]  # fmt: skip
             for host, rank in enumerate(ranks):
-                _, errors = rank.communicate(timeout=300)
+                _, errors = rank.communicate(timeout=900)
                 if rank.returncode:
                     raise SystemExit(f"{variant}, rank {host}:\n{errors.decode()[-3000:]}")
             return [json.loads(Path(f"{folder}/out.{host}").read_text()) for host in range(2)]
@@ -98,14 +105,14 @@ def message_bits() -> int:
     return ROWS * SEQ_LEN * model_options().hidden_size * 4 * 8
 
 
-def measure(hosts: Hosts, steps: int, only: Sequence[str]) -> dict[str, Any]:
+def measure(hosts: Hosts, steps: int, only: Sequence[str], shares: Sequence[float]) -> dict[str, Any]:
     """All variants on all cables."""
-    unlimited = [hosts.run("raypp, lookahead auto", steps)]
+    unlimited = [hosts.run(AUTO, steps)]
     times = told(unlimited[0])["details"]
     forward = statistics.mean(times["forward_s"])
-    found: dict[str, Any] = {"times": times, "forward_s": forward, "cables": {}}
-    print(f"no limit: {step_seconds('raypp, lookahead auto', unlimited[0]):.3f} s; {told(unlimited[0])['message']}")
-    for share in GOALS:
+    found: dict[str, Any] = {"times": times, "forward_s": forward, "microbatches": hosts.microbatches, "cables": {}}
+    print(f"no limit: {step_seconds(AUTO, unlimited[0]):.3f} s; {told(unlimited[0])['message']}")
+    for share in shares:
         rate = message_bits() / (share * forward)
         for host in range(2):
             hosts.network.set_rate(host, f"{rate / 1e6:.3f}mbit")
@@ -114,16 +121,16 @@ def measure(hosts: Hosts, steps: int, only: Sequence[str]) -> dict[str, Any]:
             ranks = hosts.run(variant, steps)
             cable["steps"][variant] = step_seconds(variant, ranks)
             cable["bytes"][variant] = ranks[0].get("bytes", [0])[-1]
-            if variant == "raypp, lookahead auto":
+            if variant == AUTO:
                 cable["told"] = told(ranks)
             seconds = cable["steps"][variant]
             print(f"{share} of a forward, {rate / 1e6:.1f} Mbit/s: {variant} {seconds:.3f} s", flush=True)
         found["cables"][share] = cable
     for host in range(2):
         hosts.network.set_rate(host, "none")
-    unlimited.append(hosts.run("raypp, lookahead auto", steps))
+    unlimited.append(hosts.run(AUTO, steps))
     found["torch unlimited"] = step_seconds("torch Schedule1F1B", hosts.run("torch Schedule1F1B", steps))
-    found["unlimited"] = [step_seconds("raypp, lookahead auto", ranks) for ranks in unlimited]
+    found["unlimited"] = [step_seconds(AUTO, ranks) for ranks in unlimited]
     return found
 
 
@@ -131,7 +138,7 @@ def report(found: dict[str, Any]) -> None:
     """Tables of seconds and ratios, with the goals, and the simulator's for four ranks."""
     base = statistics.mean(found["unlimited"])
     print(f"\n{describe()}")
-    print(f"\nP = 2, m = {MICROBATCHES}, fp32, one core per rank; a forward {found['forward_s'] * 1e3:.1f} ms (mean of "
+    print(f"\nP = 2, m = {found['microbatches']}, fp32, one core per rank; a forward {found['forward_s'] * 1e3:.1f} ms (mean of "
           f"stages), a message {message_bits() / 8 / 1024:.0f} KiB")  # fmt: skip
     print(f"No limit: raypp {base:.3f} s (before and after: {' '.join(f'{s:.3f}' for s in found['unlimited'])}), "
           f"torch {found['torch unlimited']:.3f} s")  # fmt: skip
@@ -140,7 +147,8 @@ def report(found: dict[str, Any]) -> None:
     for share, cable in found["cables"].items():
         torch_s = cable["steps"].get("torch Schedule1F1B")
         for variant, seconds in cable["steps"].items():
-            goal = [f" (≥ {value})" if variant == "raypp, lookahead auto" else "" for value in GOALS[float(share)]]
+            goal = [f" (≥ {value})" for value in GOALS.get(float(share), ())] if variant == AUTO else []
+            goal = goal or ["", ""]
             against = f"{torch_s / seconds:.2f}{goal[1]}" if torch_s else ""
             print(f"| {share} | {cable['mbit']:.0f} Mbit/s | {variant} | {seconds:.3f} | {base / seconds:.2f}{goal[0]} "
                   f"| {against} | {cable['bytes'][variant] / 1e6:.1f} |")  # fmt: skip
@@ -170,6 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each run")
     parser.add_argument("--only", nargs="*", default=[], choices=list(VARIANTS), help="some of the variants")
+    parser.add_argument("--shares", nargs="*", type=float, default=list(GOALS), help="message ÷ forward of the cables")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--out", type=Path, help="write what was measured as JSON")
     options = parser.parse_args()
     if reason := why_not():
@@ -177,9 +187,10 @@ def main() -> None:
         simulated()
         return
     begun = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network goes, too
     network = Network.make(f"lk{os.getpid() % 100000}", 2)
     try:
-        found = measure(Hosts(network), options.steps, options.only)
+        found = measure(Hosts(network, options.microbatches), options.steps, options.only, options.shares)
     finally:
         network.remove()
     report(found)

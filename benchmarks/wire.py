@@ -1,0 +1,173 @@
+"""What compressed messages cost in loss and save in bytes, on the real text: `python -m benchmarks.wire`. 3 minutes.
+
+Trains the same job with pp 2 on two CPU ranks once per way of sending, from the same weights on the same rows, evaluates
+the weights at the end on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.surroundings import describe, free_port
+from raypp.records import Event, Requests, StepReport
+from raypp.spec.load import parse_job
+from raypp.train.parity import local_seat
+from raypp.train.rank import run_rank
+
+WIRES: dict[str, dict[str, Any]] = {
+    "as computed (fp32)": {},
+    "bf16": {"dtype": "bf16"},
+    "int8": {"compression": "int8"},
+    "int8 / bf16": {"compression": {"activations": "int8", "gradients": "bf16"}},
+}
+"""Name (activations / gradients) and `pipeline.wire`."""
+COLOURS = ("#222222", "#2a7de1", "#d1495b", "#3a9d6b")
+LAST = 10
+"""Steps whose mean is the final training loss."""
+
+
+class Losses:
+    """A reporter that keeps losses, bytes and the evaluation."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {"loss": [], "bytes": []}
+
+    def phase(self, name: str, detail: str = "") -> None:
+        pass
+
+    def step(self, report: StepReport) -> None:
+        self.figures["loss"].append(report.loss)
+        self.figures["bytes"].append(report.wire_bytes)
+
+    def event(self, event: Event) -> None:
+        if event.kind == "evaluated":
+            self.figures["held_out"] = event.details["loss"]
+
+    def requests(self) -> Requests:
+        return Requests()
+
+
+def document(wire: dict[str, Any], steps: int, folder: str, seed: int) -> dict[str, Any]:
+    return {
+        "name": "wire",
+        "model": {"kind": "llama", "num_layers": 6, "hidden_size": 160, "num_heads": 4, "num_kv_heads": 2,
+                  "ffn_size": 432, "vocab_size": 320},
+        "data": {"kind": "text", "path": str(Path(__file__).parents[1] / "jobs/data/kjv-new-testament.txt"),
+                 "seq_len": 128, "eval": {"fraction": 0.01}},
+        "mesh": {"pp": 2},
+        "pipeline": {"microbatches": 4, "wire": wire},
+        "train": {"steps": steps, "micro_batch_size": 4, "seed": seed, "optimizer": {"kind": "adamw", "lr": 2.0e-3},
+                  "lr_schedule": {"kind": "cosine", "warmup_steps": 10, "min_ratio": 0.1}, "eval_every_steps": steps},
+        "checkpoint": {"url": folder, "every_steps": 0, "memory_tier": False},
+    }  # fmt: skip
+
+
+def rank(number: int, port: int, job: dict[str, Any], out: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    losses, parsed = Losses(), parse_job(job)
+    run_rank(parsed, local_seat(number, 2, port, parsed), losses)
+    if number == 0:
+        Path(out).write_text(json.dumps(losses.figures))
+
+
+def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    """Losses, bytes and the held-out loss of one run."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    with TemporaryDirectory() as folder:
+        job, out = document(wire, steps, f"{folder}/store", seed), f"{folder}/out"
+        ranks = [context.Process(target=rank, args=(number, port, job, out)) for number in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"a rank failed with {wire}")
+        figures: dict[str, Any] = json.loads(Path(out).read_text())
+        return figures
+
+
+def table(found: dict[str, dict[str, Any]], other_seed: dict[str, Any]) -> str:
+    """Markdown: final losses beside those of the uncompressed run, and beside what another seed changes."""
+
+    def last(figures: dict[str, Any]) -> float:
+        losses = figures["loss"][-LAST:]
+        return float(sum(losses) / len(losses))
+
+    exact = found["as computed (fp32)"]
+    lines = [
+        f"| activations / gradients | MB per step | share | loss, mean of the last {LAST} steps | difference "
+        "| held-out loss | difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, figures in {**found, "as computed, another seed": other_seed}.items():
+        size, base = figures["bytes"][-1], exact["bytes"][-1]
+        lines.append(
+            f"| {name} | {size / 1e6:.2f} | {size / base:.3f} "
+            f"| {last(figures):.4f} | {last(figures) - last(exact):+.4f} "
+            f"| {figures['held_out']:.4f} | {figures['held_out'] - exact['held_out']:+.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, dict[str, Any]]) -> str:
+    """An SVG of all losses by step, and below it of their differences to the uncompressed run."""
+    width, height, gap = 640, 220, 46
+    exact = found["as computed (fp32)"]["loss"]
+    curves = {name: figures["loss"] for name, figures in found.items()}
+    differences = {name: [a - b for a, b in zip(c, exact, strict=True)] for name, c in curves.items()}
+    most = max(1e-6, *(abs(value) for curve in differences.values() for value in curve))
+    parts = []
+    for index, (title, lines, low, high) in enumerate(
+        (("loss", curves, min(map(min, curves.values())), max(exact)),
+         ("loss - uncompressed", differences, -most, most))
+    ):  # fmt: skip
+        top = 30 + index * (height + gap)
+        parts.append(f'<text x="50" y="{top - 8}">{title}</text><rect x="50" y="{top}" width="{width}" '
+                     f'height="{height}" fill="none" stroke="#999"/>')  # fmt: skip
+        for value in (low, (low + high) / 2, high):
+            y = top + height * (high - value) / (high - low)
+            parts.append(f'<text x="46" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        for (name, curve), colour in zip(lines.items(), COLOURS, strict=True):
+            points = " ".join(
+                f"{50 + width * i / max(1, len(curve) - 1):.1f},{top + height * (high - v) / (high - low):.1f}"
+                for i, v in enumerate(curve)
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"><title>{name}</title></polyline>')
+    for index, (name, colour) in enumerate(zip(curves, COLOURS, strict=True)):
+        y = 44 + 16 * index
+        parts.append(f'<text x="{width - 120}" y="{y}" fill="{colour}">{name}</text>')
+    total = 2 * (height + gap) + 20
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 70}" height="{total}" font-family="sans-serif" '
+            f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n')  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for wire.md and wire.svg")
+    options = parser.parse_args()
+    found = {}
+    for name, wire in WIRES.items():
+        found[name] = train(wire, options.steps, 0)
+        print(f"{name}: {found[name]['loss'][-1]:.4f}", flush=True)
+    text = table(found, train({}, options.steps, 1))
+    command = f"`python -m benchmarks.wire --steps {options.steps}`"
+    page = (
+        f"# Compressed messages\n\n{command}: {options.steps} steps on the King James New Testament, pp 2, fp32, CPUs. "
+        f"Another seed shows how large a difference that means nothing is.\n\n{text}\n\n![losses](wire.svg)\n\n"
+        f"{describe()}\n"
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "wire.md").write_text(page)
+    (options.out / "wire.svg").write_text(plot(found))
+    print(f"\n{page}")
+
+
+if __name__ == "__main__":
+    main()
