@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 1),
     "raypp, auto, int8": ([*RAYPP, "--set", "pipeline.wire={compression: int8}"], UNTIL_CHOSEN),
     "torch Schedule1F1B": (["benchmarks.bare_1f1b", "--cut", CUT], 1),
-    "FSDP only": (["benchmarks.timed_rank", "--set", "mesh={pp: 1, fsdp: 2}"], 1),
+    "FSDP only": (["benchmarks.timed_rank", "--set", "mesh.pp=1", "--set", "mesh.fsdp=2"], 1),
 }
 """What is run, and how many steps of it are not counted."""
 
@@ -138,7 +138,7 @@ def report(found: dict[str, Any]) -> None:
     """Tables of seconds and ratios, with the goals, and the simulator's for four ranks."""
     base = statistics.mean(found["unlimited"])
     print(f"\n{describe()}")
-    print(f"\nP = 2, m = {found['microbatches']}, fp32, one core per rank; a forward {found['forward_s'] * 1e3:.1f} ms (mean of "
+    print(f"\nP = 2, m = {found['microbatches']}, fp32, one core each; a forward {found['forward_s'] * 1e3:.1f} ms (mean of "
           f"stages), a message {message_bits() / 8 / 1024:.0f} KiB")  # fmt: skip
     print(f"No limit: raypp {base:.3f} s (before and after: {' '.join(f'{s:.3f}' for s in found['unlimited'])}), "
           f"torch {found['torch unlimited']:.3f} s")  # fmt: skip

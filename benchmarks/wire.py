@@ -1,7 +1,7 @@
 """What compressed messages cost in loss and save in bytes, on the real text: `python -m benchmarks.wire`. 3 minutes.
 
-Trains the same job with pp 2 on two CPU ranks once per way of sending, from the same weights on the same rows, evaluates
-the weights at the end on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`).
+Trains the same job with pp 2 on two CPU ranks once per way of sending, from the same weights on the same rows,
+evaluates the weights at the end on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`).
 """
 
 from __future__ import annotations
