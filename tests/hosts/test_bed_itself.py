@@ -1,0 +1,159 @@
+"""The test bed keeps what it promises: rates, cuts, and nothing left behind. No Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.testbed import Cut, TestBed, why_not
+from cluster.testbed.bed import remove
+from cluster.testbed.network import leftovers
+from raypp.errors import JobError
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+
+_LISTEN = """
+import socket, time
+server = socket.create_server(("", 5555))
+while True:
+    link, _ = server.accept()
+    start, count = time.time(), 0
+    while part := link.recv(1 << 20):
+        count += len(part)
+    print(count * 8 / (time.time() - start) / 1e6, flush=True)
+"""
+_SEND = """
+import socket, sys
+link = socket.create_connection((sys.argv[1], 5555), timeout=3)
+link.settimeout(None)
+link.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def _name() -> str:
+    return f"b{time.monotonic_ns() % 10**6}"
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[TestBed]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with TestBed.up(_name(), hosts=2, rate="40mbit", ray=False, store=False) as bed:
+        yield bed
+
+
+@pytest.fixture
+def listener(bare: TestBed) -> Iterator[subprocess.Popen[Any]]:
+    process = bare.popen(0, [sys.executable, "-c", _LISTEN], stdout=subprocess.PIPE, text=True)
+    time.sleep(1)
+    yield process
+    process.kill()
+
+
+def _send(bed: TestBed, count: int) -> int:
+    done = bed.run(1, [sys.executable, "-c", _SEND, bed.network.address(0), str(count)], capture_output=True)
+    return done.returncode
+
+
+def test_a_cable_carries_its_rate_and_another_one_when_told(bare: TestBed, listener: subprocess.Popen[Any]) -> None:
+    assert listener.stdout is not None
+    for rate, mbps in (("40mbit", 40), ("20mbit", 20)):
+        bare.set_rate(1, rate)
+        assert _send(bare, 4_000_000) == 0
+        assert 0.6 * mbps < float(listener.stdout.readline()) < 1.05 * mbps
+    bare.set_rate(1, "40mbit")
+
+
+@pytest.mark.parametrize("how", list(Cut))
+def test_a_cut_cable_carries_nothing_until_it_is_healed(
+    bare: TestBed, listener: subprocess.Popen[Any], how: Cut
+) -> None:
+    bare.cut(1, how)
+    told = {Cut.BOTH: "cut", Cut.OUT: "cut outward", Cut.IN: "cut inward"}[how]
+    assert [one["cable"] for one in bare.status()] == ["40mbit", told]
+    assert _send(bare, 1000) != 0
+    bare.heal(1)
+    assert _send(bare, 1000) == 0
+    assert bare.status()[1]["cable"] == "40mbit"
+
+
+def test_a_frozen_host_stands_still_and_a_killed_one_is_empty(bare: TestBed) -> None:
+    process = bare.popen(1, ["sleep", "600"])
+    time.sleep(0.5)
+    assert bare.freeze(1) == 1
+    assert bare.status()[1]["frozen"]
+    bare.thaw(1)
+    assert not bare.status()[1]["frozen"]
+    bare.kill(1)
+    assert bare.network.pids(1) == []
+    assert process.wait(5) != 0
+
+
+def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> None:
+    ask = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
+    for host in (0, 1):
+        told = bare.run(host, [sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
+        assert told == [bare.network.hostname(host), bare.network.address(host)]
+
+
+def test_what_a_killed_owner_left_is_removed_by_name() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    name = _name()
+    program = (
+        "import time; from cluster.testbed import TestBed\n"
+        f"bed = TestBed.up({name!r}, hosts=2, ray=False)\n"
+        "bed.popen(1, ['sleep', '600']); print('up', flush=True); time.sleep(600)"
+    )
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    owner.kill()
+    owner.wait()
+    assert leftovers(name)
+    pids = TestBed.open(name).network.pids(1)
+    assert pids
+    assert remove(name)
+    assert leftovers(name) == []
+    assert not Path(f"/tmp/rt-{name}").exists()
+    assert not list(Path("/etc/netns").glob(f"rt-{name}-*"))
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not remove(name)
+
+
+def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed) -> None:
+    with TestBed.up(_name(), hosts=1, ray=False, store=False) as other:
+        assert other.network.subnet != bare.network.subnet
+        with pytest.raises(JobError, match="is there already"):
+            TestBed.up(other.network.name, ray=False, store=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"name": "Too-Long-A-Name"}, "names no test bed"),
+        ({"rate": "fast"}, "is no rate"),
+        ({"hosts": 0}, "0 hosts"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_made(arguments: dict[str, Any], told: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with pytest.raises(JobError, match=told):
+        TestBed.up(**{"name": "b1", "ray": False, "store": False} | arguments)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="is about what root may do")
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reason = why_not()
+    assert reason is not None
+    assert "need root" in reason
