@@ -20,6 +20,7 @@ from raypp.spec.job import Job
 from raypp.storage import ObjectStore
 
 _LINES_KEPT = 5000
+_KEYS_KEPT = 50_000
 
 
 class RunRecord:
@@ -39,7 +40,7 @@ class RunRecord:
         sizes = {axis: getattr(job.mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=sizes)
         self._restarts_before = 0
-        self._known: set[tuple[Any, ...]] = set()
+        self._known: dict[tuple[Any, ...], None] = {}
 
     @property
     def taken(self) -> int:
@@ -80,8 +81,8 @@ class RunRecord:
         if going_on:
             reader = RunReader(self._store, self._job.name)
             events = list(reader.events())
-            self._known |= {_key(event) for event in events}
-            self._known |= {(row["step"], row["attempt"]) for row in reader.history()}
+            for key in [*map(_key, events), *((row["step"], row["attempt"]) for row in reader.history())]:
+                self._is_new(key)
         last = int(earlier["step"]) if earlier and going_on else 0
         self._status = dataclasses.replace(
             self._status,
@@ -101,21 +102,20 @@ class RunRecord:
         return self._status.checkpoint
 
     def took_step(self, report: StepReport) -> None:
-        if (report.step, report.attempt) in self._known:
-            return
-        self._recorder.step(report)
         self._status = dataclasses.replace(
             self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
         )
+        if not self._is_new((report.step, report.attempt)):
+            return
+        self._recorder.step(report)
         self._say(
             f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
             f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
         )
 
     def event(self, event: Event) -> None:
-        if _key(event) in self._known:
+        if not self._is_new(_key(event)):
             return
-        self._known.add(_key(event))
         self._recorder.event(event)
         self._say(f"{event.kind}: {event.message}")
 
@@ -162,6 +162,15 @@ class RunRecord:
                     break
                 self._changed.wait(left)
             return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
+
+    def _is_new(self, key: tuple[Any, ...]) -> bool:
+        """Whether this was not told before: ranks tell again what they cannot know to be written."""
+        if key in self._known:
+            return False
+        self._known[key] = None
+        if len(self._known) > _KEYS_KEPT:
+            del self._known[next(iter(self._known))]
+        return True
 
     def _say(self, text: str) -> None:
         with self._changed:
