@@ -27,7 +27,15 @@ def from_function(name: str, function: Callable[..., Any]) -> ScheduleInfo:
     placement: Literal["loop", "v"] = "v" if getattr(function, "placement", "loop") == "v" else "loop"
 
     def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-        made = function(pp, stages_per_rank, microbatches, lookahead)
+        try:
+            made = function(pp, stages_per_rank, microbatches, lookahead)
+        except JobError:
+            raise
+        except Exception as error:  # it is the user's code: whatever it raises is theirs to mend
+            asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
+            what = f"{name} raised {type(error).__name__}: {error} (asked for {asked})"
+            fix = "it must be a function of pp, stages_per_rank, microbatches and lookahead"
+            raise JobError(Problem(_KEY, what, fix)) from error
         try:
             rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
         except (TypeError, ValueError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypp.errors import JobError, Problem
 from raypp.registry import Registry
 from raypp.schedules.action import Program
@@ -32,7 +34,10 @@ def schedule_named(name: str) -> ScheduleInfo:
 
     if name.endswith(".csv"):
         return from_csv(name)
-    built = SCHEDULES.get(name, key="pipeline.schedule").build()
+    try:
+        built = SCHEDULES.get(name, key="pipeline.schedule").build()
+    except JobError as error:
+        raise JobError(replace(problem, key="pipeline.schedule") for problem in error.problems) from error
     return built if isinstance(built, ScheduleInfo) else from_function(name, built)
 
 
@@ -74,6 +79,7 @@ def size_problems(schedule: ScheduleInfo, pp: int, stages_per_rank: int, microba
     fewest = schedule.least_microbatches(pp)
     if microbatches < fewest:
         smaller = max((p for p in range(1, pp) if schedule.least_microbatches(p) <= microbatches), default=1)
+        any_number = "gpipe" if stages_per_rank == 1 else "looped_bfs"
         few = (
             f"{microbatches} {'is' if microbatches == 1 else 'are'} too few for {schedule.name} on {pp} pipeline ranks"
         )
@@ -81,7 +87,7 @@ def size_problems(schedule: ScheduleInfo, pp: int, stages_per_rank: int, microba
             Problem(
                 "pipeline.microbatches",
                 f"{few}: {schedule.reason}",
-                f"use at least {fewest}, or mesh.pp {smaller}, or pipeline.schedule gpipe",
+                f"use at least {fewest}, or mesh.pp {smaller}, or pipeline.schedule {any_number}",
             )
         )
     return problems

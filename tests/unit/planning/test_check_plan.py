@@ -30,6 +30,13 @@ def test_too_few_microbatches_for_1f1b() -> None:
     assert "at least 4" in fix and "mesh.pp 3" in fix and "gpipe" in fix
 
 
+def test_too_few_microbatches_for_virtual_stages_are_advised_a_schedule_that_has_them() -> None:
+    pipeline = {"microbatches": 3, "stages_per_rank": 2, "schedule": "dualpipev"}
+    (problem,) = check_plan(job_with(pipeline=pipeline, mesh={"pp": 2}))
+    assert problem.key == "pipeline.microbatches" and problem.fix.endswith("pipeline.schedule looped_bfs")
+    assert check_plan(job_with(pipeline={**pipeline, "schedule": "looped_bfs"}, mesh={"pp": 2})) == []
+
+
 def test_gpipe_does_with_any_number_of_microbatches() -> None:
     assert check_plan(job_with(pipeline={"microbatches": 1, "schedule": "gpipe"}, mesh={"pp": 4})) == []
 

@@ -24,6 +24,12 @@ def nonsense(pp, stages_per_rank, microbatches, lookahead=0):
 def folded(pp, stages_per_rank, microbatches, lookahead=0):
     return {0: ["0F0", "3F0", "3B0", "0B0"], 1: ["1F0", "2F0", "2B0", "1B0"]}
 
+def raises(pp, stages_per_rank, microbatches, lookahead=0):
+    return {0: {}["nothing"]}
+
+def few(pp):
+    return {}
+
 folded.placement = "v"
 number = 7
 """
@@ -54,11 +60,14 @@ def test_a_function_may_ask_for_a_v(own: str) -> None:
         ("nonsense", "'hello' is no action"),
         ("number", "is no function"),
         ("absent", "has no 'absent'"),
+        ("raises", "raises raised KeyError: 'nothing' .asked for pp 2, stages_per_rank 1, microbatches 2"),
+        ("few", "few raised TypeError: few.. takes 1 positional argument"),
     ],
 )
 def test_what_is_wrong_with_a_function_is_told(own: str, name: str, message: str) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=message) as caught:
         build_program(f"{own}:{name}", 2, 1, 2)
+    assert {problem.key for problem in caught.value.problems} == {"pipeline.schedule"}
 
 
 def test_a_table_of_actions_is_a_schedule(tmp_path: Path) -> None:
