@@ -40,6 +40,12 @@ HEALTH_CHECK = {
 """For every Ray node's environment: a silent host is known to be lost after about 4 s, not after 63 s."""
 _DASHBOARD_PORT = 8265
 _GCS_PORT = 6379
+_AGENT_PORTS = {
+    "dashboard-agent-listen-port": 52365,
+    "dashboard-agent-grpc-port": 52366,
+    "runtime-env-agent-port": 52367,
+    "metrics-export-port": 8080,
+}
 _READY_S = 240.0
 _START_TRIES = 4
 _BUSY = 4
@@ -313,6 +319,8 @@ class TestBed:
             "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
             *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
             *role,
+            # A raylet waits 15 s for its agents to tell ports they chose themselves, and gives up then.
+            *(f"--{name}={port}" for name, port in _AGENT_PORTS.items()),
             f"--node-ip-address={address}",
             f"--num-cpus={self.cpus}",
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
