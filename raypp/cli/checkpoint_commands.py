@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -125,14 +126,14 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
             raise CheckpointError([*problems, advice])
     pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
     left = find_leftovers(store, name)
+    left = replace(left, objects=tuple(info for info in left.objects if info.key not in pruned.objects))
     if not dry_run:
         remove_leftovers(store, name, left)
     if as_json:
-        gone_too = [info for info in left.objects if info.key not in pruned.objects]
         facts = {
             "steps": list(pruned.steps),
-            "objects": len(pruned.objects) + len(gone_too),
-            "bytes": pruned.size + sum(info.size for info in gone_too),
+            "objects": len(pruned.objects) + len(left.objects),
+            "bytes": pruned.size + left.size,
             "uploads": len(left.uploads),
             "under_way": len(left.under_way),
             "dry_run": dry_run,

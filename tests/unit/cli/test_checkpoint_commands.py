@@ -7,10 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
-from raypp.checkpoint.commit import Commit, ObjectRecord, write_commit
+from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, newest_attempt, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.runs import write_spec
 from raypp.cli.main import run
@@ -109,6 +110,27 @@ def test_prune_removes_nothing_when_the_newest_is_damaged(
     assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "1"]) == 1
     assert "nothing was removed" in capsys.readouterr().err
     assert len(list(store.list("kjv/step-"))) == 9
+
+
+def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = max(1, newest_attempt(store, "kjv"))
+    while newest < 3:
+        newest = claim_next_attempt(store, "kjv")
+    incoming = store.root / ".raypp-incoming"
+    for attempt in (2, 3):
+        (incoming / f"{quote(rank_key('kjv', 40, attempt, 0), safe='')}~0123456789abcdef").write_bytes(b"half")
+    store.put(rank_key("kjv", 40, 2, 1), b"whole, and never committed")
+    assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "9", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["objects"], told["uploads"], told["under_way"], told["steps"]) == (1, 1, 1, [])
+    assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "9"]) == 0
+    text = capsys.readouterr().out
+    assert "removed 1 unfinished uploads and 1 uncommitted objects" in text
+    assert "left alone: 1 uploads of the newest attempt" in text
+    assert [left.key for left in store.unfinished()] == [rank_key("kjv", 40, 3, 0)]
+    assert store.head(rank_key("kjv", 40, 2, 1)) is None
 
 
 def test_the_commands_import_no_torch() -> None:
