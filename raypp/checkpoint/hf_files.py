@@ -141,7 +141,7 @@ class HfFiles:
         if keys:
             return keys
         pickled = sorted(key for key in here if key.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        what, fix = "there are no safetensors", "is it the directory that save_pretrained wrote?"
+        what, fix = "there are no safetensors", "is it what save_pretrained wrote, and can every node read it?"
         if pickled:
             what += f", only {pickled[0]}: raypp loads no pickle"
             fix = "convert the model: load it with transformers, then save_pretrained(…, safe_serialization=True)"
