@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from test_experts import document as experts
+from test_experts import trained as with_experts
 from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
 from training import merged, train_steps
 
@@ -59,3 +61,17 @@ def test_compiled_blocks_take_any_length_and_stay_close() -> None:
     assert_close(found, reference, COMPILED)
     first = zip(found["gradients"][0].values(), reference["gradients"][0].values(), strict=True)
     assert not all(torch.equal(ours, theirs) for ours, theirs in first), "nothing was compiled"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+def test_compiled_blocks_leave_experts_and_the_way_to_other_ranks_alone(style: str) -> None:
+    small = {"model": {"num_layers": 1}, "pipeline": {"microbatches": 2}}
+    mesh = {"cp": 2, "cp_style": style, "ep": 2}
+    found = with_experts(experts(mesh=mesh, train={"compile": True}, **small), 1)
+    plain = with_experts(experts(mesh=mesh, **small), 1)
+    assert_close(found, plain, COMPILED)
+    assert not all(torch.equal(found["gradients"][0][name], value) for name, value in plain["gradients"][0].items()), (
+        "nothing was compiled"
+    )
