@@ -116,7 +116,7 @@ class MemoryTier:
         self._sender: CopySender | None = None
         self._receiver: CopyReceiver | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="raypp-memory", daemon=True)
+        self._worker = threading.Thread(target=self._work, name="raypp-seal", daemon=True)
         self._started = self._asked = self._ready = self._told = False
         self._keeper = keeper()
         self._own_step = self._taken = self._begun_at = self._expected = -1

@@ -143,7 +143,7 @@ def load_from_memory(
             return result
         if slot is not None:
             slot.close(delete=slot.path in damaged)
-        reasons = [
+        reasons += [
             f"rank {rank}'s snapshot of step {best.step} cannot be used: {text}" for rank, text in failures.items()
         ]
     assert result is not None
@@ -249,7 +249,7 @@ def _open(
         damaged.add(path)
         why = "it is gone" if slot is None else "its bytes are not those that were written"
         if slot is not None:
-            slot.close()
+            slot.close(delete=True)  # nobody can use it; others on this node would offer it
     raise ValueError(why)
 
 
