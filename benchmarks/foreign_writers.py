@@ -1,0 +1,39 @@
+"""An environment with other projects' checkpoint writers: made once, in the user's cache directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+PLACE = Path("~/.cache/raypp/benchmark-writers").expanduser()
+# s3fs is told a lower bound: beside a given boto3, pip would silently go back to a version of 2020.
+_PACKAGES = (["s3fs>=2024.6"], ["--no-deps", "s3torchconnector", "s3torchconnectorclient", "tenacity"])
+
+
+def python_with_writers() -> tuple[Path | None, str]:
+    """A Python that has s3fs and s3torchconnector of its own, and torch from here.
+
+    Returns:
+        The interpreter, or None, and what to tell about it.
+    """
+    python = PLACE / "bin" / "python"
+    check = "import s3fs, s3torchconnector.dcp, torch; print(s3fs.__version__, s3torchconnector.__version__)"
+    if not (PLACE / "complete").exists():
+        try:
+            subprocess.run([sys.executable, "-m", "venv", str(PLACE)], check=True, capture_output=True)
+            site = next((PLACE / "lib").glob("python*")) / "site-packages"
+            (site / "torch-from-outside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+            for packages in _PACKAGES:
+                subprocess.run(
+                    [str(python), "-m", "pip", "install", "--quiet", *packages],
+                    check=True, capture_output=True, timeout=240,
+                )  # fmt: skip
+            (PLACE / "complete").touch()
+        except (subprocess.SubprocessError, OSError) as error:
+            return None, f"skipped: the packages could not be installed ({error})"
+    done = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None, f"skipped: {done.stderr.strip().splitlines()[-1]}"
+    return python, "s3fs {}, s3torchconnector {}".format(*done.stdout.split())
