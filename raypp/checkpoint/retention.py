@@ -49,7 +49,7 @@ def prune(
         keep_every: Steps that are multiples of it stay for ever; 0: none does.
         newest: The step the caller just committed. Commits above it by older attempts are void (the caller
             started below them) and go. None: the highest committed step. Objects above `newest` that are not
-            committed stay in any case: they may belong to a save that is under way.
+            committed stay, but those of older attempts: they may belong to a save that is under way.
         attempt: The caller's attempt, with `newest`.
         dry_run: Only say what would go.
     """
@@ -81,12 +81,13 @@ def prune(
         step = step_of(run, info.key)
         if step is None or info.key in used or step in unreadable:
             continue
-        if attempt is not None and (attempt_number(info.key.rpartition("/")[0]) or 0) > attempt:
+        writer = attempt_number(info.key.rpartition("/")[0]) or 0
+        if attempt is not None and writer > attempt:
             continue
         if info.key == commit_key(run, step):
             if step in doomed:
                 commits[info.key] = info.size
-        elif step in doomed or step <= top:
+        elif step in doomed or step <= top or (attempt is not None and writer < attempt):
             others[info.key] = info.size
     gone = {**commits, **others}
     if not dry_run:
