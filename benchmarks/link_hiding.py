@@ -138,8 +138,8 @@ def report(found: dict[str, Any]) -> None:
     """Tables of seconds and ratios, with the goals, and the simulator's for four ranks."""
     base = statistics.mean(found["unlimited"])
     print(f"\n{describe()}")
-    print(f"\nP = 2, m = {found['microbatches']}, fp32, one core each; a forward {found['forward_s'] * 1e3:.1f} ms (mean of "
-          f"stages), a message {message_bits() / 8 / 1024:.0f} KiB")  # fmt: skip
+    print(f"\nP = 2, m = {found['microbatches']}, fp32, one core each; a message {message_bits() / 8 / 1024:.0f} KiB; "
+          f"a forward of {found['forward_s'] * 1e3:.1f} ms (mean of the stages)")  # fmt: skip
     print(f"No limit: raypp {base:.3f} s (before and after: {' '.join(f'{s:.3f}' for s in found['unlimited'])}), "
           f"torch {found['torch unlimited']:.3f} s")  # fmt: skip
     print("\n| message ÷ forward | cable | variant | s per step | no limit ÷ it (goal) | torch ÷ it (goal) | MB sent |")
