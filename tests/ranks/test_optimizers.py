@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_ranks
 from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
-from training import merged, seat_of, train_steps, whole
+from training import Batch, seat_of, whole
 
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.load import load_checkpoint
@@ -43,21 +43,29 @@ def job(kind: str, **mesh: int) -> dict[str, Any]:
     return found
 
 
-@cache
+MESHES = [{"fsdp": 2}, {"dp_replicate": 2}, {"fsdp": 4}, {"pp": 2, "fsdp": 2}]
+
+
+def batch(world: int, *meshes: dict[str, int]) -> Batch:
+    return Batch(world, {(kind, str(mesh)): job(kind, **mesh) for kind in OPTIMIZERS for mesh in meshes}, STEPS)
+
+
+BATCHES = {1: batch(1, {}), 2: batch(2, {"pp": 2}, *MESHES[:2]), 4: batch(4, *MESHES[2:])}
+
+
 def one_process(kind: str) -> dict[str, Any]:
-    return merged(run_ranks(1, train_steps, job(kind), STEPS))
+    return BATCHES[1][kind, "{}"]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(kind: str) -> None:
-    assert_identical(merged(run_ranks(2, train_steps, job(kind, pp=2), STEPS)), one_process(kind))
+    assert_identical(BATCHES[2][kind, str({"pp": 2})], one_process(kind))
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"dp_replicate": 2}, {"fsdp": 4}, {"pp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_under_fsdp_every_weight_is_that_of_one_process_within_1e5(kind: str, mesh: dict[str, int]) -> None:
-    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
-    found, reference = merged(run_ranks(world, train_steps, job(kind, **mesh), STEPS)), one_process(kind)
+    found, reference = BATCHES[prod(mesh.values())][kind, str(mesh)], one_process(kind)
     assert_close(found, reference, 1e-5)
     for name, value in reference["weights"].items():
         assert float((found["weights"][name] - value).norm() / value.norm()) <= 1e-5, name
