@@ -26,7 +26,8 @@ _MANY_NODES = 16
 _SMALL_PAYLOAD = 16 * 1024
 _HELLO = 96
 _CONNECT_S = 10.0
-_MEET_S = 60.0
+_MEET_S = 300.0
+"""Another node may still import torch; one that does not answer at all is told after `2 · _CONNECT_S`."""
 _TOLD_IN_FULL = 3
 
 
