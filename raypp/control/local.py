@@ -155,6 +155,7 @@ def _start(num_cpus: int) -> LocalCluster:
     if port_is_free(8265):
         dashboard_port = 8265
     head = _start_ray_head(home, ray_dir, num_cpus, gcs_port, client_port, dashboard_port)
+    own = OwnProcess.of(head.pid)  # at once: one that ends early is known all the same
     storage: SeaweedServer | None = None
     try:
         storage = SeaweedServer.start(home / "s3", buckets=(BUCKET,), detached=True)
@@ -162,7 +163,7 @@ def _start(num_cpus: int) -> LocalCluster:
             dashboard=f"http://127.0.0.1:{dashboard_port}",
             gcs=f"{_NODE_IP}:{gcs_port}",
             num_cpus=num_cpus,
-            ray=OwnProcess.of(head.pid),
+            ray=own,
             s3=storage,
             token_path=str(home / "token"),
             ray_dir=ray_dir,
@@ -172,7 +173,7 @@ def _start(num_cpus: int) -> LocalCluster:
         write_private(home / "state.json", json.dumps(dataclasses.asdict(cluster), indent=2))
         _wait_for_ray(cluster, head, home / "ray.log")
     except BaseException:
-        OwnProcess.of(head.pid).end(patience_s=10)
+        own.end(patience_s=10)
         head.wait()
         if storage is not None:
             storage.stop()
