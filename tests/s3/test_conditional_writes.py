@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -94,10 +95,9 @@ def test_of_writers_racing_by_bids_exactly_one_wins_and_no_bid_is_left(ignoring:
     assert [info.key for info in stores[0].list_all(f"{BIDS}/")] == []
 
 
+@pytest.mark.slow
 def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(ignoring: RcloneServer, run: str) -> None:
     store = ignoring.store(BUCKET, run)
-    import hashlib
-
     folder = f"{BIDS}/{hashlib.sha256(b'x/COMMIT').hexdigest()[:24]}"
     store.put(f"{folder}/000000000000000000000000", b"x/COMMIT")
     assert list(store.list()) == []
@@ -107,6 +107,7 @@ def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(ignoring: Rclone
     assert store.get("x/COMMIT") == b"mine"
 
 
+@pytest.mark.slow
 def test_saves_attempts_and_zombies_are_safe_on_a_server_that_ignores_the_condition(
     ignoring: RcloneServer, run: str
 ) -> None:

@@ -22,7 +22,7 @@ from raypp.storage import AccessRefused, StoreError
 from raypp.storage.s3 import S3Store
 from raypp.storage.seaweed import SeaweedServer
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 ALL = ["Admin", "Read", "Write", "List", "Tagging"]
 
 
@@ -250,7 +250,6 @@ def save_elsewhere(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "directory"])
 def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_newest(
     kind: str, identities: Identities, run: str, other_clock: Path, tmp_path: Path
@@ -267,7 +266,6 @@ def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_n
     assert int(ahead.stdout.split()[-1]) > int(behind.stdout.split()[-1]) + 600
 
 
-@pytest.mark.slow
 def test_a_clock_that_is_hours_off_is_told_as_such_by_a_server_that_minds(
     server: Any, run: str, other_clock: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -76,7 +77,14 @@ def some(share: float, seed: int = 0) -> Callable[[Request], bool]:
     return lambda _request: chance.random() < share
 
 
-@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (503, "SlowDown"),
+        pytest.param(500, "InternalError", marks=pytest.mark.slow),
+        pytest.param(429, "TooManyRequests", marks=pytest.mark.slow),
+    ],
+)
 def test_a_storm_of_refusals_delays_saves_and_loads_and_fails_neither(
     status: int, code: str, proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
@@ -87,6 +95,7 @@ def test_a_storm_of_refusals_delays_saves_and_loads_and_fails_neither(
     assert storm.hits >= 3
 
 
+@pytest.mark.slow
 def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpoint_stays(
     proxy: FaultProxy, seaweed_server: SeaweedServer, beside: S3Store, run: str
 ) -> None:
@@ -105,7 +114,7 @@ def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpo
         store_at(proxy, seaweed_server, HASTY).put("a", b"1")
 
 
-@pytest.mark.parametrize("at", [0, 1000, PART // 2])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1000])
 def test_uploads_go_on_after_connections_are_reset_in_the_middle(
     at: int, proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
@@ -126,6 +135,7 @@ def test_a_load_reads_again_what_came_in_part_only(how: str, proxy: FaultProxy, 
     assert cut.hits == 3
 
 
+@pytest.mark.slow
 def test_a_body_that_never_comes_whole_is_told_with_the_objects_name(
     proxy: FaultProxy, store: S3Store, seaweed_server: SeaweedServer, run: str
 ) -> None:
@@ -180,6 +190,7 @@ def test_a_conditional_write_whose_answer_was_lost_counts_as_ours_and_only_ours(
         claim_attempt(store, run, 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_falls_silent_costs_the_time_limit_once(
     proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
 ) -> None:
@@ -192,6 +203,7 @@ def test_a_server_that_falls_silent_costs_the_time_limit_once(
     assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [is_part, is_completion, is_commit], ids=["upload", "completion", "commit"])
 def test_a_save_outlives_a_server_that_is_away_for_a_while(
     when: Callable[[Request], bool], proxy: FaultProxy, store: S3Store, run: str
@@ -207,6 +219,7 @@ def test_a_save_outlives_a_server_that_is_away_for_a_while(
     assert rank.loads(store, 1)
 
 
+@pytest.mark.slow
 def test_a_load_outlives_a_server_that_is_away_and_says_so_when_it_stays_away(
     proxy: FaultProxy, store: S3Store, seaweed_server: SeaweedServer, run: str
 ) -> None:
@@ -216,13 +229,13 @@ def test_a_load_outlives_a_server_that_is_away_and_says_so_when_it_stays_away(
     proxy.down()
     with pytest.raises(ServerNotThere, match=r"COMMIT: no answer from the S3 server at http://127\.0\.0\.1:\d+"):
         rank.loads(hasty, 1)
-    import threading
-
     threading.Timer(1.0, proxy.up).start()
     assert rank.loads(store, 1)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "commit"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("flipped", "missing", "commit"))]
+)
 def test_a_damaged_object_is_named_and_the_newest_whole_checkpoint_is_used(
     damage: str, beside: S3Store, run: str
 ) -> None:
@@ -245,6 +258,7 @@ def test_a_damaged_object_is_named_and_the_newest_whole_checkpoint_is_used(
     assert rank.loads(beside, 1)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_turns_read_only_fails_saves_in_words_and_loads_as_before(
     proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
