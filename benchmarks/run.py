@@ -5,6 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for module in ("throughput", "startup", "saves", "lengths", "schedules", "dispatch", "memory"):
+for module in ("throughput", "startup", "saves", "lengths", "schedules", "dispatch", "memory", "wire", "link_hiding"):
     print(f"\n== {module}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=True)
