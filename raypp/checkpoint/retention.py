@@ -87,7 +87,7 @@ def prune(
         if info.key == commit_key(run, step):
             if step in doomed:
                 commits[info.key] = info.size
-        elif step in doomed or step <= top or (attempt is not None and writer < attempt):
+        elif step in doomed or step <= top or (attempt is not None and 0 < writer < attempt):
             others[info.key] = info.size
     gone = {**commits, **others}
     if not dry_run:
