@@ -64,7 +64,7 @@ MOE = {"kind": "qwen3_moe"}
 CHAINS = {
     "pp 4, 2 with virtual stages, 1": Chain({}, (mesh(pp=4), mesh(VIRTUAL, pp=2), ONE), True),
     "tied, pp 4, 2 in a V, 1": Chain({"tie_embeddings": True}, (mesh(pp=4), mesh(V, pp=2), ONE), True),
-    "one, then pp 2, then pp 4": Chain({}, (ONE, mesh(pp=2), mesh(pp=4)), True),
+    "pp 2, 1, 4": Chain({}, (mesh(pp=2), ONE, mesh(pp=4)), True),
     "fsdp 2, 1, 4": Chain({}, (mesh(fsdp=2), ONE, mesh(fsdp=4)), False),
     "cp 2, 1, cp 2 with pp 2": Chain({}, (mesh(cp=2), ONE, mesh(cp=2, pp=2)), False),
     "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
