@@ -1,0 +1,140 @@
+"""Either of two ranks dies at any operation of the real saver: in the store, between pieces, at an announcement."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_save_and_load import RUN, adamw
+from told import Told
+from torch import nn
+
+from raypp.checkpoint.commit import claim_attempt, list_checkpoints
+from raypp.checkpoint.layout import commit_key, rank_key
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.verify import newest_usable
+from raypp.records import Coordinates, Seat
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
+
+
+class Died(BaseException):
+    """The process is gone: nothing after this runs, not even handlers of Exception."""
+
+
+class Life:
+    """Counts what a process does; at its n-th deed it dies, before or after it was done, and does nothing more."""
+
+    def __init__(self, ends_at: int, after: bool) -> None:
+        self.ends_at, self.after, self.done, self.lock = ends_at, after, 0, threading.RLock()
+
+    @property
+    def over(self) -> bool:
+        return 0 < self.ends_at < self.done
+
+    def act(self, deed: Callable[[], Any]) -> Any:
+        with self.lock:
+            self.done += 1
+            here = self.done == self.ends_at
+            if self.over or (here and not self.after):
+                self.done += 1
+                raise Died
+        result = deed()
+        if here:
+            self.done += 1
+            raise Died
+        return result
+
+
+class MortalStore:
+    """A directory used by a life; the pieces of a stream are deeds of their own."""
+
+    def __init__(self, store: DirectoryStore, life: Life) -> None:
+        self._store, self._life, self.url = store, life, store.url
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        piece = -(-size // 3)
+
+        def pieces() -> Any:
+            for start in range(0, size, piece):
+                views = self._life.act(lambda start=start: chunks.views(start, min(start + piece, size)))
+                yield b"".join(views)
+
+        self._life.act(lambda: self._store.put_stream(key, pieces(), size))
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+
+        def act(*arguments: Any, **options: Any) -> Any:
+            result = self._life.act(lambda: real(*arguments, **options))
+            return list(result) if name in ("list", "unfinished") else result
+
+        return act
+
+
+class Shared:
+    """Announcements of one attempt, seen by one life."""
+
+    def __init__(self, said: dict[tuple[int, int], dict[str, Any]], life: Life) -> None:
+        self._said, self._life = said, life
+
+    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
+        self._life.act(lambda: self._said.update({(step, rank): message}))
+
+    def wait_all(
+        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, dict[str, Any]]:
+        pause = threading.Event()
+        for _ in range(30):
+            if all((step, rank) in self._said for rank in ranks):
+                return {rank: self._said[step, rank] for rank in ranks}
+            pause.wait(0.01)
+        raise TimeoutError(f"ranks {[rank for rank in ranks if (step, rank) not in self._said]} said nothing")
+
+
+def attempt(store: DirectoryStore, number: int, step: int, lives: Sequence[Life]) -> None:
+    """Two ranks save one step; returns when both have ended or died."""
+    said: dict[tuple[int, int], dict[str, Any]] = {}
+    savers = []
+    for rank, life in enumerate(lives):
+        torch.manual_seed(rank)
+        stage = nn.ModuleDict({f"layer{rank}": nn.Linear(8, 8)})
+        seat = Seat(RUN, number, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
+        there: Any = MortalStore(store, life)
+        saver = CheckpointSaver(there, RUN, {}, seat, Shared(said, life), Told(), keep=1)
+        saver.save(step, [stage], adamw(stage), {})
+        savers.append(saver)
+    for saver in savers:
+        assert saver._thread is not None
+        saver._thread.join()
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_anywhere_leaves_the_old_or_the_new_state_whole(tmp_path: Path, dies: int, after: bool) -> None:
+    seen, place = set(), 0
+    while True:
+        place += 1
+        store = DirectoryStore(tmp_path / f"{place}")
+        claim_attempt(store, RUN, 1)
+        attempt(store, 1, 10, [Life(0, False), Life(0, False)])
+        lives = [Life(place if rank == dies else 0, after) for rank in (0, 1)]
+        attempt(store, 1, 20, lives)
+        found = newest_usable(store, RUN)
+        assert found.commit is not None and found.rejected == ()
+        assert found.commit.step in (10, 20)
+        seen.add(found.commit.step)
+        claim_attempt(store, RUN, 2)
+        attempt(store, 2, 30, [Life(0, False), Life(0, False)])
+        assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [30]
+        left = {info.key for info in store.list(f"{RUN}/step-")}
+        assert left == {commit_key(RUN, 30), rank_key(RUN, 30, 2, 0), rank_key(RUN, 30, 2, 1)}
+        if not lives[dies].over:
+            break
+    assert place > (10 if dies == 0 else 5)
+    assert seen == {10, 20}
