@@ -81,7 +81,7 @@ def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     context, port = multiprocessing.get_context("spawn"), free_port()
     with TemporaryDirectory() as folder:
         job, out = document(wire, steps, f"{folder}/store", seed), f"{folder}/out"
-        ranks = [context.Process(target=rank, args=(number, port, job, out)) for number in range(2)]
+        ranks = [context.Process(target=rank, args=(number, port, job, out), daemon=True) for number in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
