@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -70,11 +70,11 @@ class RunLife:
 
 
 @dataclass
-class _Costs:
-    """What a snapshot costs and a step takes, from the last few."""
+class Costs:
+    """What a snapshot costs and a step takes, in seconds, from the last few."""
 
-    snapshots: deque[float]
-    steps: deque[float]
+    snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     last: Snapshot | None = None
     last_s: float = 0.0
     begun: float | None = None
@@ -122,7 +122,7 @@ class MemoryTier:
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
         self._superseded = False
-        self._costs = _Costs(deque(maxlen=5), deque(maxlen=9))
+        self._costs = Costs()
         self._hook: Any = None
         remove_dead(self.directory)
 

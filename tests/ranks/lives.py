@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class Told:
     events: list[Event] = field(default_factory=list)
     results: dict[int, RankResult] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
@@ -124,9 +126,11 @@ def _live(
     while True:
         try:
             result = run_rank(job, seat, _Speaker(connection, seat, fate, directories, job.checkpoint.url))
+            connection.send(("left", _left_over()))
             connection.send(("result", result))
             return
         except LostPeerError as error:
+            connection.send(("left", _left_over()))
             connection.send(("error", str(error)))
             if not stay:
                 return
@@ -134,6 +138,22 @@ def _live(
         except BaseException as error:  # noqa: BLE001 - belongs into the test's report
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
+
+
+def _left_over() -> list[str]:
+    """Threads of the memory tier that outlive a rank's life, and locks it keeps."""
+    held = [str(path) for folder in [Path(os.environ[DIRECTORY_VARIABLE])] for path in _held_here(folder)]
+    names = (thread.name for thread in threading.enumerate())
+    return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies")]
+
+
+def _held_here(folder: Path) -> list[Path]:
+    inodes = {line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines() if _own(line)}
+    return [path for _, path in list_slots(folder) if str(path.stat().st_ino) in inodes]
+
+
+def _own(line: str) -> bool:
+    return "FLOCK" in line and line.split()[4] == str(os.getpid())
 
 
 class Lives:
@@ -239,6 +259,8 @@ def _note(told: Told, rank: int, kind: str, value: Any) -> None:
         told.steps.append(value.step)
     elif kind == "event":
         told.events.append(value)
+    elif kind == "left":
+        told.left += value
     elif kind == "result":
         told.results[rank] = value
     else:

@@ -81,6 +81,7 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     assert second.restored() == "from memory: step 4 on all 2 ranks; nothing is committed"
     assert [result.step for result in second.results.values()] == [STEPS, STEPS]
     assert second.steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the first four told again
+    assert not first.left and not second.left
     losses, state = undisturbed
     assert second.losses == losses and same(lives.final_state(), state)
 

@@ -29,6 +29,7 @@ from raypp.checkpoint.memory_files import (
 )
 from raypp.checkpoint.memory_partner import CopyReceiver, CopySender, partner_of
 from raypp.checkpoint.memory_slot import Slot, encode_tail
+from raypp.checkpoint.memory_tier import Costs
 from raypp.train.restore_memory import choose
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
@@ -172,6 +173,22 @@ def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
     seen = [[[1, 25, 0, 20]]]
     assert choose(seen, 20)[0] is not None
     assert choose(seen, 10) == (None, "step 20 was committed and is gone: snapshots taken after it are not used")
+
+
+@pytest.mark.parametrize(
+    ("snapshot_s", "step_s", "every"),
+    [(0.001, 0.1, 1), (0.002, 0.1, 1), (0.0021, 0.1, 2), (0.5, 1.0, 25), (1.0, 0.0, 1)],
+)
+def test_snapshots_are_as_rare_as_two_percent_of_the_time_asks_for(
+    snapshot_s: float, step_s: float, every: int
+) -> None:
+    costs = Costs()
+    assert costs.every() == 1
+    for _ in range(3):
+        costs.snapshots.append(snapshot_s)
+        if step_s:
+            costs.steps.append(step_s)
+    assert costs.every() == every
 
 
 @pytest.fixture

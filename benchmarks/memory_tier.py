@@ -1,0 +1,155 @@
+"""What a snapshot in memory costs a step, and how long a restart from memory reads: `python -m benchmarks.memory_tier`.
+
+One process, a module of equal matrices with AdamW (three tensors of state each), a snapshot after every step. The step
+itself is a busy loop of fixed length outside torch, so that what the tier takes of it can be seen; "waits" is what the
+training thread stands still (taking the snapshot, and the update waiting for its copy), "CPU" is what all threads of
+the process computed more than without the tier. The restart is compared with reading the same state from a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from benchmarks.surroundings import describe
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
+from raypp.checkpoint.memory_load import PreparedLoad
+from raypp.checkpoint.memory_slot import Slot
+from raypp.checkpoint.memory_tier import MemoryTier, RunLife
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.state import gather_state
+from raypp.records import Coordinates, Event, Requests, Seat
+from raypp.storage.directory import DirectoryStore
+
+STEPS, STEP_S = 12, 0.1
+ONE = Coordinates(1, 1, 1, 1)
+SEAT = Seat("bench", 1, 0, 1, Coordinates(), ONE)
+
+
+class Silent:
+    def phase(self, name: str, detail: str = "") -> None: ...
+
+    def step(self, report: object) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def requests(self) -> Requests:
+        return Requests()
+
+
+class Alone:
+    """Announcements of one rank to itself."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, dict[int, dict[str, object]]] = {}
+
+    def announce(self, step: int, rank: int, message: dict[str, object]) -> None:
+        self.said.setdefault(step, {})[rank] = message
+
+    def wait_all(
+        self, step: int, ranks: object, timeout_s: float, stopped: object = None
+    ) -> dict[int, dict[str, object]]:
+        return {0: self.said[step][0]}
+
+
+def model(megabytes: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Matrices whose weights and AdamW state take so many MB together."""
+    width = max(2, int((megabytes * 1e6 / 12 / tensors) ** 0.5))
+    module = nn.ParameterList([nn.Parameter(torch.randn(width, width)) for _ in range(tensors)])
+    for parameter in module:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
+    optimizer.step()
+    return module, optimizer
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, tier: MemoryTier | None) -> tuple[float, float]:
+    """Median seconds that the tier held up the training thread in a step, and CPU seconds of a whole step."""
+    held, used = [], []
+    update = _timed(optimizer.step)
+    plain = median(update() for _ in range(3))
+    for step in range(1, STEPS + 1):
+        before, waited = time.process_time(), 0.0
+        if tier is not None:
+            started = time.perf_counter()
+            signals = tier.signals()
+            tier.step_begins(
+                step, signals, lambda: gather_state([module], optimizer, copies=True).values(), lambda: "{}"
+            )
+            waited = time.perf_counter() - started
+        end = time.perf_counter() + STEP_S
+        while time.perf_counter() < end:
+            time.sleep(0.001)
+        waited += max(0.0, update() - plain)
+        held.append(waited)
+        used.append(time.process_time() - before)
+    return median(held[4:]), median(used[4:])
+
+
+def _timed(action: Callable[[], object]) -> Callable[[], float]:
+    def run() -> float:
+        started = time.perf_counter()
+        action()
+        return time.perf_counter() - started
+
+    return run
+
+
+def one_size(megabytes: float, tensors: int, folder: Path) -> None:
+    module, optimizer = model(megabytes, tensors)
+    _, without = train(module, optimizer, None)
+    tier = MemoryTier(RunLife("bench", "0" * 12, "0"), SEAT, 1, Silent())
+    tier.start([0], [None], 0, None, optimizer, -1)
+    waits, cpu = train(module, optimizer, tier)
+    tier.close(delete=False)
+    newest = max((entry for entry in list_slots(folder) if entry[0].step), key=lambda entry: entry[0].step or 0)
+    started = time.perf_counter()
+    slot = Slot.open(newest[1], newest[0])
+    assert slot is not None
+    control = slot.verify()
+    assert control is not None
+    PreparedLoad(slot, control, [module], optimizer).apply()
+    memory_s = time.perf_counter() - started
+    size = control["data_size"]
+    slot.close()
+    for _, path in list_slots(folder):
+        path.unlink()
+    with tempfile.TemporaryDirectory() as root:
+        store = DirectoryStore(Path(root))
+        saver = CheckpointSaver(store, "bench", {}, SEAT, Alone(), Silent(), 1)  # type: ignore[arg-type]
+        saver.save(1, [module], optimizer, {})
+        saver.wait()
+        saver.close()
+        started = time.perf_counter()
+        load_checkpoint(store, "bench", 1, [module], optimizer)
+        store_s = time.perf_counter() - started
+    print(
+        f"| {size / 1e6:.1f} MB, {3 * tensors} tensors | {waits * 1e3:.2f} ms | {(cpu - without) * 1e3:.1f} ms "
+        f"| {memory_s * 1e3:.1f} ms | {store_s * 1e3:.1f} ms |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(describe())
+    print(
+        "\n| state of a rank | a step waits | CPU per snapshot | restart from memory | from a directory (page cache) |"
+    )
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        os.environ[DIRECTORY_VARIABLE] = folder
+        for megabytes, tensors in ((1, 40), (30, 40), (300, 40), (300, 400)):
+            one_size(megabytes, tensors, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
