@@ -194,20 +194,40 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         told = "; ".join(f"{kind} on {_some(nodes)}" for kind, nodes in kinds.items())
         fix = "`raypp doctor --out links.json`, then `raypp plan JOB --links links.json` cuts the layers accordingly"
         yield _found(Severity.NOTE, f"the devices are unequal: {told}", fix)
+    gpus = [one for one in _measured_devices(report) if one["gpu"]]
+    for kind in dict.fromkeys(one["kind"] for one in gpus):
+        best = max(one["flops"] for one in gpus if one["kind"] == kind)
+        tired = list(dict.fromkeys(one["node"] for one in gpus if one["kind"] == kind and one["flops"] < 0.7 * best))
+        if tired:
+            what = f"a {kind} on {_some(tired)} computes less than 70 % of what the fastest {kind} does"
+            yield _found(Severity.SLOWS, what, "look for heat, a power limit, or another process (nvidia-smi)")
 
 
 def devices(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per device (a CPU slot is one where a node has no GPU): `node`, `kind`, `flops_rel` (fastest = 1)."""
+    """One entry per device (a CPU slot is one where a node has no GPU): `node`, `kind`, `flops_rel` (fastest = 1).
+
+    Devices of one kind count as fast as the fastest of them: what else runs there only ever makes one look slower.
+    """
+    found = _measured_devices(report)
+    best: dict[str, float] = {}
+    for one in found:
+        best[one["kind"]] = max(one["flops"], best.get(one["kind"], 0.0))
+    fastest = max(best.values(), default=1.0)
+    rounded = {kind: round(flops / fastest, 3) for kind, flops in best.items()}
+    return [{"node": one["node"], "kind": one["kind"], "flops_rel": rounded[one["kind"]]} for one in found]
+
+
+def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for node in _working(report):
         seen = node.get("torch") or {}
         gpus, cpu = seen.get("devices") or [], seen.get("cpu")
         for gpu in gpus[: int(node["gpus"]) or None]:
-            found.append({"node": node["ip"], "kind": gpu["kind"], "flops": gpu["flops"]})
+            found.append({"node": node["ip"], "kind": gpu["kind"], "flops": gpu["flops"], "gpu": True})
         if cpu and not gpus:
-            found += [{"node": node["ip"], "kind": cpu["kind"], "flops": cpu["flops"]}] * int(node["cpus"])
-    fastest = max((one["flops"] for one in found), default=1.0)
-    return [{"node": one["node"], "kind": one["kind"], "flops_rel": round(one["flops"] / fastest, 3)} for one in found]
+            one = {"node": node["ip"], "kind": cpu["kind"], "flops": cpu["flops"], "gpu": False}
+            found += [one] * int(node["cpus"])
+    return found
 
 
 def links_document(report: dict[str, Any]) -> dict[str, Any]:

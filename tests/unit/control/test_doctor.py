@@ -103,6 +103,12 @@ def _blind(report: dict[str, Any]) -> None:
     report["nodes"][1]["gpus"] = 1
 
 
+def _tired(report: dict[str, Any]) -> None:
+    for node, flops in zip(report["nodes"], (7e14, 4e14), strict=True):
+        node["gpus"] = 1
+        node["torch"]["devices"] = [{"kind": "H", "flops": flops}]
+
+
 @pytest.mark.parametrize(
     ("harm", "severity", "told"),
     [
@@ -117,6 +123,7 @@ def _blind(report: dict[str, Any]) -> None:
         (_unshared_store, Severity.BREAKS, "10.0.0.2 does not see in /runs what 10.0.0.1 wrote there"),
         (_no_rights, Severity.BREAKS, "the store s3://b from 10.0.0.2: 403"),
         (_no_data, Severity.BREAKS, "the training data /data/text.txt are not on 10.0.0.2"),
+        (_tired, Severity.SLOWS, "a H on 10.0.0.2 computes less than 70 % of what the fastest H does"),
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
     ],
 )
