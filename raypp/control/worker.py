@@ -139,8 +139,11 @@ class Worker:
         self._leaving = attempt
         end = time.monotonic() + patience_s
         # Again and again: it may be about to make new connections.
-        while self._ending is None and time.monotonic() < end:
-            self._free(seat)
+        while time.monotonic() < end:
+            with self._changed:  # never while another attempt begins, whose connections these would be
+                if self._ending is not None or self._seat is not seat:
+                    return
+                self._free(seat)
             thread.join(_CUT_EVERY_S)
 
     def end_process(self, pid: int) -> None:

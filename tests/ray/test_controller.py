@@ -21,7 +21,7 @@ def _environment(run, rank: int) -> dict[str, str]:
 def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) -> None:
     run = start_run("plain", steps=60)
     run.wait_step(2)
-    pids = [rank["pid"] for rank in run.status()["ranks"]]
+    pids = run.pids()
     titles = [" ".join(psutil.Process(pid).cmdline()).strip() for pid in pids]
     assert titles == [f"ray::raypp/plain/pp{pp}-fsdp{fsdp}" for pp in range(2) for fsdp in range(2)]
     assert {actor["name"] for actor in run.actors()} >= {
@@ -35,10 +35,8 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
     assert run.exit_code() == 0
     assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
-    run.wait(lambda: all(actor["state"] == "DEAD" for actor in run.actors()), "the end of every actor")
-    run.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of every process")
-    groups = run.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
-    assert [group["state"] for group in groups if group["name"] == "raypp/plain"] == ["REMOVED"]
+    run.assert_nothing_left()
+    assert run.groups() == {"REMOVED"}
 
 
 def test_every_rank_gets_the_environment_torchrun_would_give_it(start_run: StartRun) -> None:
@@ -79,6 +77,7 @@ def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) ->
     assert (status["state"], status["restarts"]) == ("FAILED", 1)
     assert "recovery.max_restarts" in status["error"]
     assert run.exit_code() == 1
+    run.assert_nothing_left()
 
 
 def test_an_exception_at_the_same_step_twice_is_not_tried_a_third_time(start_run: StartRun) -> None:
@@ -112,6 +111,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     assert run.status()["state"] == "STOPPED"
     assert run.exit_code() == 0
     assert run.command("stop") == {"found": False}
+    run.assert_nothing_left()
 
 
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
@@ -119,6 +119,7 @@ def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run.wait_step(3)
     answer = run.command("stop-now")
     assert (answer["state"], answer["checkpoint"]) == ("STOPPED", None)
+    run.assert_nothing_left()
 
 
 def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
@@ -126,6 +127,7 @@ def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
     run.wait_step(3)
     run.cluster.dashboard.stop_job(run.submission_id)
     assert run.wait_end()["state"] == "STOPPED"
+    run.assert_nothing_left()
 
 
 def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
@@ -134,6 +136,7 @@ def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
+    run.assert_nothing_left()
 
 
 def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(

@@ -1,0 +1,83 @@
+"""A worker process without a cluster: seats taken, left and taken again. Its controller never answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from raypp.control.messages import Ending
+from raypp.control.worker import Worker
+from raypp.errors import DataError
+from raypp.records import Coordinates, Event, RankFailure, RankResult, Reporter, Seat
+from raypp.spec.job import Job
+from raypp.spec.load import job_document, parse_job
+
+_left: set[int] = set()
+_go = threading.Event()
+
+
+def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5 is fine."""
+    reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
+    if seat.attempt == 3:
+        raise DataError("all wrong")
+    if seat.attempt == 4:
+        threading.Thread(target=_go.wait, args=(20,), name="raypp-save-7", daemon=True).start()
+    while seat.attempt <= 2:
+        if seat.attempt in _left:
+            raise RuntimeError("some connection was closed")
+        time.sleep(0.01)
+    return RankResult(seat.rank, 1, False, None)
+
+
+def leave(seat: Seat) -> None:
+    _left.add(seat.attempt)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    _go.clear()
+    yield Worker("run", "pp0", {}, None, 1e6, f"{__name__}:live")
+    _go.set()
+
+
+def _begin(worker: Worker, attempt: int) -> None:
+    job = parse_job({"name": "run"})
+    worker.begin(job_document(job), Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)), 0)
+
+
+def _ending(worker: Worker, attempt: int) -> Ending:
+    ending = worker.outcome(attempt, 60.0)
+    assert ending is not None
+    return ending
+
+
+def test_a_seat_is_left_and_another_taken_in_the_same_process(worker: Worker) -> None:
+    for attempt in (1, 2):
+        _begin(worker, attempt)
+        assert worker.outcome(attempt, 0.05) is None
+        with pytest.raises(RuntimeError, match=f"attempt {attempt}"):
+            _begin(worker, 9)
+        worker.leave(attempt + 1)  # of another attempt: means nothing
+        assert worker.outcome(attempt, 0.1) is None
+        worker.leave(attempt)
+        ending = _ending(worker, attempt)
+        assert isinstance(ending.result, RankFailure)
+        assert (ending.usable, ending.result.kind) == (True, "lost_peer")
+        assert ending.news is not None and [event.message for event in ending.news.events] == [f"attempt {attempt}"]
+    _begin(worker, 5)
+    assert _ending(worker, 5).result == RankResult(0, 1, False, None)
+    assert worker.outcome(1, 0.0) is None
+
+
+def test_a_process_that_failed_by_itself_or_is_still_at_work_takes_no_other_seat(worker: Worker) -> None:
+    _begin(worker, 3)
+    ending = _ending(worker, 3)
+    assert isinstance(ending.result, RankFailure) and ending.result.kind == "user_error"
+    assert not ending.usable and "user_error" in ending.why
+    _begin(worker, 4)
+    ending = _ending(worker, 4)
+    assert not ending.usable and "raypp-save-7" in ending.why
