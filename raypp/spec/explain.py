@@ -99,7 +99,7 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
     takes = "a word" if key in KINDS else words.words_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True)
     head = name if indent else key
-    if words.section_of(info.annotation) is not None:
+    if words.section_of(info.annotation) is not None and not words.literals_of(info.annotation):
         takes = "section" if default is not None else "section or null"
         head += ":" if default is not None else ": null"
     elif default is PydanticUndefined:
