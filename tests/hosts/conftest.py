@@ -7,16 +7,31 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import load as load_tensors
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from laptop import TEXT, Laptop, Run, wait_for
 
 from cluster.testbed import TestBed, why_not
+from raypp.checkpoint.commit import list_checkpoints, read_commit
 
 HOSTS = 3
+
+
+def shards(run: Run) -> dict[str, Any]:
+    """Every tensor of a run's newest commit by its object's name and its own: on one mesh each rank writes the same."""
+    store = run.laptop.store(run.url)
+    step = list_checkpoints(store, run.name)[-1].step
+    found = {}
+    for record in read_commit(store, run.name, step).objects:
+        place = record.key.partition("/attempt-")[2].partition("/")[2]
+        assert place
+        found |= {f"{place} {name}": tensor for name, tensor in load_tensors(store.get(record.key)).items()}
+    return found
 
 
 class Office(Laptop):
