@@ -1,0 +1,86 @@
+"""What killed a process, from the traces a death leaves: Ray's words, its own last words, the kernel's counters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# What faulthandler writes before a signal ends the process.
+_FATAL = {
+    "Segmentation fault": ("SIGSEGV", "it touched memory that is not there"),
+    "Bus error": ("SIGBUS", "memory behind a file is gone, often because a file system such as /dev/shm is full"),
+    "Aborted": ("SIGABRT", "native code gave up; its own words are in the rank's log"),
+    "Floating point exception": ("SIGFPE", "native code divided by zero"),
+    "Illegal instruction": ("SIGILL", "native code built for another processor"),
+}
+_FATAL_LINE = re.compile(r"Fatal Python error: (" + "|".join(_FATAL) + ")")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_RAY_OOM = ("NODE_OUT_OF_MEMORY", "running low on memory", "OutOfMemoryError")
+_EXIT_CODE = re.compile(r"exit code (\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What another process of the node found of a dead one.
+
+    Attributes:
+        words: The end of what the process wrote to its standard error.
+        oom_kills: Processes the kernel's out-of-memory killer ended (in this container, else on this machine)
+            since the process took its seat.
+        memory_bytes: What the process had, when it was last looked at; 0 when nobody did.
+    """
+
+    words: str = ""
+    oom_kills: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process died: kind as in `RankFailure.kind`, cause in words."""
+
+    kind: str
+    cause: str
+    details: str = ""
+
+
+def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
+    """Reads the traces.
+
+    SIGKILL leaves none in the process; so a process that ended without a word was ended by it, or by an exit below
+    Python.
+
+    Args:
+        ray_words: The error that Ray raised for the actor.
+        remains: None: nobody could look.
+    """
+    who = f"its process (pid {pid})"
+    if any(sign in ray_words for sign in _RAY_OOM):
+        return Death("out_of_memory", f"{who} was ended by Ray's memory monitor: its node was short of memory")
+    words = remains.words if remains is not None else ""
+    fatal = None
+    for fatal in _FATAL_LINE.finditer(words):  # noqa: B007 - the last one is the death
+        pass
+    if fatal is not None:
+        signal, meaning = _FATAL[fatal[1]]
+        report = words[fatal.start() :][:4000]
+        frame = _FRAME.search(report)
+        where = f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+        return Death("segfault", f"{who} was ended by {signal}{where}: {meaning}", report)
+    if remains is not None and remains.oom_kills > 0:
+        had = f"; it had {remains.memory_bytes / 2**30:.2f} GiB" if remains.memory_bytes else ""
+        count = f"the kernel's count of out-of-memory kills grew by {remains.oom_kills}"
+        return Death("out_of_memory", f"{who} was killed (SIGKILL) for want of memory: {count}{had}")
+    if "SIGTERM" in ray_words:
+        return Death("killed", f"{who} was ended by SIGTERM")
+    code = _EXIT_CODE.search(ray_words)
+    if code is not None and int(code[1]):
+        return Death("killed", f"{who} exited by itself with code {code[1]}")
+    doubt = "" if remains is not None else " (no process of its node was left to look for more)"
+    return Death("killed", f"{who} ended without a word: killed by SIGKILL, or an exit in native code{doubt}")
+
+
+def oom_kills_in(text: str) -> int | None:
+    """The kernel's counter in the text of `memory.events`, `memory.oom_control` or `/proc/vmstat`; None: not there."""
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None

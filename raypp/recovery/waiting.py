@@ -1,0 +1,253 @@
+"""Who waits for whom in an attempt that stands still: from what every rank was last known to do, to the one to blame.
+
+Every rank marks what it does. The marks this file understands (`raypp.train` makes them):
+
+| mark | the rank |
+|---|---|
+| `step 12 read` | reads its rows of step 12 |
+| `step agree`, `step tie`, `step sum`, `step replicas` | is in a collective of all ranks (tie: of the two ends) |
+| `step 1F7`, `step 1B7`, `step 1I7`, `step 1W7` | computes microbatch 7 of stage 1 |
+| `step 1F7 waits` | waits for the message that this needs: activations of stage 0, or gradients of stage 2 |
+| `step sends` | waits until its last messages have been taken |
+| `step update` | updates its weights |
+| `rendezvous`, `build`, `load`, `save …`, `evaluate …`, `finish` | does that |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from raypp.records import Coordinates
+
+_WORK = re.compile(r"(?:step|evaluate) (\d+)([FBIW])(\d+)( waits)?")
+_EVERYBODY = ("agree", "sum", "replicas", "tie")
+_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+_COLLECTIVES_IN_WORDS = {
+    "agree": "the agreement on the step",
+    "sum": "the sum of loss and norms",
+    "replicas": "the comparison of replicas",
+    "tie": "the sum of the tied embedding's gradients",
+}
+_LONGEST_CHAIN = 5
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What is known of one rank.
+
+    Attributes:
+        phase: Its last mark.
+        still_s: Seconds since that.
+        silent: It tells nothing any more, though it should.
+        inside: The collective or message its thread is in, as its stack shows it; "" when in none, or unknown.
+        step: The step it is at, as far as it said.
+    """
+
+    rank: int
+    label: str
+    coordinates: Coordinates
+    phase: str
+    still_s: float
+    node: str = ""
+    pid: int = 0
+    silent: bool = False
+    inside: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Why nothing moves.
+
+    Attributes:
+        rank: The one everything waits for.
+        cause: The chain of waits that ends with it, in words.
+        ring: The ranks wait for each other; `rank` is the one that has stood longest.
+    """
+
+    rank: int
+    cause: str
+    ring: bool = False
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """One rank waits for others; `what` is for people."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+def find_culprit(doings: Sequence[Doing], rank_of_stage: Sequence[int]) -> Blame:
+    """Follows every rank's wait to where it ends.
+
+    Args:
+        doings: Of all ranks, by rank.
+        rank_of_stage: Pipeline rank of every stage.
+    """
+    by_rank = {doing.rank: doing for doing in doings}
+    waits = {doing.rank: _wait_of(doing, doings, rank_of_stage) for doing in doings}
+    chains = {rank: _chain(rank, waits, by_rank) for rank in by_rank}
+    reached = Counter(chain[-1] for chain in chains.values())
+
+    def weight(rank: int) -> tuple[bool, int, float]:
+        return by_rank[rank].silent, reached[rank], by_rank[rank].still_s
+
+    culprit = max(reached, key=weight)
+    chain = max((chain for chain in chains.values() if chain[-1] == culprit), key=len)
+    last = waits[culprit]
+    ring = last is not None and not by_rank[culprit].silent and any(rank in chain for rank in last.ranks)
+    if ring:
+        assert last is not None
+        back = next(rank for rank in last.ranks if rank in chain)
+        round_trip = chain[chain.index(back) :]
+        first = max(round_trip, key=lambda rank: by_rank[rank].still_s)
+        return Blame(first, _ring_in_words(round_trip, waits, by_rank), ring=True)
+    return Blame(culprit, _chain_in_words(chain, waits, by_rank))
+
+
+def table(doings: Sequence[Doing]) -> str:
+    """One line for each rank."""
+    return "\n".join(
+        f"{doing.label}: `{doing.phase}` since {doing.still_s:.0f} s"
+        + (f", in {doing.inside}" if doing.inside else "")
+        + (", tells nothing" if doing.silent else "")
+        for doing in doings
+    )
+
+
+def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> list[int]:
+    """From a rank to the one it waits for in the end; stops before it would go round."""
+    chain = [start]
+    while (wait := waits[chain[-1]]) is not None:
+        further = [rank for rank in wait.ranks if rank not in chain]
+        if not further:
+            break
+        chain.append(max(further, key=lambda rank: (by_rank[rank].silent, waits[rank] is None, by_rank[rank].still_s)))
+    return chain
+
+
+def _wait_of(one: Doing, everyone: Sequence[Doing], rank_of_stage: Sequence[int]) -> _Wait | None:
+    """What a rank waits for; None when it waits for nobody, or nobody knows."""
+    if one.silent:
+        return None
+    work = _WORK.fullmatch(one.phase)
+    if work is not None and work[4]:
+        return _message_wait(one, work, everyone, rank_of_stage)
+    words = one.phase.split()
+    inner = words[-1] if words else ""
+    if words[:1] == ["step"] and inner == "sends":
+        neighbours = [other.rank for other in everyone if _same_column(one, other) and _beside(one, other)]
+        # Who has taken everything is done with the step's work, and waits for others itself.
+        busy = [rank for rank in neighbours if _WORK.fullmatch(_of(everyone, rank).phase) or _of(everyone, rank).silent]
+        return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
+    if words[:1] == ["step"] and inner in _EVERYBODY:
+        late = [other.rank for other in everyone if other.rank != one.rank and not _there(other, inner)]
+        return _Wait(f"{_COLLECTIVES_IN_WORDS[inner]} with", tuple(late)) if late else None
+    if one.inside:
+        return _group_wait(one, everyone)
+    return None
+
+
+def _message_wait(
+    one: Doing, work: re.Match[str], everyone: Sequence[Doing], rank_of_stage: Sequence[int]
+) -> _Wait | None:
+    stage, kind, microbatch = int(work[1]), work[2], work[3]
+    source = stage - 1 if kind == "F" else stage + 1
+    if not 0 <= source < len(rank_of_stage):
+        return None
+    senders = [
+        other.rank
+        for other in everyone
+        if _same_column(one, other) and other.coordinates.pp == rank_of_stage[source] and other.rank != one.rank
+    ]
+    return _Wait(f"{_KINDS[kind]} {microbatch} from stage {source} on", tuple(senders)) if senders else None
+
+
+def _group_wait(one: Doing, everyone: Sequence[Doing]) -> _Wait | None:
+    """A collective within a stage, or of all while the attempt starts: those that are not in it."""
+    whole_world = _WORK.fullmatch(one.phase) is None
+    late = [
+        other.rank
+        for other in everyone
+        if other.rank != one.rank
+        and (whole_world or other.coordinates.pp == one.coordinates.pp)
+        and (other.silent or other.inside != one.inside)
+    ]
+    return _Wait(f"{one.inside} with", tuple(late)) if late else None
+
+
+def _same_column(one: Doing, other: Doing) -> bool:
+    """Whether two ranks are of one pipeline."""
+    a, b = one.coordinates, other.coordinates
+    return (a.dp_replicate, a.fsdp, a.cp) == (b.dp_replicate, b.fsdp, b.cp)
+
+
+def _beside(one: Doing, other: Doing) -> bool:
+    return other.rank != one.rank and other.coordinates.pp != one.coordinates.pp
+
+
+def _there(other: Doing, collective: str) -> bool:
+    return not other.silent and other.phase.split()[-1:] == [collective]
+
+
+def _of(everyone: Sequence[Doing], rank: int) -> Doing:
+    return next(doing for doing in everyone if doing.rank == rank)
+
+
+# In words -------------------------------------------------------------------------------------------
+
+
+def _chain_in_words(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+    culprit = by_rank[chain[-1]]
+    if len(chain) == 1:
+        return f"{_place(culprit)} {_ends_with(culprit)}"
+    shown = chain if len(chain) <= _LONGEST_CHAIN else [*chain[:1], *chain[1 - _LONGEST_CHAIN :]]
+    parts = []
+    for position, (rank, awaited) in enumerate(pairwise(shown)):
+        wait = waits[rank]
+        assert wait is not None
+        who = _place(by_rank[rank]) if position == 0 else "which"
+        between = ""
+        if awaited not in wait.ranks:
+            between = " (and so on)"
+        parts.append(f"{who} waits for {wait.what} {_place(by_rank[awaited])}{between}")
+    return f"{', '.join(parts)}, which {_ends_with(culprit)}"
+
+
+def _ring_in_words(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+    links = []
+    for rank, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
+        wait = waits[rank]
+        assert wait is not None
+        links.append(f"{_place(by_rank[rank])} waits for {wait.what} {by_rank[awaited].label}")
+    longest = max(by_rank[rank].still_s for rank in ring)
+    return f"ranks wait for each other since {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
+
+
+def _place(doing: Doing) -> str:
+    where = [f"rank {doing.rank}", *([f"node {doing.node}"] if doing.node else ())]
+    return f"{doing.label} ({', '.join([*where, *([f'pid {doing.pid}'] if doing.pid else ())])})"
+
+
+def _ends_with(doing: Doing) -> str:
+    """What the one at the end of a chain does."""
+    since = f"since {doing.still_s:.0f} s"
+    last = f"`{doing.phase}`"
+    if doing.silent:
+        return f"told nothing for {doing.still_s:.0f} s: it is frozen, or its host or network is (last: {last})"
+    work = _WORK.fullmatch(doing.phase)
+    if doing.inside:
+        return f"is in {doing.inside} {since} ({last})"
+    if work is not None and not work[4]:
+        return f"computes {_KINDS[work[2]]} {work[3]} of stage {work[1]} {since} ({last})"
+    words = doing.phase.split()
+    if words[-1:] == ["read"]:
+        return f"waits for its data {since} ({last})"
+    if words[:1] in (["save"], ["load"], ["finish"]):
+        return f"waits for the store {since} ({last})"
+    return f"does {last} {since}"

@@ -1,0 +1,54 @@
+"""The traces a death leaves are told apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from raypp.recovery.evidence import Remains, cause_of_death, oom_kills_in
+
+RAY = (
+    "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
+    "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. "
+    "End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high "
+    "memory usage. (2) ray stop --force is called. (3) The worker is crashed unexpectedly due to SIGSEGV or other "
+    "unexpected errors."
+)
+
+
+def test_a_process_that_ended_without_a_word_was_killed() -> None:
+    death = cause_of_death(7, RAY, Remains())
+    assert death.kind == "killed" and "pid 7" in death.cause and "SIGKILL" in death.cause
+    assert "no process of its node" in cause_of_death(7, RAY, None).cause
+
+
+@pytest.mark.parametrize(("signal", "name"), [(11, "SIGSEGV"), (7, "SIGBUS"), (6, "SIGABRT"), (8, "SIGFPE")])
+def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
+    code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
+    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    death = cause_of_death(7, RAY, Remains(f"some line before\n{words}"))
+    assert death.kind == "segfault" and name in death.cause and "in forward" in death.cause
+    assert "Fatal Python error" in death.details
+
+
+def test_a_grown_count_of_the_kernel_means_that_memory_was_short() -> None:
+    death = cause_of_death(7, RAY, Remains(oom_kills=1, memory_bytes=3 * 2**30))
+    assert death.kind == "out_of_memory" and "3.00 GiB" in death.cause and "grew by 1" in death.cause
+
+
+def test_ray_says_when_its_memory_monitor_did_it() -> None:
+    text = "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node running low"
+    assert cause_of_death(7, text, Remains()).kind == "out_of_memory"
+
+
+def test_an_exit_by_itself_and_a_request_to_end_are_told() -> None:
+    assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", Remains()).cause
+    assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", Remains()).cause
+
+
+def test_the_kernels_counter_is_read_from_any_of_its_files() -> None:
+    assert oom_kills_in("low 0\noom 4\noom_kill 3\noom_group_kill 0\n") == 3
+    assert oom_kills_in("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n") == 2
+    assert oom_kills_in("nr_free 3\n") is None
