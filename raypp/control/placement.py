@@ -98,6 +98,11 @@ def group_name(run: str) -> str:
     return f"raypp/{run}"
 
 
+def holds_devices(run: str) -> bool:
+    """Whether a run still has its placement group."""
+    return _existing(group_name(run)) is not None
+
+
 def remove_groups_of(run: str) -> None:
     """Gives back every device of a run, whoever holds them."""
     for name in (f"{group_name(run)}/spares", group_name(run)):

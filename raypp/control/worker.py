@@ -21,7 +21,7 @@ import ray
 
 from raypp.control.lifeline import Lifeline
 from raypp.control.messages import Ending, Presence, Standing
-from raypp.control.placement import remove_groups_of
+from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.private import load_private_environment
 from raypp.control.reporting import ControllerReporter, LogTail
 from raypp.errors import DataError, JobError, RayppError, UnreachableError
@@ -232,9 +232,11 @@ class Worker:
             if busy and self._reporter is not None:
                 self._reporter.ask_to_stop()
                 self._changed.wait_for(lambda: self._ending is not None, _LAST_SAVE_S)
-        if busy:
-            time.sleep(_OTHERS_LAST_SAVE_S)
+        # Giving the groups back ends whoever still saves: one that was idle leaves that to the others, for long enough.
+        end = time.monotonic() + (_OTHERS_LAST_SAVE_S if busy else _LAST_SAVE_S + 2 * _OTHERS_LAST_SAVE_S)
         with contextlib.suppress(Exception):
+            while time.monotonic() < end and holds_devices(self._run):
+                time.sleep(0.5)
             remove_groups_of(self._run)
         os._exit(0)
 

@@ -38,6 +38,8 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
 def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     step = committed = _read(place / "commit")
     stopped = False
+    for old in range(max(1, committed - 20), committed + 1):  # as checkpoints do, which hold the newest reports
+        reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt - 1))
     while step < job.train.steps and not stopped:
         _stay(seat)
         requests = reporter.requests()
