@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raypp.control.crew import Crew, Member
+from raypp.control.inquest import inquest
 from raypp.control.machine import AttemptGone, Finished, NoResources, RankFailed, Seated
 from raypp.control.messages import Batch, Ending, Presence, Standing
 from raypp.control.placement import Placement, all_nodes
@@ -27,8 +28,6 @@ _KNOWN_TIMEOUT_S = 10.0
 _WITNESS_GRACE_S = 1.0
 _LEAVE_S = 5.0
 _END_TIMEOUT_S = 20.0
-# Ray's reasons for the end of a node that somebody wanted: it was told to go, preempted, or idle.
-_WANTED_NODE_ENDS = (1, 3, 4)
 
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
@@ -276,12 +275,12 @@ class Attempt:
         if not isinstance(error, RayActorError):
             return rank.failure("raised", text.strip().splitlines()[-1] if text.strip() else repr(error), text)
         self.crew.seated.pop(rank.bundle, None)
-        node = next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
-        if error.preempted or (node is not None and not node["Alive"] and _was_wanted(node)):
+        if error.preempted:
             return rank.failure("preempted", f"its node {rank.node} was taken away", text)
-        if node is None or not node["Alive"]:
-            return rank.failure("node_lost", f"its node {rank.node} is lost", text)
-        return rank.failure("killed", f"its process (pid {rank.pid}) ended: killed by a signal, or out of memory", text)
+        if self.stage is not Stage.RUNNING:  # nobody asks what ended it
+            return rank.failure("killed", f"its process (pid {rank.pid}) ended", text)
+        death = inquest(rank, text, self.crew)
+        return rank.failure(death.kind, death.cause, death.details or text)
 
     # Ending ---------------------------------------------------------------------------------------
 
@@ -303,7 +302,3 @@ class Attempt:
                 self.crew.kill(rank.bundle)
         self._to(Stage.GONE)
         return [AttemptGone()]
-
-
-def _was_wanted(node: dict[str, Any]) -> bool:
-    return node.get("DeathReason") in _WANTED_NODE_ENDS

@@ -126,10 +126,25 @@ class Crew:
         self.kill(bundle)
         if member is None:
             return
-        others = [*self.seated.values(), *self.standbys.values()]
-        helper = next((other for other in others if other.node_id == member.node_id), None)
+        helper = self.helper(member.node_id)
         if helper is not None:
-            helper.actor.end_process.remote(pid)
+            helper.end_process.remote(pid)
+
+    def helper(self, node_id: str, but: int | None = None) -> Any:
+        """A process on a node that can look after another one there; None when there is none.
+
+        Args:
+            but: The bundle of the one to be looked after.
+        """
+        seated = [member for bundle, member in self.seated.items() if bundle != but]
+        members = [*self.standbys.values(), *seated]
+        return next((member.actor for member in members if member.node_id == node_id), None)
+
+    def leave_bundles(self) -> None:
+        """Ends every process that has one; the placement group is to be made anew elsewhere."""
+        for bundle in list(self.seated):
+            self.kill(bundle)
+        self.devices.clear()
 
     def dismiss(self) -> None:
         """Ends every process."""

@@ -21,10 +21,13 @@ from raypp.control.attempt import Attempt
 from raypp.control.crew import Crew, end_workers, find_workers
 from raypp.control.forget import forget_snapshots
 from raypp.control.gauges import RunGauges
+from raypp.control.inquest import stacks_of_all
 from raypp.control.messages import Answer, Batch, Outcome, RunRequest, Standing
+from raypp.control.notices import LAST_SAVE_S, Notices
 from raypp.control.placement import Placement, group_name, remove_groups_of
 from raypp.control.record import RunRecord
 from raypp.control.watch import HangWatch
+from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policy import Policy
 from raypp.recovery.recall import failed_attempts
@@ -58,11 +61,13 @@ class Leader:
         self._handle = handle
         self._again = again
         self._job = Job.model_validate(request.job)
-        self.machine = m.Machine(policy=Policy(self._job.recovery.max_restarts))
+        recovery = self._job.recovery
+        self.machine = m.Machine(policy=Policy(recovery.max_restarts, recovery.on_nonfinite == "restart"))
         self._inbox: queue.Queue[Batch | Requests] = queue.Queue()
         self._stop: Requests | None = None
         self._attempt: Attempt | None = None
         self._watch: HangWatch | None = None
+        self._notices = Notices()
         self._launch_now = False
         self._wake_at: float | None = None
         self._acknowledged: dict[int, int] = {}
@@ -175,6 +180,7 @@ class Leader:
             for event in events:
                 self._heard(event)
             self._look_for_a_stall(attempt)
+            self._look_for_notices(attempt)
         else:
             self._take_inbox(block_s=_POLL_S)
         self._acknowledge()
@@ -203,7 +209,7 @@ class Leader:
         if rank is not None and rank.state not in ("dead", "done"):
             rank.state = batch.phase.partition(" ")[0]
         if self._watch is not None:
-            self._watch.heard(batch.rank, batch.phase, batch.idle_s, time.monotonic())
+            self._watch.heard(batch.rank, batch.phase, batch.idle_s, time.monotonic(), batch.inside)
             for report in batch.steps:
                 self._watch.step_took(report.step_s)
         for line in batch.logs:
@@ -219,6 +225,10 @@ class Leader:
             self.record.event(event)
             if event.kind == "committed" and event.step is not None:
                 self._apply(m.Committed(event.step))
+            elif event.kind == "preemption_notice" and rank is not None:
+                until = time.monotonic() + LAST_SAVE_S
+                self._notices.heard(rank, "it was told to end (SIGTERM)", until, self.machine.committed_step)
+                self.save_wanted = True
         self._unwritten.append((self.record.taken, batch.rank, batch.number))
 
     def _acknowledge(self) -> None:
@@ -233,7 +243,20 @@ class Leader:
         if stall is None or self.machine.phase is not m.Phase.RUNNING:
             return
         self._watch = None
+        for rank, text in stacks_of_all(attempt.ranks, self._crew, stall.rank).items():
+            self.record.event(telling.stack_event(attempt.ranks[rank], text, attempt.number))
         self._heard(m.RankFailed(attempt.ranks[stall.rank].failure("hung", stall.cause, stall.details)))
+
+    def _look_for_notices(self, attempt: Attempt) -> None:
+        """Whoever is told to go takes a last save along; then the attempt ends, and counts for nothing."""
+        now = time.monotonic()
+        for rank, why, patience_s in self._notices.drained(attempt.ranks, now):
+            self.record.event(telling.notice_event(rank, why, attempt.number))
+            self._notices.heard(rank, why, now + patience_s, self.machine.committed_step)
+            self.save_wanted = True
+        failure = self._notices.due(now, self.machine.committed_step)
+        if failure is not None and self.machine.phase is m.Phase.RUNNING:
+            self._heard(m.RankFailed(failure))
 
     def _take_stop(self, requests: Requests) -> None:
         if not self.machine.stop:
@@ -252,11 +275,17 @@ class Leader:
         elif isinstance(event, m.AttemptGone):
             self._attempt = None
             self._watch = None
+            if self._notices.over():
+                self._crew.leave_bundles()
+                self._placement.remove()
         self._apply(event)
 
     def _start_watch(self, attempt: Attempt) -> None:
-        labels = [rank.label for rank in attempt.ranks]
-        self._watch = HangWatch(labels, self._job.recovery.hang_timeout_s, time.monotonic())
+        placement, _ = stage_program(attempt.job)
+        stages = {stage: rank for rank, held in enumerate(placement) for stage in held}
+        rank_of_stage = [stages[stage] for stage in sorted(stages)]
+        timeout_s = self._job.recovery.hang_timeout_s
+        self._watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
     # Carrying out ---------------------------------------------------------------------------------
 
@@ -268,7 +297,7 @@ class Leader:
                     self._launch_now = True
                 case m.EndAttempt():
                     assert self._attempt is not None
-                    hung = {failure.rank for failure in self.machine.failures if failure.kind == "hung"}
+                    hung = {failure.rank for failure in self.machine.failures if failure.kind in ("hung", "preempted")}
                     self._attempt.end(command.keep, hung)
                 case m.Ask():
                     self._stop = command.requests

@@ -43,10 +43,14 @@ class Presence:
     Attributes:
         facts: Its node and process.
         free_port: A port of its node nothing listens on now.
+        log: The file its standard error goes to.
+        oom_kills: The kernel's count of out-of-memory kills now.
     """
 
     facts: NodeFacts
     free_port: int
+    log: str = ""
+    oom_kills: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Batch:
         number: Counts this rank's batches in this attempt, from 1.
         phase: What the rank does now.
         idle_s: Seconds since it last moved.
+        inside: The collective it is in, when it has stood for a while.
     """
 
     attempt: int
@@ -85,6 +90,7 @@ class Batch:
     steps: tuple[StepReport, ...] = ()
     events: tuple[Event, ...] = ()
     logs: tuple[LogLine, ...] = ()
+    inside: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
@@ -13,12 +14,14 @@ import ray
 
 from raypp.control.messages import Answer, Batch
 from raypp.control.outbox import Outbox
+from raypp.control.traces import inside
 from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
 _INTERVAL_S = 0.25
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
+_STANDS_S = 2.0
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -49,6 +52,7 @@ class ControllerReporter:
         """The step this rank is at, as far as it said."""
         self.answered = time.monotonic()
         """When the controller last answered."""
+        self._rank_thread: int | None = None
         self._thread = threading.Thread(target=self._push, name="reporter", daemon=True)
 
     # The Reporter protocol ------------------------------------------------------------------------
@@ -89,6 +93,7 @@ class ControllerReporter:
         return self._outbox.left_over()
 
     def __enter__(self) -> ControllerReporter:
+        self._rank_thread = threading.get_ident()
         self._thread.start()
         return self
 
@@ -130,7 +135,11 @@ class ControllerReporter:
         """What is new, behind what could not be delivered the last time."""
         for tail in self._tails:
             self._outbox.add_logs(tail.read(self._seat))
-        return self._outbox.take(self._phase, time.monotonic() - self._moved)
+        idle_s = time.monotonic() - self._moved
+        batch = self._outbox.take(self._phase, idle_s)
+        if idle_s < _STANDS_S:
+            return batch
+        return dataclasses.replace(batch, inside=inside(self._rank_thread))
 
     def _take(self, requests: Requests) -> None:
         self.answered = time.monotonic()

@@ -55,6 +55,18 @@ def adoption_event(attempt: int, ranks: Iterable[Rank]) -> Event:
     return Event("controller_restarted", message, attempt=attempt, details=details)
 
 
+def stack_event(rank: Rank, text: str, attempt: int) -> Event:
+    """What a rank's threads did while the attempt stood still."""
+    message = f"the stacks of {rank.label} (rank {rank.rank}) on {rank.node}, pid {rank.pid}"
+    return Event("stacks", message, attempt=attempt, rank=rank.rank, node=rank.node, details={"stacks": text})
+
+
+def notice_event(rank: Rank, why: str, attempt: int) -> Event:
+    """A rank's process, or its node, was told to go."""
+    message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving, then leaving"
+    return Event("preemption_notice", message, attempt=attempt, rank=rank.rank, node=rank.node)
+
+
 def end_event(finish: Finish, attempt: int, step: int) -> Event:
     """The run is over; says the exit code, for whoever asks when no process of the run is left."""
     reason = finish.reason or f"after step {step}"

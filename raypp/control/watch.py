@@ -1,14 +1,19 @@
-"""Noticing that an attempt stands still, and saying which rank did first.
+"""Noticing that an attempt stands still, and saying who it waits for.
 
-Every rank marks what it does (each action of the schedule, each phase of its start) and tells how long ago the last
-mark was. A rank that is frozen, or whose host is, tells nothing at all.
+Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and tells how long ago
+the last mark was. A rank that is frozen, or whose host is, tells nothing at all. Who is to blame is worked out by
+`raypp.recovery.waiting`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raypp.control.seats import Rank
+from raypp.recovery.waiting import Doing, find_culprit, table
 
 _START_LIMIT_S = 600.0
 _NEWS_DUE_S = 5.0  # ranks tell four times a second; a loaded machine may be late
@@ -23,11 +28,12 @@ class _Sign:
     heard: float
     phase: str = "starting"
     idle_s: float = 0.0
+    inside: str = ""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """An attempt that stands still: the rank that stopped first, and what to tell."""
+    """An attempt that stands still: the rank it waits for, and what to tell."""
 
     rank: int
     cause: str
@@ -38,21 +44,23 @@ class HangWatch:
     """Watches the ranks of one attempt.
 
     Args:
-        labels: Each rank's place, in rank order.
+        ranks: In rank order.
         timeout_s: recovery.hang_timeout_s: longest a step may stand still. It grows with slow steps, and does not
-            hold before the first step, which builds, loads and connects.
+            hold before the first step, which builds, loads, compiles and connects.
         now: Seconds, by a clock that does not jump.
+        rank_of_stage: Pipeline rank of every stage.
     """
 
-    def __init__(self, labels: list[str], timeout_s: float, now: float) -> None:
-        self._labels = labels
+    def __init__(self, ranks: Sequence[Rank], timeout_s: float, now: float, rank_of_stage: Sequence[int] = ()) -> None:
+        self._ranks = ranks
+        self._rank_of_stage = rank_of_stage
         self._timeout_s = timeout_s
-        self._signs = [_Sign(now) for _ in labels]
+        self._signs = [_Sign(now) for _ in ranks]
         self._steps: deque[float] = deque(maxlen=20)
 
-    def heard(self, rank: int, phase: str, idle_s: float, now: float) -> None:
+    def heard(self, rank: int, phase: str, idle_s: float, now: float, inside: str = "") -> None:
         """A rank told what it does, and since when."""
-        self._signs[rank] = _Sign(now, phase, idle_s)
+        self._signs[rank] = _Sign(now, phase, idle_s, inside)
 
     def step_took(self, seconds: float) -> None:
         self._steps.append(seconds)
@@ -64,26 +72,23 @@ class HangWatch:
         return max(self._timeout_s, _SLOW_STEPS * statistics.median(self._steps))
 
     def stalled(self, now: float) -> Stall | None:
-        """The stall, when there is one.
-
-        A rank that waits for a peer stopped after it, so the one that has stood longest is named; a rank that has
-        fallen silent altogether comes before all others.
-        """
+        """The stall, when there is one: every rank has stood still for too long, or one tells nothing any more."""
         limit = self.limit_s()
         silent = [rank for rank, sign in enumerate(self._signs) if now - sign.heard > limit + _NEWS_DUE_S]
         still = [rank for rank in range(len(self._signs)) if self._still_s(rank, now) > limit]
         if not silent and len(still) < len(self._signs):
             return None  # a rank that moves may free the others
-        first = max(silent or still, key=lambda rank: self._still_s(rank, now))
-        if self._signs[first].phase in _OWN_LIMIT:
+        doings = [self._doing(rank, now, rank in silent) for rank in range(len(self._signs))]
+        blame = find_culprit(doings, self._rank_of_stage)
+        if self._signs[blame.rank].phase in _OWN_LIMIT and blame.rank not in silent:
             return None
-        what = "told nothing" if first in silent else f"did not move from `{self._signs[first].phase}`"
-        cause = f"{what} for {self._still_s(first, now):.0f} s (allowed: {limit:.0f} s)"
-        return Stall(first, cause, "\n".join(self._row(rank, now) for rank in range(len(self._signs))))
+        return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", table(doings))
 
     def _still_s(self, rank: int, now: float) -> float:
         sign = self._signs[rank]
         return sign.idle_s + now - sign.heard
 
-    def _row(self, rank: int, now: float) -> str:
-        return f"{self._labels[rank]}: `{self._signs[rank].phase}` since {self._still_s(rank, now):.0f} s"
+    def _doing(self, number: int, now: float, silent: bool) -> Doing:
+        rank, sign = self._ranks[number], self._signs[number]
+        doing = Doing(number, rank.label, rank.coordinates, sign.phase, self._still_s(number, now), rank.node, rank.pid)
+        return replace(doing, silent=silent, inside=sign.inside)

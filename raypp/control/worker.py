@@ -8,24 +8,29 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import psutil
 import ray
 
+from raypp.control import traces
+from raypp.control.failures import failure_of
 from raypp.control.lifeline import Lifeline
 from raypp.control.messages import Ending, Presence, Standing
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.private import load_private_environment
 from raypp.control.reporting import ControllerReporter, LogTail
-from raypp.errors import DataError, JobError, RayppError, UnreachableError
-from raypp.records import NodeFacts, RankFailure, RankResult, Reporter, Seat
+from raypp.errors import UnreachableError
+from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
+from raypp.recovery.evidence import Remains
 from raypp.spec.job import Job
 
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
@@ -78,12 +83,35 @@ class Worker:
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
         os.environ.update(environment)
+        traces.prepare()
+        self._hear_of_the_end()
         self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan)
         # Importing torch takes longer than all else that happens before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
     def __repr__(self) -> str:
         return self._name
+
+    def _hear_of_the_end(self) -> None:
+        """SIGTERM is how clouds and operators say that a machine goes: a rank saves, and then leaves."""
+        try:
+            before = signal.getsignal(signal.SIGTERM)
+
+            def told(number: int, frame: FrameType | None) -> None:
+                reporter, seat = self._reporter, self._seat
+                if reporter is not None and seat is not None and self._ending is None:
+                    words = f"{seat.label} (rank {seat.rank}) on {seat.node} was told to end (SIGTERM): saving first"
+                    reporter.event(
+                        Event("preemption_notice", words, attempt=seat.attempt, rank=seat.rank, node=seat.node)
+                    )
+                elif callable(before):
+                    before(number, frame)
+                else:
+                    os._exit(128 + number)
+
+            signal.signal(signal.SIGTERM, told)
+        except ValueError:  # not in the main thread: Ray's own handling stays
+            logging.getLogger("raypp").warning("rank processes end at once on SIGTERM here")
 
     # What the controller calls --------------------------------------------------------------------
 
@@ -102,7 +130,7 @@ class Worker:
         )
         with socket.socket() as probe:
             probe.bind((ip, 0))
-            return Presence(facts, probe.getsockname()[1])
+            return Presence(facts, probe.getsockname()[1], traces.log_path(), traces.oom_kills())
 
     def standing(self) -> Standing:
         """Who this is and what it does, for a controller that finds it."""
@@ -152,6 +180,18 @@ class Worker:
             process = psutil.Process(pid)
             if " ".join(process.cmdline()).startswith(f"ray::raypp/{self._run}/"):
                 process.kill()
+
+    def stacks(self) -> str:
+        """The stacks of this process' threads, the rank's first."""
+        return traces.own_stacks(None if self._thread is None else self._thread.ident)
+
+    def stacks_of(self, pid: int, log: str) -> str:
+        """Those of another process of this run on this node, which does not answer."""
+        return traces.stacks_of(pid, log, self._run)
+
+    def remains_of(self, pid: int, log: str, oom_kills_before: int) -> Remains:
+        """What a dead process of this run on this node left."""
+        return traces.remains_of(pid, log, oom_kills_before)
 
     # The rank's life ------------------------------------------------------------------------------
 
@@ -239,29 +279,6 @@ class Worker:
                 time.sleep(0.5)
             remove_groups_of(self._run)
         os._exit(0)
-
-
-def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
-    """The evidence an exception leaves."""
-    if type(error).__name__ == "LostPeerError":  # not imported: it lives beside torch
-        kind = "lost_peer"
-    elif isinstance(error, DataError | JobError):
-        kind = "user_error"
-    elif isinstance(error, UnreachableError):
-        kind = "unknown"
-    else:
-        kind = "raised"
-    text = str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}"
-    return RankFailure(
-        rank=seat.rank,
-        label=seat.label,
-        node=seat.node,
-        pid=os.getpid(),
-        kind=kind,
-        cause=text.strip()[:2000],
-        step=step,
-        details="".join(traceback.format_exception(error))[-8000:],
-    )
 
 
 def announce_seat(seat: Seat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ _LONGEST_DELAY_S = 30.0
 _WITNESS_KINDS = ("lost_peer",)
 # Somebody took the node away on purpose; neither the job nor the machine is to blame.
 _BLAMELESS_KINDS = ("preempted",)
+# The same again at the same step is no bad luck.
+_DETERMINISTIC_KINDS = ("raised", "nonfinite", "out_of_memory")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,11 @@ class Policy:
 
     Attributes:
         max_restarts: Restarts in a row without a newer committed step.
+        restart_on_nonfinite: A step whose loss or gradients are not finite may be tried again; else it ends the run.
     """
 
     max_restarts: int = 3
+    restart_on_nonfinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,11 @@ def decide(history: Sequence[AttemptEnd], policy: Policy) -> Restart | GiveUp:
         return GiveUp(describe(cause), user_error=True)
     if cause.kind in _BLAMELESS_KINDS:
         return Restart(0.0)
-    if cause.kind == "raised" and len(history) > 1:
+    if cause.kind == "nonfinite" and not policy.restart_on_nonfinite:
+        return GiveUp(describe(cause))
+    if cause.kind in _DETERMINISTIC_KINDS and len(history) > 1:
         before = root_cause(history[-2].failures)
-        if (before.kind, before.step, before.cause) == (cause.kind, cause.step, cause.cause):
+        if (before.kind, before.step, _gist(before)) == (cause.kind, cause.step, _gist(cause)):
             return GiveUp(f"{describe(cause)} (twice in a row, so a restart would not help)")
     in_vain = restarts_without_progress(history)
     if in_vain >= policy.max_restarts:
@@ -108,6 +116,11 @@ def describe(failure: RankFailure) -> str:
     place = f"rank {failure.rank} ({failure.label}) on {failure.node}" if failure.rank >= 0 else failure.node
     step = f" at step {failure.step}" if failure.step else ""
     return f"{place}{step}: {failure.cause}" if place else failure.cause
+
+
+def _gist(failure: RankFailure) -> str:
+    """The cause without what differs between two lives: addresses, sizes, process ids."""
+    return _NUMBER.sub("#", failure.cause)
 
 
 def _step(end: AttemptEnd) -> int:

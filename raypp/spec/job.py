@@ -212,7 +212,16 @@ class RecoverySection(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Restarts in a row without a new committed step before the run fails."""
     hang_timeout_s: float = Field(default=60, gt=0)
-    """Longest a step may stand still."""
+    """Longest a step may stand still; 10 × the median step when that is more, minutes in an attempt's first step."""
+    on_nonfinite: Literal["skip", "stop", "restart"] = "skip"
+    """When loss or gradients of a step are NaN or infinite. skip: no update in that step (three in a row end the run) |
+    stop: the run fails | restart: from the newest commit or snapshot; the same at the same step again ends the run."""
+    spike_factor: float | None = Field(default=None, gt=1)
+    """Tell, by an event, of a loss above so many times the median of the last steps; null: off."""
+    check_replicas: bool = True
+    """Before each save, compare checksums of weights that several ranks hold (dp_replicate, tied embeddings)."""
+    straggler_factor: float = Field(default=2.0, ge=0)
+    """Tell, by an event, of a rank that keeps computing so many times as long as its peers; 0: off."""
     elastic: bool = False
     """Go on with fewer nodes, the global batch unchanged."""
     standby: bool = True

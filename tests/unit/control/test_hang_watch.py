@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from raypp.control.seats import Rank
 from raypp.control.watch import HangWatch
+from raypp.records import Coordinates
 
-LABELS = ["pp0", "pp1", "pp2"]
+RANKS = [Rank(n, f"pp{n}", Coordinates(n), n, "", f"node-{n}", 100 + n) for n in range(3)]
 
 
 def training(timeout_s: float = 60.0) -> HangWatch:
-    watch = HangWatch(LABELS, timeout_s, now=0.0)
+    watch = HangWatch(RANKS, timeout_s, 0.0, [0, 1, 2])
     watch.step_took(1.0)
     return watch
 
@@ -21,14 +23,15 @@ def test_ranks_that_move_are_left_alone() -> None:
         assert watch.stalled(float(now)) is None
 
 
-def test_the_rank_that_stood_first_is_named_with_what_it_does() -> None:
+def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does() -> None:
     watch = training()
-    for rank, (phase, idle_s) in enumerate([("step 0B2", 61.0), ("step 1F7", 75.0), ("step 2F7", 70.0)]):
-        watch.heard(rank, phase, idle_s, 200.0)
+    for rank, (phase, idle_s) in enumerate([("step 0B2 waits", 80.0), ("step 1F7", 75.0), ("step 2F7 waits", 79.0)]):
+        watch.heard(rank, phase, idle_s, 200.0, "all_gather" if rank == 1 else "")
     stall = watch.stalled(200.0)
     assert stall is not None and stall.rank == 1
-    assert "`step 1F7`" in stall.cause and "75 s" in stall.cause
-    assert stall.details.splitlines()[0] == "pp0: `step 0B2` since 61 s"
+    assert "pp1 (rank 1, node node-1, pid 101), which is in all_gather since 75 s (`step 1F7`)" in stall.cause
+    assert "allowed: 60 s" in stall.cause
+    assert stall.details.splitlines()[0] == "pp0: `step 0B2 waits` since 80 s"
 
 
 def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
@@ -50,13 +53,13 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
 
 
 def test_slow_steps_are_given_more_time() -> None:
-    watch = HangWatch(LABELS, 60.0, now=0.0)
+    watch = HangWatch(RANKS, 60.0, now=0.0)
     watch.step_took(30.0)
     assert watch.limit_s() == 300.0
 
 
 def test_the_start_of_a_run_is_given_minutes() -> None:
-    watch = HangWatch(LABELS, 5.0, now=0.0)
+    watch = HangWatch(RANKS, 5.0, now=0.0)
     for rank in range(3):
         watch.heard(rank, "build", 300.0, 300.0)
     assert watch.stalled(300.0) is None

@@ -1,0 +1,187 @@
+"""What can be seen of a process of a run from its own node: stacks while it lives, traces when it is dead."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from raypp.recovery.evidence import Remains, oom_kills_in
+
+MOST_CHARACTERS = 6000
+"""Of one process' stacks."""
+_TAIL_BYTES = 64 * 1024
+_DUMP_S = 1.0
+_PY_SPY_S = 5.0
+_ASK = signal.SIGUSR2
+_COLLECTIVES = {
+    "all_gather": "all_gather", "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather",
+    "foreach_all_gather": "all_gather", "foreach_all_gather_copy_out": "all_gather",
+    "reduce_scatter": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter", "foreach_reduce": "reduce_scatter",
+    "all_reduce": "all_reduce", "all_to_all_single": "all_to_all", "all_to_all": "all_to_all",
+    "broadcast": "broadcast", "barrier": "barrier", "send": "send", "recv": "receive", "gather": "gather",
+    "init_process_group": "the rendezvous", "new_group": "the making of a group",
+}  # fmt: skip
+_WHERE = (f"torch{os.sep}distributed", f"raypp{os.sep}parallel")
+
+
+def prepare() -> None:
+    """Makes this process tell its stacks into its standard error when it is asked by signal, even while native code
+    holds the interpreter. Once per process; does nothing where standard error is no file."""
+    with contextlib.suppress(Exception):
+        faulthandler.register(_ASK, file=sys.stderr, all_threads=True, chain=False)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=False)
+
+
+def log_path() -> str:
+    """The file this process' standard error goes to; "" when it is none."""
+    path = Path("/proc/self/fd/2")
+    with contextlib.suppress(OSError):
+        target = path.readlink()
+        return str(target) if target.is_file() else ""
+    return ""
+
+
+def oom_kills() -> int:
+    """Processes that the kernel's out-of-memory killer has ended: in this container, else on this machine."""
+    for path in _counter_files():
+        with contextlib.suppress(OSError):
+            if (count := oom_kills_in(path.read_text())) is not None:
+                return count
+    return 0
+
+
+def _counter_files() -> list[Path]:
+    root, own = Path("/sys/fs/cgroup"), []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own.append(root / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                own.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
+    return [*own, root / "memory.events", root / "memory" / "memory.oom_control", Path("/proc/vmstat")]
+
+
+def remains_of(pid: int, log: str, oom_kills_before: int) -> Remains:
+    """What a dead process of this node left.
+
+    Args:
+        log: Where its standard error went (its own answer to `log_path`).
+        oom_kills_before: The counter when it took its seat.
+    """
+    return Remains(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
+
+
+def _tail(log: str, pid: int) -> str:
+    # Ray names the file by the process; nothing else is read for anybody.
+    if not log.endswith(f"-{pid}.err"):
+        return ""
+    try:
+        with Path(log).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def host_answers(ip: str, port: int, patience_s: float = 0.5) -> bool | None:
+    """Whether a host is there: True when the port takes connections, None when the host refuses them (it is there, the
+    process is not), False when nothing comes back."""
+    try:
+        socket.create_connection((ip, port), timeout=patience_s).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError:
+        return False
+    return True
+
+
+# Stacks ---------------------------------------------------------------------------------------------
+
+
+def inside(thread: int | None) -> str:
+    """The collective or message a thread is in, by its stack; "" when in none."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    return collective_of(frame)
+
+
+def collective_of(frame: FrameType | None) -> str:
+    """The same for a frame and what called it: the outermost wins, so that a gather within a barrier is the barrier."""
+    found = ""
+    while frame is not None:
+        name = _COLLECTIVES.get(frame.f_code.co_name)
+        if name is not None and any(part in frame.f_code.co_filename for part in _WHERE):
+            found = name
+        frame = frame.f_back
+    return found
+
+
+def own_stacks(first: int | None) -> str:
+    """The stacks of this process' threads, the given one first; bounded."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != first, names.get(item[0], "")))
+    parts = []
+    for ident, frame in frames:
+        lines = [f"  {entry.filename}:{entry.lineno} {entry.name}" for entry in traceback.extract_stack(frame)]
+        parts.append("\n".join([f"thread {names.get(ident, ident)} (most recent call last)", *lines[-25:]]))
+    return "\n".join(parts)[:MOST_CHARACTERS]
+
+
+def stacks_of(pid: int, log: str, run: str) -> str:
+    """The stacks of another process of this run on this node that does not answer; says so when they cannot be had."""
+    if not _is_of(pid, run):
+        return "the process is gone"
+    state = psutil.Process(pid).status()
+    if state != psutil.STATUS_STOPPED:
+        begin = Path(log).stat().st_size if log and Path(log).is_file() else -1
+        with contextlib.suppress(OSError):
+            os.kill(pid, _ASK)
+        end = time.monotonic() + _DUMP_S
+        while begin >= 0 and time.monotonic() < end:
+            time.sleep(0.05)
+            if Path(log).stat().st_size > begin:
+                time.sleep(0.1)  # the rest of it
+                with Path(log).open("rb") as file:
+                    file.seek(begin)
+                    return file.read(4 * MOST_CHARACTERS).decode(errors="replace")[:MOST_CHARACTERS]
+    return f"process state: {state}\n{_by_py_spy(pid)}"[:MOST_CHARACTERS]
+
+
+def _is_of(pid: int, run: str) -> bool:
+    try:
+        return " ".join(psutil.Process(pid).cmdline()).startswith(f"ray::raypp/{run}/")
+    except psutil.Error:
+        return False
+
+
+def _by_py_spy(pid: int) -> str:
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    program = shutil.which("py-spy", path=places)
+    if program is None:
+        return "no stack: it answers no signal, and py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no stack: py-spy: {error}"
+    return done.stdout or f"no stack: py-spy: {done.stderr.strip()[-500:]}"
