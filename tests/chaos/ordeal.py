@@ -1,0 +1,243 @@
+"""A run under a chain of strikes, and everything that must be true of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from laptop import Laptop, assert_same_weights, numbers, wait_for, weights
+from matrix import EVERY, HANG_S, SHAPES, STEPS, WORLD, Chain
+from struck import Strike, put, read, write_plan
+
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.control import client
+from raypp.control.clusters import find_cluster, lend_store_settings
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.spec.load import job_document, load_job
+from raypp.storage import open_store
+
+PATIENCE_S = 420.0
+STORE_SILENT_S = 3.0
+_HERE = Path(__file__).parent
+KINDS = {
+    "kill": ("killed",),
+    "segfault": ("segfault",),
+    "freeze": ("hung",),
+    "hang": ("hung",),
+    "raise": ("raised",),
+    "nan": ("nonfinite",),
+}
+"""What the events may call each kind of strike."""
+
+
+@dataclass
+class Ordeal:
+    """One run, submitted and observed from this process.
+
+    Attributes:
+        fallen: What each strike's rank put down, by number.
+        recovered: Seconds from each strike to the next finished step, where there was one.
+    """
+
+    laptop: Laptop
+    chain: Chain
+    directory: Path
+    name: str = ""
+    fallen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    pids: set[int] = field(default_factory=set)
+    state: str = ""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.name = self.chain.name
+        self.store = self.laptop.store()
+        self.reader = RunReader(self.store, self.name)
+
+    # Living ---------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """Submits, strikes what is outside of the ranks, and returns when the run has ended, or patience."""
+        write_plan(self.directory, list(self.chain.strikes))
+        begun = time.monotonic()
+        self._submit()
+        while not is_final(self.reader.status()):
+            if time.monotonic() - begun > PATIENCE_S:
+                self._give_up()
+                break
+            self._look()
+            time.sleep(0.02)
+        self._look()
+        self.seconds = time.monotonic() - begun
+        self.state = str((self.reader.status() or {}).get("state"))
+        self.events = list(self.reader.events())
+        self.pids = {event.details["pid"] for event in self.events if event.kind == "seated"}
+
+    def _submit(self) -> None:
+        path = self.laptop.job(
+            self.name,
+            **SHAPES[self.chain.shape],
+            train__steps=STEPS,
+            train__micro_batch_size=1,
+            data__seq_len=32,
+            pipeline__microbatches=4,
+            checkpoint__every_steps=EVERY,
+            checkpoint__memory_tier=self.chain.tier,
+            recovery={"max_restarts": 6, "hang_timeout_s": HANG_S},
+            resources__env={"CHAOS_DIR": str(self.directory)},
+        )
+        with self._here():
+            job = load_job(path).job
+            store = open_store(job.checkpoint.url)
+            store.put(f"{self.name}/spec.json", yaml.safe_dump(job_document(job)).encode())
+            self.submission = client.submit_run(job, find_cluster(), store.url, rank_function="struck:run_rank")
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        """This process as the laptop's user, for a moment."""
+        before = dict(os.environ)
+        os.environ.clear()
+        paths = [str(_HERE), *filter(None, [self.laptop.environment.get("PYTHONPATH")])]
+        os.environ.update(self.laptop.environment | {"PYTHONPATH": os.pathsep.join(paths)})
+        lend_store_settings()
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _give_up(self) -> None:
+        self.laptop.raypp("stop", self.name, "--no-save")
+
+    def _look(self) -> None:
+        """Takes notice of what has fallen; does what is to be done outside."""
+        for strike in self.chain.strikes[len(self.fallen) :]:
+            fact = read(self.directory / f"fallen-{strike.number}")
+            if fact is None:
+                return
+            self.fallen[strike.number] = fact
+            if strike.outside:
+                self._strike_outside(strike)
+
+    def _strike_outside(self, strike: Strike) -> None:
+        done = self.directory / f"done-{strike.number}"
+        if strike.outside == "store":
+            with self.laptop.frozen_store():
+                put(done, {})
+                time.sleep(STORE_SILENT_S)
+            return
+        os.kill(self._pid_of(strike.outside), signal.SIGKILL)
+        put(done, {})
+
+    def _pid_of(self, what: str) -> int:
+        if what == "driver":
+            job = next(job for job in self.laptop.jobs() if job["metadata"]["raypp_run"] == self.name)
+            return int(job["driver_info"]["pid"])
+        return int(wait_for(lambda: self.laptop.actors().get(f"raypp/{self.name}"), "the controller", 30)["pid"])
+
+    # Judging --------------------------------------------------------------------------------------
+
+    def failures_after(self, strike: Strike) -> list[Any]:
+        """The failures told of the attempt in which a strike fell."""
+        attempt = self.fallen[strike.number]["attempt"]
+        return [event for event in self.events if event.kind == "rank_failed" and event.attempt == attempt]
+
+    def judge_strike(self, strike: Strike) -> None:
+        """It fell, and the events tell it: who, how, when; and, when nobody was to fail, no failure."""
+        assert strike.number in self.fallen, f"it never fell: the run is {self.state}, {self._last_words()}"
+        fact = self.fallen[strike.number]
+        told = self.failures_after(strike)
+        if strike.ends_attempt:
+            own = [event for event in told if event.rank == strike.rank and event.details["pid"] == fact["pid"]]
+            assert own, f"no rank_failed of rank {strike.rank}, pid {fact['pid']}: {_rows(told)}"
+            assert own[0].details["kind"] in KINDS[strike.kind], _rows(told)
+            assert 0 <= fact["step"] - (own[0].step or 0) <= _known_late(strike), _rows(told)
+            blamed = {event.rank for event in told if event.details["kind"] != "lost_peer"}
+            assert blamed <= {strike.rank, *strike.also}, _rows(told)
+            assert 0 <= own[0].time - fact["time"] < _known_within(strike), own[0].time - fact["time"]
+        elif not any(other.ends_attempt for other in self._in_attempt(fact["attempt"])):
+            assert not told, _rows(told)
+        if strike.outside == "controller":
+            restarts = [e for e in self.events if e.kind == "controller_restarted" and e.time > fact["time"]]
+            assert restarts, "nothing tells of the controller's next life"
+
+    def _in_attempt(self, attempt: int) -> list[Strike]:
+        return [self.chain.strikes[number] for number, fact in self.fallen.items() if fact["attempt"] == attempt]
+
+    def judge_run(self, reference: Ordeal | None) -> None:
+        """It ended as an undisturbed one does, with as many restarts as were due, and left nothing."""
+        assert self.state == "SUCCEEDED", self._last_words()
+        due = sum(strike.ends_attempt for strike in self.chain.strikes)
+        restarts = [event for event in self.events if event.kind == "restarting"]
+        assert len(restarts) == due, f"{len(restarts)} restarts for {due} strikes: {[e.message for e in restarts]}"
+        history = self.reader.history()
+        assert [row["step"] for row in history] == list(range(1, STEPS + 1))
+        commits = [event.step for event in self.events if event.kind == "committed"]
+        assert len(commits) == len(set(commits)), f"a commit was told twice: {commits}"
+        assert list_checkpoints(self.store, self.name)[-1].step == STEPS
+        self.judge_leftovers()
+        if reference is not None:
+            assert numbers(history) == numbers(reference.reader.history())
+            assert_same_weights(self.weights(), reference.weights())
+
+    def judge_leftovers(self) -> None:
+        """No process (hence no port), no actor, no placement group, no shared memory, no file."""
+        laptop, name = self.laptop, self.name
+        wait_for(lambda: not laptop.workers(f"{name}/"), f"the end of every rank: {laptop.workers()}", 30)
+        wait_for(lambda: not [one for one in laptop.actors() if one.startswith(f"raypp/{name}")], "no actor", 30)
+        groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
+        assert {group["state"] for group in groups if group["name"].startswith(f"raypp/{name}")} <= {"REMOVED"}
+        assert not [pid for pid in self.pids if _is_worker(pid)]
+        assert not list(Path("/dev/shm").glob(f"*{name}*"))
+        assert not list(Path(tempfile.gettempdir()).glob(f"*{name}*"))
+
+    def weights(self) -> dict[str, Any]:
+        """Every tensor of the last commit."""
+        return weights(self.store, self.name)
+
+    def recovery_s(self, strike: Strike) -> float | None:
+        """Seconds from a strike to the first step of the attempt after; None when that one was struck before it."""
+        fact = self.fallen.get(strike.number)
+        if fact is None or not strike.ends_attempt:
+            return None
+        first = [e.time for e in self.events if e.kind == "first_step" and e.attempt == fact["attempt"] + 1]
+        return min(first) - fact["time"] if first else None
+
+    def _last_words(self) -> str:
+        told = [f"{event.kind}: {event.message}"[:300] for event in self.events[-6:]]
+        return f"{(self.reader.status() or {}).get('error')}; {told}"
+
+
+def _is_worker(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "raypp/" in " ".join(psutil.Process(pid).cmdline())
+    return False
+
+
+def _rows(events: list[Any]) -> list[str]:
+    return [f"rank {e.rank} pid {e.details['pid']} step {e.step} {e.details['kind']}: {e.message}" for e in events]
+
+
+def _known_within(strike: Strike) -> float:
+    """Seconds until the failure is told, on a machine that does other things, too."""
+    return 3 * HANG_S + 15 if strike.kind in ("freeze", "hang") else 10.0
+
+
+def _known_late(strike: Strike) -> int:
+    """Steps that the controller may not know of yet when a rank dies without a word: those of half a second."""
+    return 0 if strike.kind == "raise" and strike.moment not in ("finish",) else STEPS
+
+
+def reference_chain(shape: str) -> Chain:
+    """The undisturbed run of a shape."""
+    return Chain(f"undisturbed-{WORLD[shape]}", shape, True, ())

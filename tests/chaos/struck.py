@@ -1,0 +1,225 @@
+"""The real rank, which strikes itself, or lets itself be struck, at an exact moment: `struck:run_rank`.
+
+The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (of `resources.env`). A rank comes by its
+moments as it lives: by what it reports (phases and actions of the schedule), by torch's hook before an optimizer's
+step, and by the two functions that send a save's bytes and its COMMIT, which are called through. The first strike of
+the plan that has not fallen waits for its rank, moment and step; when they are there the rank puts down what it is
+about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a hang. For what must come from outside (the
+controller's end, the store's silence) it waits at the very moment until the test has done it and says so in `done-N`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_S = 60.0
+_FORWARD = re.compile(r"^\d+F[1-9]\d*$")
+_BACKWARD = re.compile(r"^\d+[BI][1-9]\d*$")
+START = ("rendezvous", "build", "load", "first step")
+MOMENTS = (*START, "forward", "backward", "optimizer", "save", "commit", "committed", "last step", "finish")
+"""In the order of a life. `save`: this rank's bytes are about to be sent, in the saver's thread; `commit`: COMMIT is
+about to be written; `committed`: it is written, and nobody knows; `finish`: all steps are done."""
+SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "freeze": signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault.
+
+    Attributes:
+        number: Its place in the plan.
+        rank: At whose moment.
+        moment: One of MOMENTS.
+        kind: kill, segfault, freeze, raise, hang, nan; or nothing, when only something outside is struck.
+        step: The earliest step it falls in (moments of steps and saves).
+        also: Ranks that are killed by it in the same instant.
+        outside: controller, driver, store: what the test strikes meanwhile.
+    """
+
+    number: int
+    rank: int
+    moment: str
+    kind: str = ""
+    step: int = 0
+    also: tuple[int, ...] = ()
+    outside: str = ""
+
+    @property
+    def ends_attempt(self) -> bool:
+        return bool(self.kind)
+
+
+def leave(seat: Any) -> None:
+    """What makes the real rank come free."""
+    from raypp.train.rank import cut_connections
+
+    cut_connections(seat.master_port)
+
+
+def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
+    """The real rank under a plan."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    import raypp.checkpoint.save as saving
+    from raypp.train import rank
+
+    fate = Fate(job, seat)
+    upload, commit = saving.upload_snapshot, saving.write_commit
+
+    def struck_upload(*arguments: Any, **more: Any) -> Any:
+        fate.at("save", arguments[4]["step"])
+        return upload(*arguments, **more)
+
+    def struck_commit(store: Any, what: Any) -> None:
+        fate.at("commit", what.step)
+        commit(store, what)
+        fate.at("committed", what.step)
+
+    def before_update(optimizer: Any, *_: Any) -> None:
+        fate.optimizer = optimizer
+        fate.at("optimizer", fate.step)
+
+    hook = register_optimizer_step_pre_hook(before_update)
+    saving.upload_snapshot, saving.write_commit = struck_upload, struck_commit
+    try:
+        return rank.run_rank(job, seat, Witness(reporter, fate))
+    finally:
+        hook.remove()
+        saving.upload_snapshot, saving.write_commit = upload, commit
+
+
+class Witness:
+    """The rank's reporter, which sees every moment first."""
+
+    def __init__(self, reporter: Any, fate: Fate) -> None:
+        self._reporter, self._fate = reporter, fate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reporter, name)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        self._reporter.phase(name, detail)
+        self._fate.sees(name, detail)
+
+
+class Fate:
+    """What the plan has for one rank of one attempt."""
+
+    def __init__(self, job: Any, seat: Any) -> None:
+        self._directory = Path(os.environ["CHAOS_DIR"])
+        self._steps, self._seat = job.train.steps, seat
+        self._plan = read_plan(self._directory)
+        self._next = 0
+        self._lock = threading.Lock()
+        self.step = 0
+        self._first: int | None = None
+        self.optimizer: Any = None
+        put(self._directory / f"pid-{seat.rank}", {"pid": os.getpid()})
+
+    def sees(self, phase: str, detail: str) -> None:
+        """Moments that a rank tells of."""
+        if phase in ("rendezvous", "build", "load", "finish"):
+            self.at(phase, self._steps if phase == "finish" else 0)
+        elif phase == "step":
+            number, _, rest = detail.partition(" ")
+            if rest == "read":
+                self.step = int(number)
+                self._first = self._first or self.step
+            elif _FORWARD.match(detail):
+                if self.step == self._first:
+                    self.at("first step", self.step)
+                if self.step == self._steps:
+                    self.at("last step", self.step)
+                self.at("forward", self.step)
+            elif _BACKWARD.match(detail):
+                self.at("backward", self.step)
+
+    def at(self, moment: str, step: int) -> None:
+        """The rank is there now; whatever waits for that falls."""
+        with self._lock:
+            strike = self._armed()
+            if strike is None or (strike.rank, strike.moment) != (self._seat.rank, moment) or step < strike.step:
+                return
+            # The last whole step is what records may know; the strike falls in the one after it.
+            fact = {"time": time.time(), "pid": os.getpid(), "attempt": self._seat.attempt, "step": step}
+            if not put(self._directory / f"fallen-{strike.number}", fact | {"moment": moment, "in_step": self.step}):
+                return
+        self._fall(strike)
+
+    def _armed(self) -> Strike | None:
+        """The next strike, once the attempt that the last one ended is over."""
+        while self._next < len(self._plan) and (before := self._fallen(self._next)) is not None:
+            if self._plan[self._next].ends_attempt and before["attempt"] >= self._seat.attempt:
+                return None
+            self._next += 1
+        return self._plan[self._next] if self._next < len(self._plan) else None
+
+    def _fallen(self, number: int) -> dict[str, Any] | None:
+        return read(self._directory / f"fallen-{number}")
+
+    def _fall(self, strike: Strike) -> None:
+        if strike.outside:
+            end = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < end and not (self._directory / f"done-{strike.number}").exists():
+                time.sleep(0.005)
+        for other in strike.also:
+            found = read(self._directory / f"pid-{other}")
+            if found is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(found["pid"], signal.SIGKILL)
+        match strike.kind:
+            case "kill" | "segfault" | "freeze":
+                os.kill(os.getpid(), SIGNALS[strike.kind])
+                time.sleep(1.0 if strike.kind != "freeze" else 0.0)
+            case "raise":
+                raise ValueError(f"strike {strike.number} at {strike.moment}")
+            case "hang":
+                while True:
+                    time.sleep(0.1)
+            case "nan":
+                for group in self.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.fill_(float("nan"))
+
+
+def write_plan(directory: Path, strikes: list[Strike]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "plan.json").write_text(json.dumps([asdict(strike) for strike in strikes]))
+
+
+def read_plan(directory: Path) -> list[Strike]:
+    rows = json.loads((directory / "plan.json").read_text())
+    return [Strike(**row | {"also": tuple(row["also"])}) for row in rows]
+
+
+def put(path: Path, fact: dict[str, Any]) -> bool:
+    """Writes a file, whole; `fallen-N` only once: False when it is there."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    fresh.write_text(json.dumps(fact))
+    if path.name.startswith("pid-"):
+        fresh.replace(path)
+        return True
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        return False
+    finally:
+        fresh.unlink()
+    return True
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

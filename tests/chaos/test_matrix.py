@@ -1,0 +1,83 @@
+"""Kinds of faults, moments of a run's life, and victims: every row of the table ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from laptop import Laptop
+from matrix import CASES, CHAINS, Chain, title
+from ordeal import Ordeal, reference_chain
+from struck import Strike
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(900)]
+
+Survived = Callable[[Chain], Ordeal]
+
+
+@pytest.fixture(scope="module")
+def survived(laptop: Laptop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
+    """Gives the run of a chain, which is lived through when it is first asked for."""
+    lived: dict[str, Ordeal] = {}
+    place = tmp_path_factory.mktemp("chaos")
+
+    def get(chain: Chain) -> Ordeal:
+        if chain.name not in lived:
+            lived[chain.name] = ordeal = Ordeal(laptop, chain, place / chain.name)
+            ordeal.live()
+            print(f"\n{chain.name}: {ordeal.state} after {ordeal.seconds:.0f} s")
+        return lived[chain.name]
+
+    yield get
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[dict[str, object]]]:
+    """Collects a row of each case; printed, and written to CHAOS_TABLE when that names a file."""
+    rows: list[dict[str, object]] = []
+    yield rows
+    lines = ["| what | when | run | comes of it | next step after |", "|---|---|---|---|---|"]
+    lines += [f"| {r['what']} | {r['when']} | {r['run']} | {r['outcome']} | {r['seconds']} |" for r in rows]
+    print("\n" + "\n".join(lines))
+    if "CHAOS_TABLE" in os.environ:
+        Path(os.environ["CHAOS_TABLE"]).write_text("\n".join(lines) + "\n" + json.dumps(rows) + "\n")
+
+
+def _case_id(case: tuple[Chain, Strike]) -> str:
+    chain, strike = case
+    return f"{chain.name}-{strike.number}-{title(chain, strike)} at {strike.moment}".replace(" ", "_")
+
+
+@pytest.mark.parametrize("case", CASES, ids=_case_id)
+def test_a_fault_is_told_truthfully_and_survived(
+    case: tuple[Chain, Strike], survived: Survived, table: list[dict[str, object]]
+) -> None:
+    chain, strike = case
+    ordeal = survived(chain)
+    seconds = ordeal.recovery_s(strike)
+    row: dict[str, object] = {
+        "what": title(chain, strike),
+        "when": _when(ordeal, strike),
+        "run": chain.name,
+        "outcome": "FAILS",
+        "seconds": "–" if seconds is None else f"{seconds:.1f} s",
+    }
+    table.append(row)
+    ordeal.judge_strike(strike)
+    row["outcome"] = "the same"
+
+
+def _when(ordeal: Ordeal, strike: Strike) -> str:
+    step = ordeal.fallen.get(strike.number, {}).get("step")
+    return f"{strike.moment}, step {step}" if step else strike.moment
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
+def test_a_run_that_suffered_it_all_ends_bit_for_bit_like_an_undisturbed_one(chain: Chain, survived: Survived) -> None:
+    ordeal = survived(chain)
+    reference = survived(reference_chain(chain.shape))
+    reference.judge_run(None)
+    ordeal.judge_run(reference)
