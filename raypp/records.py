@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -47,7 +46,8 @@ class Coordinates:
         return "-".join(parts)
 
     def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+        # Written out: a status document has one of them per rank, and dataclasses.asdict takes ten times as long.
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.fsdp, "cp": self.cp}
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from raypp.storage import StoreError, open_store
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_POLL_S_PER_RANK = 0.0005
+_LONGEST_POLL_S = 1.0
 _STORE_RETRY_S = 2.0
 _STORE_TRIES = 15
 
@@ -72,6 +74,8 @@ class Leader:
         self._wake_at: float | None = None
         self._acknowledged: dict[int, int] = {}
         self._unwritten: deque[tuple[int, int, int]] = deque()
+        # What a turn costs grows with the ranks, so it is taken less often: 1,000 are looked at twice a second.
+        self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
         self.record = RunRecord(self._store, self._job, f"c-{self.life}")
         self._gauges = RunGauges(request.run)
@@ -175,7 +179,7 @@ class Leader:
             self._launch()
         attempt = self._attempt
         if attempt is not None:
-            events = attempt.poll(_POLL_S)
+            events = attempt.poll(self._poll_s)
             self._take_inbox(block_s=0.0)
             for event in events:
                 self._heard(event)

@@ -19,6 +19,8 @@ from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
 _INTERVAL_S = 0.25
+_INTERVAL_S_PER_RANK = 0.001
+_LONGEST_INTERVAL_S = 4.0  # a rank that tells nothing for 5 s beyond its limit counts as silent
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
 _STANDS_S = 2.0
@@ -129,7 +131,7 @@ class ControllerReporter:
             self._take(answer.requests)
             if last:
                 return
-            self._wake.wait(_INTERVAL_S)
+            self._wake.wait(interval_s(self._seat.world_size))
 
     def _batch(self) -> Batch:
         """What is new, behind what could not be delivered the last time."""
@@ -147,6 +149,14 @@ class ControllerReporter:
             self._save_once = self._save_once or requests.save
             if requests.stop:
                 self._stop = requests
+
+
+def interval_s(world: int) -> float:
+    """Seconds between two reports of a rank that has no step and no event to tell; those are told at once.
+
+    A report costs the controller the same whatever is in it, so each of many ranks reports less often.
+    """
+    return min(max(_INTERVAL_S, _INTERVAL_S_PER_RANK * world), _LONGEST_INTERVAL_S)
 
 
 class LogTail:

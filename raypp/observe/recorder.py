@@ -18,6 +18,8 @@ PART_BYTES = 256 * 1024
 LOG_MEMORY_BYTES = 16 * 1024 * 1024
 _SOON_S = 0.1
 _LONGEST_BACKOFF_S = 10.0
+_STATUS_S_PER_RANK = 0.002
+"""The status document has a line per rank; of many ranks it is written less often, unless the state changes."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -175,7 +177,7 @@ class RunRecorder:
                     return
                 wanted, taken = self._wanted, self._taken
                 self._urgent = False
-            error = self._round()
+            error = self._round(everything=wanted != self._tried)
             with self._changed:
                 self.last_error = error
                 self._durable = self._durable if error else taken
@@ -184,14 +186,14 @@ class RunRecorder:
                 self._tried = wanted
                 self._changed.notify_all()
 
-    def _round(self) -> str | None:
+    def _round(self, *, everything: bool) -> str | None:
         """One write of everything; the status last, so that it never tells of steps that cannot be read."""
         try:
             self._steps.write()
             self._events.write()
             self._say_what_was_dropped()
             self._logs.write()
-            self._write_status()
+            self._write_status(at_once=everything)
         except Exception as error:  # noqa: BLE001  training must go on whatever the store does; it is tried again
             return str(error) or repr(error)
         return None
@@ -203,12 +205,16 @@ class RunRecorder:
             text = f"{dropped} log lines were dropped here: the store could not be written, or not fast enough"
             self._logs.add_first(log_line(LogLine(text, label="raypp", stream="err")))
 
-    def _write_status(self) -> None:
+    def _write_status(self, *, at_once: bool) -> None:
         with self._changed:
             status = self._status
-        now = time.time()
-        if status is None or (status == self._status_written and now - self._status_written_at < HEARTBEAT_S):
+        now, before = time.time(), self._status_written
+        if status is None:
             return
+        if before is not None and before.state == status.state:
+            due_s = HEARTBEAT_S if status == before else min(HEARTBEAT_S, _STATUS_S_PER_RANK * len(status.ranks))
+            if now - self._status_written_at < due_s and not (at_once and status != before):
+                return
         self._store.put(f"{self._run}/status.json", document(status.stamped(now).as_dict()))
         self._status_written = status
         self._status_written_at = now

@@ -199,6 +199,21 @@ def test_the_status_is_rewritten_as_a_sign_of_life(store, monkeypatch):
         wait_until(lambda: reader.status()["updated_at"] > first + 0.15)
 
 
+def test_the_status_of_many_ranks_is_written_less_often_but_a_new_state_and_a_flush_at_once(store):
+    ranks = tuple(RankStatus(rank, Coordinates(fsdp=rank)) for rank in range(2000))
+    with RunRecorder(store, "r", "a1", interval_s=0.05) as recorder:
+        recorder.status(RunStatus("r", RunState.RUNNING, step=1, ranks=ranks))
+        wait_until(lambda: (RunReader(store, "r").status() or {}).get("step") == 1)
+        recorder.status(RunStatus("r", RunState.RUNNING, step=2, ranks=ranks))
+        recorder.event(Event("committed", "more rounds than one", attempt=1))
+        wait_until(lambda: recorder.durable == 1)
+        assert RunReader(store, "r").status()["step"] == 1
+        assert recorder.flush()
+        assert RunReader(store, "r").status()["step"] == 2
+        recorder.status(RunStatus("r", RunState.STOPPING, step=3, ranks=ranks))
+        wait_until(lambda: RunReader(store, "r").status()["step"] == 3, 2.0)
+
+
 def test_the_status_in_the_store_has_the_keys_of_the_contract(store):
     rank = RankStatus(1, Coordinates(pp=1), "n1", 42, "running")
     status = RunStatus("r", RunState.RUNNING, 3, 9, 1.5, 100.0, 1, 0, "s3://b/r/step-2", {"pp": 2}, (rank,))
