@@ -18,6 +18,7 @@ from raypp.recovery.waiting import Doing, find_culprit, table
 _START_LIMIT_S = 600.0
 _NEWS_DUE_S = 5.0  # ranks tell four times a second; a loaded machine may be late
 _SLOW_STEPS = 10.0
+_SLOW_STORE = 10.0  # a rank may wait so many times as long for the upload before its own
 _OWN_LIMIT = ("finish",)  # waiting for the last upload, which has a time limit of its own
 
 
@@ -80,7 +81,10 @@ class HangWatch:
             return None  # a rank that moves may free the others
         doings = [self._doing(rank, now, rank in silent) for rank in range(len(self._signs))]
         blame = find_culprit(doings, self._rank_of_stage)
-        if self._signs[blame.rank].phase in _OWN_LIMIT and blame.rank not in silent:
+        phase = self._signs[blame.rank].phase.partition(" ")[0]
+        if phase in _OWN_LIMIT and blame.rank not in silent:
+            return None
+        if phase == "save" and self._still_s(blame.rank, now) <= _SLOW_STORE * limit:
             return None
         return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", table(doings))
 

@@ -59,6 +59,14 @@ class ActionClock:
             found[kind, stage] += statistics.median(seconds)
         return dict(found)
 
+    def taken_s(self) -> float:
+        """Seconds of everything timed since the last call; on CUDA waits for it."""
+        self.medians()
+        total = sum(sum(seconds) for seconds in self._seconds.values())
+        self._seconds.clear()
+        self._kept.clear()
+        return total
+
     def kept_bytes(self, stage: int) -> int:
         """Bytes a forward of that stage leaves for its backward, as the allocator saw it; 0 on CPUs: none tells."""
         return int(statistics.median(self._kept[stage])) if self._kept[stage] else 0

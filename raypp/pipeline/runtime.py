@@ -165,6 +165,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.mark = mark
+        self.now = ""
         self.clock: ActionClock | None = None
         self.rank_of_stage = list(rank_of_stage)
         self.load(program)
@@ -229,12 +230,15 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
+            self.now = name
             if self.mark is not None:
                 self.mark(name)
             microbatch = -1 if action.microbatch_index is None else action.microbatch_index
             self._do[action.computation_type](self.planned[action.stage_index], microbatch)
             for key in self._arrivals.get(position, ()):
                 self._sends.pop(key).wait()
+        if self._sends and self.mark is not None:
+            self.mark("sends")
         for work in self._sends.values():
             work.wait()
         self._sends.clear()
@@ -246,12 +250,20 @@ class ProgramRuntime(_PipelineScheduleRuntime):
                 self._reshard(stage, -1)
         return [self._losses[index] for index in sorted(self._losses)]
 
+    def _await(self, key: SendKey) -> None:
+        """Waits for a message, and says so: who stands still is told by these marks."""
+        if self.mark is not None:
+            self.mark(f"{self.now} waits")
+        self._receives.pop(key).wait()
+        if self.mark is not None:
+            self.mark(self.now)
+
     # Compute.
 
     def _forward(self, stage: PlannedStage, microbatch: int) -> None:
         arrived = not stage.is_first and stage.stage_index - 1 not in self.planned
         if arrived:
-            self._receives.pop((_ComputationType.RECV_F, stage.stage_index, microbatch)).wait()
+            self._await((_ComputationType.RECV_F, stage.stage_index, microbatch))
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
         with self._timed("F", stage):
             if arrived:
@@ -273,7 +285,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     def _backward(self, stage: PlannedStage, microbatch: int, kind: Kind) -> None:
         arrived = not stage.is_last and stage.stage_index + 1 not in self.planned
         if arrived:
-            self._receives.pop((_ComputationType.RECV_B, stage.stage_index, microbatch)).wait()
+            self._await((_ComputationType.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
         with self._timed(kind, stage):
             if arrived:

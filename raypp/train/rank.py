@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -14,21 +15,25 @@ from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.data.loader import open_loader
+from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.storage import open_store
+from raypp.storage import ObjectStore, open_store
 from raypp.storage.patience import LONG_S, patience_from_environment
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
+from raypp.train.injection import FaultyReporter, FaultyStore, Injection, injection_for
 from raypp.train.leaving import cut_connections as cut_connections
 from raypp.train.optimizer import build_optimizer
+from raypp.train.pace import Pace, SpikeWatch
 from raypp.train.process_group import joined, pick_device
 from raypp.train.recent import RecentReports
 from raypp.train.reduce import GradientReducer
+from raypp.train.replicas import ReplicaCheck, ReplicasDifferError, has_replicas
 from raypp.train.restore import restore_newest
 from raypp.train.restore_memory import open_memory_tier
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -61,6 +66,9 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
     device = pick_device(seat)
     start = Stopwatch()
+    injection = injection_for(seat, job.train.steps)
+    if injection is not None:
+        reporter = FaultyReporter(reporter, injection)
     reporter.phase("rendezvous")
     with start.part("rendezvous"):
         tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous, reporter.event))
@@ -79,6 +87,8 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     reporter.phase("load")
     with start.part("load"):
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
+        if injection is not None:
+            store = cast(ObjectStore, FaultyStore(store, injection))
         if seat.rank == 0:
             look_after_store(store, job.name, seat, reporter)
         recent = RecentReports()
@@ -102,12 +112,28 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     if seat.rank == 0:
         runner.tell = reporter.event
     runner.saving = lambda: saver.busy
+    _watch_numbers(runner, injection)
     if tier is not None:
         runner.signals = tier.signals
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     return _train(job, seat, reporter, runner, evaluator, saver, tier, recent, restored, start)
+
+
+def _watch_numbers(runner: StepRunner, injection: Injection | None) -> None:
+    """What looks at a rank's numbers and its pace. Collective over the world."""
+    job, seat = runner.job, runner.seat
+    recovery = job.recovery
+    if recovery.straggler_factor and seat.world_size > 1:
+        runner.pace = Pace(job, seat, runner.device)
+    if recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
+        mesh = Mesh.of(job.mesh)
+        labels = [mesh.coordinates(rank).label(mesh.sizes) for rank in range(mesh.world)]
+        runner.replicas = ReplicaCheck(runner.built.modules, runner.reducer.names, labels)
+    if injection is not None:
+        runner.injection = injection
+        injection.watch(runner.built.modules)
 
 
 def _train(
@@ -127,13 +153,14 @@ def _train(
     position = runner.loader.position()
     stopped = False
     every = job.checkpoint.every_steps
+    spikes = SpikeWatch(job.recovery.spike_factor)
     while done < job.train.steps:
         watch = Stopwatch()
         reporter.phase("step", f"{done + 1} read")
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests
         if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
-            _save(saver, runner, recent, done, position)
+            _save(saver, runner, recent, done, position, reporter, tier)
             saved = done
         if wanted.stop:
             stopped = True
@@ -143,6 +170,12 @@ def _train(
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
                 _keep(tier, runner, recent, done, position, read)
         report = runner.run(done + 1, read, watch)
+        usual = spikes.seen(report.loss)
+        if usual is not None and seat.rank == 0:
+            words = (
+                f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times that of the last steps ({usual:.4f})"
+            )
+            reporter.event(Event("loss_spike", words, attempt=seat.attempt, step=done + 1))
         recent.add(report)
         done, position = done + 1, runner.loader.position()
         last = done == job.train.steps
@@ -152,7 +185,7 @@ def _train(
             saver.skip(done)
         elif due:
             with watch.part("save"):
-                _save(saver, runner, recent, done, position)
+                _save(saver, runner, recent, done, position, reporter, tier)
             saved = done
         if seat.rank == 0:
             report.parts_s.update(watch.parts)
@@ -185,7 +218,22 @@ def _keep(
 
 
 def _save(
-    saver: CheckpointSaver, runner: StepRunner, recent: RecentReports, step: int, position: dict[str, object]
+    saver: CheckpointSaver,
+    runner: StepRunner,
+    recent: RecentReports,
+    step: int,
+    position: dict[str, object],
+    reporter: Reporter,
+    tier: MemoryTier | None,
 ) -> None:
+    if runner.replicas is not None:
+        reporter.phase("step", "replicas")
+        try:
+            runner.replicas.run()
+        except ReplicasDifferError:
+            if tier is not None:  # its snapshots hold the same weights: only what was committed before may be trusted
+                tier.close(delete=True)
+            raise
+    reporter.phase("save", f"step {step}")
     extra = {"data_position": position, "recent_steps": recent.document()}
     saver.save(step, runner.built.modules, runner.optimizer, extra)

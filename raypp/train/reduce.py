@@ -26,11 +26,13 @@ class GlobalSums:
         loss: Sum of token losses.
         grad_norm: 2-norm of the undivided gradient sum.
         extra: Sums of what else was given.
+        squares: Squared norm of each parameter's gradient, fp64, in the order of the names.
     """
 
     loss: float
     grad_norm: float
     extra: Tensor
+    squares: Tensor
 
 
 class GradientReducer:
@@ -44,6 +46,7 @@ class GradientReducer:
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
         place = {name: index for index, name in enumerate(names)}
         self._size = len(names)
+        self.names = list(names)
         own = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
         self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64)
         self._parameters = [parameter for _, parameter, _ in own]
@@ -79,7 +82,7 @@ class GradientReducer:
         vector = torch.cat((vector, torch.tensor([loss_sum], dtype=torch.float64), more))
         dist.all_reduce(vector)
         end = self._size
-        return GlobalSums(float(vector[end]), math.sqrt(float(vector[:end].sum())), vector[end + 1 :])
+        return GlobalSums(float(vector[end]), math.sqrt(float(vector[:end].sum())), vector[end + 1 :], vector[:end])
 
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:

@@ -17,9 +17,13 @@ from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest
 from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages
+from raypp.train.injection import Injection
 from raypp.train.lookahead import LookaheadTuner, chosen_event
+from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import learning_rate, set_learning_rate
+from raypp.train.pace import Pace
 from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
+from raypp.train.replicas import ReplicaCheck
 from raypp.train.router_losses import RouterLosses
 
 
@@ -78,6 +82,10 @@ class StepRunner:
         self.lookahead: LookaheadTuner | None = None
         if job.pipeline.lookahead == "auto" and job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(job, seat, groups, built.runtime, device)
+        self.guard = FiniteGuard(job, seat, built.modules, built.runtime, reducer.names)
+        self.pace: Pace | None = None
+        self.injection: Injection | None = None
+        self.replicas: ReplicaCheck | None = None
         # Agreed on once per step: whether this rank's saver is busy, and the memory tier's numbers. Replaced by theirs.
         self.saving: Callable[[], bool] = lambda: False
         self.signals: Callable[[], tuple[int, ...]] = lambda: ()
@@ -88,11 +96,22 @@ class StepRunner:
         """Reads the next rows and agrees on them. Collective over the world."""
         with watch.part("data"):
             microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
-        return self.agree(microbatches, requests, watch)
+        own = self.pace.before_step() if self.pace is not None else ()
+        read = self.agree(microbatches, requests, watch, own)
+        if self.pace is not None:
+            self.pace.agreed(read.plan.signals[len(read.plan.signals) - len(own) :], self.tell)
+        return read
 
-    def agree(self, microbatches: list[tuple[Row, ...]], requests: Requests, watch: Stopwatch) -> ReadStep:
+    def agree(
+        self,
+        microbatches: list[tuple[Row, ...]],
+        requests: Requests,
+        watch: Stopwatch,
+        more: tuple[int, ...] = (),
+    ) -> ReadStep:
         """Agrees with the other ranks on rows that each has read. Collective over the world."""
         rows = [row for microbatch in microbatches for row in microbatch]
+        self._mark("agree")
         with watch.part("negotiate"):
             plan = agree_on_step(
                 self._lengths(microbatches),
@@ -102,7 +121,7 @@ class StepRunner:
                 replica=self.replica,
                 replicas=self.job.mesh.replicas,
                 saving=self.saving(),
-                signals=self.signals(),
+                signals=(*self.signals(), *more),
             )
         return ReadStep(microbatches, plan)
 
@@ -140,6 +159,7 @@ class StepRunner:
         # A function of seed, step and replica: stages that draw random numbers resume without saved state, and the
         # ranks of one replica draw alike.
         torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
+        self._mark("prepare")
         with watch.part("data"):
             batches = self.batches(read)
         if self.lookahead is not None:
@@ -148,25 +168,60 @@ class StepRunner:
             if choice is not None:
                 self.tell(chosen_event(choice, step, self.seat.attempt))
         with watch.part("pipeline"):
-            losses = self.built.runtime.run(
-                self.job.train.micro_batch_size,
-                self.own_lengths(read),
-                [batch.tokens_BT for batch in batches],
-                [batch.stage_arguments() for batch in batches],
-                [batch.labels_BT for batch in batches],
-                step,
-            )
+            losses = self._compute(step, read, batches)
         with watch.part("reduce"):
             loss_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
             if self.built.tied is not None:
+                self._mark("tie")
                 self.built.tied.sum_gradients()
             gradients = self.reducer.gradients()
+            if self.injection is not None:
+                self.injection.gradients(gradients)
+            self._mark("sum")
             sent = torch.tensor([self.built.runtime.sent_bytes], dtype=torch.float64)
             sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
         rate = learning_rate(step, self.job.train)
+        self._mark("update")
         with watch.part("optimizer"):
-            self._update(gradients, sums, read.plan.global_tokens, rate)
+            if self.guard.fine(sums):
+                self._update(gradients, sums, read.plan.global_tokens, rate)
+            else:
+                self.optimizer.zero_grad(set_to_none=True)
+                self.guard.met(step, sums, lambda: self._again(step, read, batches), self.tell)
+                self.optimizer.zero_grad(set_to_none=True)
+        if self.injection is not None:
+            self.injection.updated(self.built.modules)
         return self._report(step, read.plan, sums, rate, watch)
+
+    def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
+        """The step's forwards and backwards."""
+        clock = self.pace.clock if self.pace is not None else None
+        if clock is not None and self.built.runtime.clock is None:
+            self.built.runtime.clock = clock
+        losses = self.built.runtime.run(
+            self.job.train.micro_batch_size,
+            self.own_lengths(read),
+            [batch.tokens_BT for batch in batches],
+            [batch.stage_arguments() for batch in batches],
+            [batch.labels_BT for batch in batches],
+            step,
+        )
+        if self.built.runtime.clock is clock:
+            self.built.runtime.clock = None
+        return losses
+
+    def _again(self, step: int, read: ReadStep, batches: list[StageBatch]) -> None:
+        """Computes a step once more, from the same numbers."""
+        torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
+        self._compute(step, read, batches)
+        if self.built.tied is not None:
+            self.built.tied.sum_gradients()  # which also empties what it gathered
+        self.router_losses.take()
+
+    def _mark(self, what: str) -> None:
+        """Says what this rank does next, in the words of `raypp.recovery.waiting`."""
+        if self.built.runtime.mark is not None:
+            self.built.runtime.mark(what)
 
     def _update(self, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
         if tokens:

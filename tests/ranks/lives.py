@@ -78,7 +78,13 @@ class _Speaker:
             self._step = int(first)
         fate = self._fate
         # "read" is said before the step's agreement, an action of the schedule after it.
-        in_step = name == "step" and rest != "read" and fate is not None and self._step == fate.after + 1
+        in_step = (
+            name == "step"
+            and rest != "read"
+            and detail != "agree"
+            and fate is not None
+            and self._step == fate.after + 1
+        )
         if in_step and fate is not None and self._seat.rank in fate.ranks:
             if fate.memory:
                 self._wait_for_snapshots(fate)

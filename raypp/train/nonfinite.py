@@ -1,0 +1,175 @@
+"""A step whose loss or gradients are NaN or infinite: noticed by all ranks alike, traced to where it began."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypp.errors import RayppError
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.records import Event, Seat
+from raypp.spec.job import Job
+from raypp.train.reduce import GlobalSums
+
+_MOST_IN_A_ROW = 3
+"""Skipped steps, one after the other, that end the run: the weights themselves are hardly well then."""
+_LETTER_BYTES = 512
+_NAMES_TOLD = 3
+
+
+class NonFiniteError(RayppError):
+    """Loss or gradients of a step are not finite; raised on every rank alike. The weights were not touched."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first place with a number that is not finite, as one rank saw it.
+
+    Attributes:
+        what: `output` of a module in a forward, or `gradient` of its output in a backward.
+        action: The schedule's action, such as 1F7.
+    """
+
+    what: str
+    rank: int
+    label: str
+    stage: int
+    microbatch: int
+    module: str
+    action: str
+
+
+class FiniteGuard:
+    """Decides what follows a step that is not finite.
+
+    Args:
+        job: The job; `recovery.on_nonfinite` decides.
+        seat: This rank's.
+        stages: Its stages.
+        runtime: That runs them.
+        names: Of all parameters of the model, in the order of `GlobalSums.squares`.
+        tell: Hears events; on one rank.
+    """
+
+    def __init__(
+        self, job: Job, seat: Seat, stages: Sequence[nn.Module], runtime: ProgramRuntime, names: Sequence[str]
+    ) -> None:
+        self._job, self._seat, self._stages, self._runtime, self._names = job, seat, stages, runtime, names
+        self._in_a_row = 0
+
+    def fine(self, sums: GlobalSums) -> bool:
+        """Whether a step's sums are finite; the same on all ranks. Forgets skipped steps when they are."""
+        if math.isfinite(sums.loss) and math.isfinite(sums.grad_norm):
+            self._in_a_row = 0
+            return True
+        return False
+
+    def met(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        """A step is not finite: returns when it is to be skipped. Collective over the world.
+
+        Args:
+            again: Computes the step's forwards and backwards once more, from the same numbers.
+            tell: Hears of the skipped step; on one rank.
+
+        Raises:
+            NonFiniteError: By `recovery.on_nonfinite`, or because too many steps in a row were skipped.
+        """
+        self._in_a_row += 1
+        words = f"step {step}: {self._what(sums)}; {self._origin_in_words(again)}"
+        policy = self._job.recovery.on_nonfinite
+        if policy != "skip":
+            raise NonFiniteError(f"{words} (recovery.on_nonfinite: {policy})")
+        if self._in_a_row >= _MOST_IN_A_ROW:
+            raise NonFiniteError(f"{words}; {self._in_a_row} steps in a row were not finite, so skipping does not help")
+        told = f"{words}; the weights stay as they were"
+        tell(Event("step_skipped", told, attempt=self._seat.attempt, step=step))
+
+    def _what(self, sums: GlobalSums) -> str:
+        found = []
+        if not math.isfinite(sums.loss):
+            found.append(f"the loss is {sums.loss}")
+        broken = [
+            name for name, square in zip(self._names, sums.squares.tolist(), strict=True) if not math.isfinite(square)
+        ]
+        if broken:
+            shown = ", ".join(broken[:_NAMES_TOLD])
+            more = f" and {len(broken) - _NAMES_TOLD} more" if len(broken) > _NAMES_TOLD else ""
+            found.append(f"the gradients of {shown}{more} are not finite")
+        return " and ".join(found) or "the gradient norm is not finite"
+
+    def _origin_in_words(self, again: Callable[[], None]) -> str:
+        if self._job.train.compile:
+            return "where it began cannot be seen in compiled blocks (train.compile)"
+        with _watched(self._stages, self._runtime, self._seat) as seen:
+            again()
+        origin = first_of(_gathered(seen[0] if seen else None))
+        if origin is None:
+            return "it did not come again when the step was computed once more: an error of a device, memory or link"
+        return (
+            f"first in the {origin.what} of {origin.module or 'the stage'}, microbatch {origin.microbatch} of stage "
+            f"{origin.stage} on rank {origin.rank} ({origin.label})"
+        )
+
+
+def first_of(found: Sequence[Origin]) -> Origin | None:
+    """The origin among what every rank saw first: of forwards the earliest stage, else of backwards the latest."""
+    forwards = [origin for origin in found if origin.what == "output"]
+    if forwards:
+        return min(forwards, key=lambda origin: (origin.stage, origin.microbatch, origin.rank))
+    return max(found, key=lambda origin: (origin.stage, -origin.microbatch, -origin.rank), default=None)
+
+
+@contextmanager
+def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -> Iterator[list[Origin]]:
+    """Looks at what every module of the stages puts out, and at the gradients that come back to it."""
+    seen: list[Origin] = []
+
+    def note(what: str, name: str) -> None:
+        action = runtime.now
+        kind = next((letter for letter in "FBIW" if letter in action), "F")
+        stage, _, microbatch = action.partition(kind)
+        if not seen and stage.isdigit() and microbatch.isdigit():
+            seen.append(Origin(what, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
+
+    def back(name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: None if _finite(gradient) else note("gradient", name)
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for tensor in (output,) if isinstance(output, Tensor) else ():
+                if "F" in runtime.now and not _finite(tensor):
+                    note("output", name)
+                if tensor.requires_grad:
+                    tensor.register_hook(back(name))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    with ExitStack() as stack:
+        for module in stages:
+            for name, inner in module.named_modules():
+                handle = inner.register_forward_hook(look(name))
+                stack.callback(handle.remove)
+        yield seen
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _gathered(own: Origin | None) -> list[Origin]:
+    """What every rank saw, as JSON in letters of one length: nothing that a peer sends is unpickled."""
+    text = json.dumps(asdict(own)).encode() if own is not None else b""
+    letter = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
+    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else letter[:0]
+    letters = [torch.empty_like(letter) for _ in range(dist.get_world_size())]
+    dist.all_gather(letters, letter)
+    texts = (bytes(one.tolist()).rstrip(b"\0") for one in letters)
+    return [Origin(**json.loads(text)) for text in texts if text]

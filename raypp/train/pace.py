@@ -1,0 +1,142 @@
+"""Ranks that compute slower than their peers, and losses that jump: told by events, nothing is done about them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raypp.mesh.geometry import Mesh
+from raypp.pipeline.clock import ActionClock
+from raypp.planning.plan import layer_cut, stage_program
+from raypp.planning.weights import end_weights
+from raypp.records import Event, Seat
+from raypp.spec.job import Job
+
+_EVERY = 5
+"""Steps between two that are timed."""
+_IN_A_ROW = 3
+_LAST_LOSSES = 20
+_FEWEST_LOSSES = 5
+
+
+@dataclass
+class StragglerWatch:
+    """Compares the seconds that ranks compute in a step.
+
+    Ranks of one pipeline stage do the same work and are compared with each other. A rank alone in its stage is compared
+    with the other stages, each measured by what the cut gave it.
+
+    Args:
+        pp_of_rank: Pipeline rank of every rank.
+        work: What the cut gave each pipeline rank, in layers.
+        factor: recovery.straggler_factor.
+    """
+
+    pp_of_rank: Sequence[int]
+    work: Sequence[float]
+    factor: float
+    _slow: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _told: set[int] = field(default_factory=set)
+
+    def seen(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
+        """A step's seconds of every rank; returns ranks that stay slow and how many times as slow, each once."""
+        found = []
+        for rank, ratio in enumerate(self._ratios(seconds)):
+            self._slow[rank] = self._slow[rank] + 1 if ratio > self.factor else 0
+            if self._slow[rank] >= _IN_A_ROW and rank not in self._told:
+                self._told.add(rank)
+                found.append((rank, ratio))
+        return found
+
+    def _ratios(self, seconds: Sequence[float]) -> list[float]:
+        per_layer = [one / self.work[pp] for one, pp in zip(seconds, self.pp_of_rank, strict=True)]
+        ratios = []
+        for rank, pp in enumerate(self.pp_of_rank):
+            peers = [other for other, at in enumerate(self.pp_of_rank) if at == pp and other != rank]
+            peers = peers or [other for other in range(len(seconds)) if other != rank]
+            usual = statistics.median(per_layer[other] for other in peers) if peers else 0.0
+            ratios.append(per_layer[rank] / usual if usual > 0 else 0.0)
+        return ratios
+
+
+@dataclass
+class SpikeWatch:
+    """Looks for a loss far above the last ones.
+
+    Args:
+        factor: recovery.spike_factor; None: never tells.
+    """
+
+    factor: float | None
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_LOSSES))
+
+    def seen(self, loss: float) -> float | None:
+        """A step's loss; the usual one, when this is more than `factor` times that."""
+        usual = statistics.median(self._last) if len(self._last) >= _FEWEST_LOSSES else None
+        spiked = self.factor is not None and usual is not None and loss > self.factor * usual > 0
+        if loss == loss:  # no NaN becomes usual
+            self._last.append(loss)
+        return usual if spiked else None
+
+
+class Pace:
+    """Times every fifth step's compute on every rank, and tells of stragglers.
+
+    The seconds travel with the collective that starts the next step, each rank's in a place of its own.
+
+    Args:
+        job: The job, of more than one rank.
+        seat: This rank's.
+        device: Where it computes.
+    """
+
+    def __init__(self, job: Job, seat: Seat, device: torch.device) -> None:
+        self._seat = seat
+        mesh = Mesh.of(job.mesh)
+        places = [mesh.coordinates(rank) for rank in range(mesh.world)]
+        self._labels = [place.label(mesh.sizes) for place in places]
+        factor = job.recovery.straggler_factor
+        self._watch = StragglerWatch([place.pp for place in places], work_of(job), factor)
+        self._factor = factor
+        self._clock = ActionClock(device)
+        self._steps = 0
+
+    @property
+    def clock(self) -> ActionClock | None:
+        """For the step that begins; None when it is not timed."""
+        return self._clock if self._steps % _EVERY == 0 else None
+
+    def before_step(self) -> tuple[int, ...]:
+        """What this rank adds to the next agreement: microseconds in its own place, after a timed step."""
+        own = [0] * len(self._labels) if self._steps and self._steps % _EVERY == 0 else []
+        if own:
+            own[self._seat.rank] = int(self._clock.taken_s() * 1e6)
+        self._steps += 1
+        return tuple(own)
+
+    def agreed(self, everyone: Sequence[int], tell: Callable[[Event], None]) -> None:
+        """All ranks' microseconds; empty when the last step was not timed."""
+        # A step that another clock timed has zeros.
+        if not everyone or not all(everyone):
+            return
+        for rank, ratio in self._watch.seen([one / 1e6 for one in everyone]):
+            words = (
+                f"{self._labels[rank]} (rank {rank}) computes {ratio:.1f} times as long as its peers, in "
+                f"{_IN_A_ROW} timed steps in a row (recovery.straggler_factor: {self._factor:g})"
+            )
+            details = {"rank": rank, "factor": round(ratio, 2)}
+            tell(Event("straggler", words, attempt=self._seat.attempt, rank=rank, details=details))
+
+
+def work_of(job: Job) -> list[float]:
+    """What the cut gave each pipeline rank, in layers; the two ends count as in the cut."""
+    placement, _ = stage_program(job)
+    cut = [float(layers) for layers in layer_cut(job)]
+    first, last = end_weights(job)
+    cut[0] += first
+    cut[-1] += last
+    return [sum(cut[stage] for stage in stages) for stages in placement]

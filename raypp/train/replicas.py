@@ -1,0 +1,144 @@
+"""Weights that several ranks hold must be the same bits. A checksum that travels before each save tells when not."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from raypp.errors import RayppError
+from raypp.parallel.shard import local_part
+
+_NONE = -(2**62)
+_NAMES_TOLD = 3
+_MASK = 2**61 - 1
+_PIECE = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicasDifferError(RayppError):
+    """Ranks that hold the same weights hold different bits; raised on every rank alike."""
+
+
+class ReplicaCheck:
+    """Compares what should be equal: parameters along dp_replicate, and both ends of a tied embedding.
+
+    Args:
+        stages: This rank's stages.
+        names: Of all parameters of the model, in an order that all ranks share.
+        labels: Of every rank.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
+        place = {name: index for index, name in enumerate(names)}
+        self._names, self._labels = list(names), list(labels)
+        own = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
+        self._own = [(place[name], *shard_of(parameter), parameter) for name, parameter in own]
+        shards = max((count for _, _, count, _ in self._own), default=1)
+        self._shards = int(_most(shards))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Collective over the world, between two steps.
+
+        Raises:
+            ReplicasDifferError: Says which parameters differ between which ranks.
+        """
+        slots = len(self._names) * self._shards
+        sums: dict[int, list[int]] = defaultdict(list)
+        for index, shard, _, parameter in self._own:
+            sums[index * self._shards + shard].append(checksum(local_part(parameter)))
+        vector = torch.full((2 * slots,), _NONE, dtype=torch.int64)
+        for slot, values in sums.items():
+            vector[slot], vector[slots + slot] = max(values), -min(values)
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+        high, low = vector[:slots], -vector[slots:]
+        differing = torch.nonzero((high != low) & (high != _NONE)).flatten().tolist()
+        if differing:
+            self._raise(differing, sums)
+
+    def _raise(self, differing: Sequence[int], sums: Mapping[int, Sequence[int]]) -> None:
+        """Everybody tells its checksums of what differs; the ranks that most others disagree with are named."""
+        own = torch.full((len(differing),), _NONE, dtype=torch.int64)
+        for position, slot in enumerate(differing):
+            if slot in sums:
+                own[position] = sums[slot][0]
+        everyone = [torch.empty_like(own) for _ in self._labels]
+        dist.all_gather(everyone, own)
+        table = [
+            {rank: int(sent[i]) for rank, sent in enumerate(everyone) if int(sent[i]) != _NONE}
+            for i in range(len(differing))
+        ]
+        names = list(dict.fromkeys(self._names[slot // self._shards] for slot in differing))
+        raise ReplicasDifferError(difference_in_words(names, table, self._labels))
+
+
+def difference_in_words(names: Sequence[str], table: Sequence[Mapping[int, int]], labels: Sequence[str]) -> str:
+    """Which ranks stand alone.
+
+    Args:
+        names: Parameters that differ.
+        table: For each difference, the checksum of each rank that holds the weights.
+    """
+    odd: set[int] = set()
+    undecided: set[int] = set()
+    for held in table:
+        counts = Counter(held.values()).most_common()
+        if len(counts) > 1 and counts[0][1] > counts[1][1]:
+            odd |= {rank for rank, value in held.items() if value != counts[0][0]}
+        else:
+            undecided |= held.keys()
+
+    def told(ranks: set[int]) -> str:
+        return ", ".join(f"rank {rank} ({labels[rank]})" for rank in sorted(ranks)[:8])
+
+    shown = ", ".join(names[:_NAMES_TOLD])
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    who = []
+    if odd:
+        who.append(f"{told(odd)} differs from most others")
+    if undecided:
+        who.append(f"{told(undecided)} differ, and nobody can tell which is right")
+    return f"weights that must be the same bits are not: {shown}{more}; {'; '.join(who)}"
+
+
+def checksum(tensor: Tensor) -> int:
+    """A sum over the bits, each word weighed by its place, below 2**61. One pass over the memory, in pieces."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE].to(torch.int64)
+        weights = torch.arange(1, piece.numel() + 1, device=words.device, dtype=torch.int64).bitwise_and_(0xFFFF)
+        total = total * 31 + (piece * (2 * weights + 1)).sum()  # wraps around, the same on every rank
+    return int(total) & _MASK
+
+
+def shard_of(parameter: Tensor) -> tuple[int, int]:
+    """Which shard of a parameter this rank holds, and of how many; replicated axes do not count."""
+    if not isinstance(parameter, DTensor):
+        return 0, 1
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None
+    shard, count = 0, 1
+    for index, size, layout in zip(place, parameter.device_mesh.shape, parameter.placements, strict=True):
+        if isinstance(layout, Shard):
+            shard, count = shard * size + index, count * size
+    return shard, count
+
+
+def _most(number: int) -> int:
+    """The largest over all ranks. Collective over the world."""
+    tensor = torch.tensor([number])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def has_replicas(dp_replicate: int, pp: int, tied: bool) -> bool:
+    """Whether any weights are held twice at all."""
+    return dp_replicate > 1 or (tied and pp > 1)
