@@ -77,6 +77,9 @@ def joined(
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
     if reports := check_links(seat, chosen, attempt_store):
         tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
+    # The first group's name, which is in its keys, is a count that a join which failed half-way leaves raised: this
+    # process would wait for the others under a name that those who are new do not use.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend,
         store=attempt_store,
