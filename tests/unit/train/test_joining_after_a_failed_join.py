@@ -1,0 +1,27 @@
+"""A process whose join failed half-way, because a peer died, meets fresh processes in the next attempt."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from raypp.records import Coordinates, Seat
+from raypp.train.process_group import connect, joined
+
+
+def test_a_join_that_failed_leaves_no_trace_in_the_name_of_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "lo")
+    store = connect("127.0.0.1", 0, 1, serve=True, timeout_s=5.0)
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(milliseconds=200))
+    seat = Seat(
+        run="r", attempt=2, rank=0, world_size=1, coordinates=Coordinates(), mesh_sizes=Coordinates(1, 1, 1, 1), local_rank=0,
+        node_rank=0, node="127.0.0.1", master_addr="127.0.0.1", master_port=store.port, interface="lo",
+        device="cpu", device_index=0,
+    )  # fmt: skip
+    with joined(seat, 5.0, store):
+        name = dist.distributed_c10d._get_default_group().group_name
+    assert name == "0", "new processes call it 0; who calls it otherwise waits for them in vain"
