@@ -17,7 +17,7 @@ def check_run(run: str) -> str:
     Raises:
         JobError: It is not of the form a-z, 0-9 and -, at most 40.
     """
-    if not re.match(RUN_NAME, run):
+    if not re.fullmatch(RUN_NAME, run):
         raise JobError(Problem("name", f"{run!r} is not the name of a run", "a-z, 0-9 and -, at most 40, not - first"))
     return run
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from raypp.checkpoint.layout import check_run, spec_key, spec_number
 from raypp.errors import CheckpointError, Problem
+from raypp.spec.secret import without_secrets
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 
 def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Begins a run: creates `NAME/spec.json`.
+    """Begins a run: creates `NAME/spec.json`, without the secrets of `resources.env`.
 
     Returns:
         The key written.
@@ -22,7 +23,7 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
     """
     key = spec_key(check_run(run))
     try:
-        store.put(key, _encoded(job_doc), if_absent=True)
+        store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
     except AlreadyExists:
         raise AlreadyExists(
             Problem(
@@ -44,7 +45,7 @@ def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
     while True:
         key = spec_key(run, number)
         try:
-            store.put(key, _encoded(job_doc), if_absent=True)
+            store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
             return key
         except AlreadyExists:
             number += 1

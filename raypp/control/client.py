@@ -22,6 +22,7 @@ from raypp.control.private import PROFILE, SECRETS, SETTINGS, collect
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.secret import secrets_of, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +114,9 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
     settings = collect(SETTINGS, dict(os.environ))
     if cluster.embedded is not None:
         settings |= collect(PROFILE, dict(os.environ))
-    request = RunRequest(job.name, job_document(job), submission_id, {}, rank_function)
-    name, content = build_package(request, collect_secrets(here=cluster.embedded is not None))
+    request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function)
+    private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
+    name, content = build_package(request, private)
     environment = {
         **settings,
         "PYTHONUNBUFFERED": "1",
@@ -192,7 +194,7 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
     name, content = build_package(None, {})
     submission_id = dashboard.submit_job(
         {
-            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {command} {run}",
+            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {shlex.quote(command)} {shlex.quote(run)}",
             "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
             "metadata": {"raypp_command": f"{command} {run}"},
         }

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import raypp
+from raypp.control.private import scrubbed
 from raypp.errors import DataError, JobError, RayppError, UnreachableError
 from raypp.records import RankFailure, Seat
 from raypp.storage import StoreError
@@ -35,9 +36,9 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
         node=seat.node,
         pid=os.getpid(),
         kind=kind,
-        cause=cause.strip()[:_LONGEST_CAUSE],
+        cause=scrubbed(cause.strip()[:_LONGEST_CAUSE]),
         step=step,
-        details="".join(traceback.format_exception(error))[-_LONGEST_DETAILS:],
+        details=scrubbed("".join(traceback.format_exception(error))[-_LONGEST_DETAILS:]),
     )
 
 

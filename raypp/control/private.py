@@ -38,6 +38,10 @@ SETTINGS = (
 PROFILE = ("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE")
 """Variables that name files of the submitter's machine; they are passed on where the ranks run on that machine."""
 
+_SHORTEST = 6
+"""Characters of a value that is looked for in texts; shorter ones are in too many words."""
+_values: set[str] = set()
+
 
 def load_private_environment(directory: Path | None = None) -> None:
     """Puts the file's variables into this process' environment, when the package of its job holds one.
@@ -51,7 +55,17 @@ def load_private_environment(directory: Path | None = None) -> None:
         return
     with contextlib.suppress(OSError):
         path.chmod(0o600)
-    os.environ.update({str(key): str(value) for key, value in json.loads(text).items()})
+    values = {str(key): str(value) for key, value in json.loads(text).items()}
+    os.environ.update(values)
+    _values.update(value for value in values.values() if len(value) >= _SHORTEST)
+
+
+def scrubbed(text: str) -> str:
+    """A text that is about to be written down, without the values of the private file."""
+    for value in _values:
+        if value in text:
+            text = text.replace(value, "***")
+    return text
 
 
 def collect(names: tuple[str, ...], source: dict[str, str]) -> dict[str, str]:

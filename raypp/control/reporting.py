@@ -14,6 +14,7 @@ import ray
 
 from raypp.control.messages import Answer, Batch
 from raypp.control.outbox import Outbox
+from raypp.control.private import scrubbed
 from raypp.control.traces import inside
 from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
@@ -186,7 +187,7 @@ class LogTail:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        texts = (line.decode(errors="replace") for line in lines)
+        texts = (scrubbed(line.decode(errors="replace")) for line in lines)
         return [
             LogLine(text, seat.rank, seat.label, seat.attempt, self._stream)
             for text in texts

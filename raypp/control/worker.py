@@ -32,6 +32,7 @@ from raypp.errors import UnreachableError
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.evidence import Remains
 from raypp.spec.job import Job
+from raypp.spec.secret import HIDDEN
 
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 
@@ -82,7 +83,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
-        os.environ.update(environment)
+        os.environ.update({name: value for name, value in environment.items() if value != HIDDEN})
         traces.prepare()
         self._hear_of_the_end()
         self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan)

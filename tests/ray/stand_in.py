@@ -7,6 +7,8 @@ also put down in `taken`, one line each: whoever repeats one shows.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import time
 from pathlib import Path
@@ -109,6 +111,13 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
         raise DataError("the data is all wrong")
     if kind == "exit":
         os._exit(7)
+    if kind == "say":
+        print("my key is", os.environ["WANDB_API_KEY"], flush=True)
+        raise RuntimeError(f"refused: {os.environ['WANDB_API_KEY']}")
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/full")
 
 
 def _write(path: Path, step: int) -> None:

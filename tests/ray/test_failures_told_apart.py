@@ -1,0 +1,80 @@
+"""Under a real Ray: what killed a rank is named, a notice to go is heeded, and no secret is written down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.ray.conftest import StartRun, Started
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+def _failure(run: Started) -> tuple[str, str, str]:
+    event = next(event for event in run.reader.events() if event.kind == "rank_failed")
+    return event.details["kind"], event.details["cause"], event.details["evidence"]
+
+
+def test_a_segfault_is_named_with_its_signal_and_the_run_goes_on(start_run: StartRun) -> None:
+    run = start_run("segfault", steps=20, fault="segfault:1:7:1")
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    kind, cause, evidence = _failure(run)
+    assert kind == "segfault" and "SIGSEGV" in cause, (cause, evidence)
+    assert "string_at" in evidence
+
+
+def test_a_full_disk_is_named_with_its_place(start_run: StartRun) -> None:
+    run = start_run("full", steps=20, fault="full:1:7:1")
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    kind, cause, _ = _failure(run)
+    assert kind == "disk_full" and "/mnt/full is full" in cause
+
+
+def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failure(start_run: StartRun) -> None:
+    run = start_run("notice", steps=200, every=0, recovery={"max_restarts": 0})
+    run.wait_step(5)
+    os.kill(run.pids()[2], signal.SIGTERM)
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1), run.reader.status()
+    told = run.kinds()
+    assert "preemption_notice" in told and told.index("preemption_notice") < told.index("committed")
+    kind, cause, _ = _failure(run)
+    assert kind == "preempted" and "after a save at step" in cause
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 201))
+
+
+def test_the_cluster_takes_no_job_without_its_token(start_run: StartRun) -> None:
+    run = start_run("token", steps=2)
+    run.wait_end()
+    for path, body in (("/api/jobs/", b'{"entrypoint": "id"}'), ("/api/jobs/", None), ("/api/v0/actors", None)):
+        for token in ("", "Bearer wrong"):
+            headers = {"Authorization": token} if token else {}
+            request = urllib.request.Request(run.cluster.address + path, data=body, headers=headers)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=30)
+            assert refused.value.code in (401, 403)
+
+
+def test_no_secret_of_the_environment_is_in_anything_a_run_writes(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aws-value-of-mine")
+    place = tmp_path / "secrets"
+    secret = {"STAND_IN_DIR": str(place), "WANDB_API_KEY": "wandb-value-of-mine", "STAND_IN_FAULT": "say:1:7:1"}
+    run = start_run("secrets", steps=20, resources={"env": secret, "cpus_per_rank": 1})
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    seen = (place / "environment-1").read_text()
+    assert "WANDB_API_KEY=wandb-value-of-mine" in seen and "AWS_SECRET_ACCESS_KEY=aws-value-of-mine" in seen
+    run.wait(lambda: any("***" in line.text for line in run.reader.logs()), "the scrubbed line of the log")
+    assert "***" in _failure(run)[1]
+    written = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert written and not any(b"value-of-mine" in path.read_bytes() for path in written)
+    dashboard = run.cluster.dashboard
+    for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/workers?detail=1", "/api/v0/runtime_envs?detail=1"):
+        assert b"value-of-mine" not in dashboard.request("GET", path)
+    assert "value-of-mine" not in dashboard.job_logs(run.submission_id)

@@ -1,0 +1,182 @@
+"""What raypp never does with what others give it, and what it never writes down."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import shlex
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import raypp
+from raypp.checkpoint.layout import check_run
+from raypp.checkpoint.runs import add_spec, read_spec, write_spec
+from raypp.control import private
+from raypp.control.home import write_private
+from raypp.control.package import build_package
+from raypp.errors import JobError, RayppError
+from raypp.spec.document import read_document
+from raypp.spec.load import job_document, parse_job
+from raypp.spec.overrides import apply_overrides
+from raypp.spec.secret import HIDDEN, is_secret, secrets_of, without_secrets
+from raypp.storage import open_store
+from raypp.storage.directory import DirectoryStore
+
+_ROOT = Path(raypp.__file__).parent
+_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
+# Torch's collectives of objects pickle what they carry.
+_CALLS = {
+    "eval", "exec", "compile", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load", "yaml.load_all",
+    "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle", "dist.all_gather_object", "dist.broadcast_object_list",
+    "dist.gather_object", "dist.scatter_object_list", "dist.send_object_list", "dist.recv_object_list",
+}  # fmt: skip
+
+
+def _offences(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        place = f"{path.relative_to(_ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + ([node.module] if isinstance(node, ast.ImportFrom) else [])
+            yield from (f"{place} imports {name}" for name in names if name and name.split(".")[0] in _MODULES)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if name in _CALLS:
+                yield f"{place} calls {name}"
+            if given.get("shell", "False") != "False":
+                yield f"{place} gives a command to a shell"
+            if name in ("np.load", "numpy.load") and given.get("allow_pickle", "False") != "False":
+                yield f"{place} lets numpy unpickle"
+
+
+def test_nothing_from_a_bucket_or_a_peer_is_unpickled_and_no_shell_sees_a_name() -> None:
+    assert [offence for path in sorted(_ROOT.rglob("*.py")) for offence in _offences(path)] == []
+
+
+def test_the_search_for_offences_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_ROOT", tmp_path)
+    path = tmp_path / "bad.py"
+    lines = ("import pickle", "torch.load(x)", "run(c, shell=True)", "np.load(f, allow_pickle=True)", "eval('1')")
+    path.write_text("\n".join(lines))
+    assert len(list(_offences(path))) == 5
+
+
+# Names ----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.one_of(st.text(max_size=50), st.from_regex(r"[a-z0-9-]{0,45}")))
+@example("fine\n")
+@example("../up")
+@example("a;id")
+@example("$(id)")
+def test_a_run_name_that_is_accepted_is_safe_in_a_path_a_key_and_a_command(name: str) -> None:
+    try:
+        check_run(name)
+    except RayppError:
+        with pytest.raises(JobError):
+            parse_job({"name": name})
+        return
+    assert parse_job({"name": name}).name == name
+    assert shlex.quote(name) == name and name == Path(name).name and name not in ("", ".", "..")
+    assert shlex.split(f"driver stop {name}")[-1] == name
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(min_size=1, max_size=30))
+@example("../../etc/passwd")
+@example("a/../../b")
+@example("/etc/passwd")
+@example("a\x00b")
+def test_no_key_leads_out_of_a_directory_store(key: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        inner = Path(folder) / "store"
+        store = DirectoryStore(inner)
+        with contextlib.suppress(RayppError, ValueError, UnicodeError, OSError):
+            store.put(key, b"x")
+        assert [path.name for path in Path(folder).iterdir()] in ([], ["store"])
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+@example("s3://bucket/../other")
+@example("s3://user:password@bucket/x")
+@example("file:///etc")
+def test_a_store_url_is_a_store_or_an_error_for_people(url: str) -> None:
+    if "://" not in url:  # a directory of any name is the user's own choice
+        return
+    try:
+        open_store(url)
+    except RayppError as error:
+        assert error.problems
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+@example("a.b=!!python/object/apply:os.system ['id']")
+@example("name=$(id)")
+@example("train.steps=__import__('os')")
+def test_a_setting_is_data_or_an_error_for_people(setting: str) -> None:
+    document = read_document("name: fine\n", "job.yaml")
+    apply_overrides(document, [setting])
+    json.dumps(document.value, default=str)
+    assert all(problem.what for problem in document.problems)
+
+
+# Secrets --------------------------------------------------------------------------------------------
+
+SECRETS = {
+    "WANDB_API_KEY": "value-of-wandb", "DB_PASSWORD": "value-of-db", "MY_TOKEN": "value-of-token",
+    "https_proxy": "http://me:value-of-proxy@proxy:3128", "SIGNING_KEY": "value-of-signing",
+}  # fmt: skip
+PLAIN = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "MONKEY": "banana", "http_proxy": "http://proxy:3128"}
+
+
+def test_secrets_are_told_from_settings() -> None:
+    assert all(is_secret(*item) for item in SECRETS.items())
+    assert not any(is_secret(*item) for item in PLAIN.items())
+
+
+def test_no_spec_and_no_request_has_the_secrets_of_the_environment(tmp_path: Path) -> None:
+    job = parse_job({"name": "run", "resources": {"env": SECRETS | PLAIN}})
+    assert secrets_of(job) == SECRETS
+    store = open_store(str(tmp_path / "store"))
+    write_spec(store, "run", job_document(job))
+    add_spec(store, "run", job_document(job))
+    written = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
+    assert b"value-of" not in written and b"eth0" in written
+    again = parse_job(read_spec(store, "run"))
+    assert again.resources.env == PLAIN | dict.fromkeys(SECRETS, HIDDEN)
+    assert without_secrets(job_document(again)) == job_document(again)
+
+
+def test_what_is_in_the_private_file_is_scrubbed_from_texts_and_readable_by_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / private.FILE
+    path.write_text(json.dumps({"SOME_SECRET": "value-of-something"}))
+    monkeypatch.setenv("SOME_SECRET", "")
+    monkeypatch.setattr(private, "_values", set())
+    private.load_private_environment(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert private.scrubbed("GET https://value-of-something@host") == "GET https://***@host"
+    write_private(tmp_path / "home" / "token", "x")
+    assert stat.S_IMODE((tmp_path / "home" / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
+
+
+def test_the_package_marks_the_private_file_as_private() -> None:
+    import io
+    import zipfile
+
+    _, content = build_package(None, {"SOME_SECRET": "x"})
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.getinfo(private.FILE).external_attr >> 16 == 0o600
