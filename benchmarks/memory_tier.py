@@ -23,7 +23,8 @@ from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
 from raypp.checkpoint.memory_load import PreparedLoad
 from raypp.checkpoint.memory_slot import Slot
-from raypp.checkpoint.memory_tier import MemoryTier, RunLife
+from raypp.checkpoint.memory_stock import RunLife
+from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.records import Coordinates, Event, Requests, Seat

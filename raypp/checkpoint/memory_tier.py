@@ -9,81 +9,32 @@ partners. So at every moment there is a step that all ranks could go on from.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
-from raypp.checkpoint.memory_files import (
-    SlotName,
-    keeper,
-    list_slots,
-    memory_directory,
-    remove,
-    remove_dead,
-    room,
-)
+from raypp.checkpoint.memory_costs import Costs
+from raypp.checkpoint.memory_files import SlotName
 from raypp.checkpoint.memory_partner import CopyReceiver, CopySender, own_address, partner_of
-from raypp.checkpoint.memory_slot import Slot, encode_layout, encode_tail
-from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
+from raypp.checkpoint.memory_slot import Slot
+from raypp.checkpoint.memory_stock import COPIES, MemoryStock, RunLife
+from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
-from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import DataError, JobError
 from raypp.records import Event, Reporter, Seat
 
 log = logging.getLogger(__name__)
 
-_SHARE = 0.02
-"""Of a step's time that snapshots may cost when checkpoint.memory_every_steps is auto."""
-_MARGIN = 0.8
-"""Of the memory there is that the tier may take."""
-_ALONE, _WITH_PARTNER, _COPIES = 2, 4, 2
-"""Files of a rank: without a partner; with one (two more wait for the link); of each rank it is the partner of."""
+_ALONE, _WITH_PARTNER = 2, 4
+"""Files of a rank: without a partner; with one (two more wait for the link)."""
 _NO_COPIES, _OFF = 1, 2
 _CLOSE_S = 10.0
-
-
-@dataclass(frozen=True)
-class RunLife:
-    """What a snapshot must have been taken in to be of use.
-
-    Attributes:
-        run: The run's name.
-        life: 12 hex digits of where the run lives and when it began.
-        job: Hex digits of model, data, mesh, pipeline and train.
-        secret: Of this attempt; never written anywhere.
-    """
-
-    run: str
-    life: str
-    job: str
-    secret: bytes = b""
-
-
-@dataclass
-class Costs:
-    """What a snapshot costs and a step takes, in seconds, from the last few."""
-
-    snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    last: Snapshot | None = None
-    last_s: float = 0.0
-    begun: float | None = None
-
-    def every(self) -> int:
-        """How many steps apart snapshots cost at most `_SHARE` of the time."""
-        if len(self.snapshots) < 2 or len(self.steps) < 2:
-            return 1
-        return max(1, math.ceil(median(self.snapshots) / (_SHARE * median(self.steps))))
 
 
 class MemoryTier:
@@ -100,16 +51,13 @@ class MemoryTier:
     """
 
     def __init__(self, life: RunLife, seat: Seat, every: int | Literal["auto"], reporter: Reporter) -> None:
-        self.life, self.seat, self.directory = life, seat, memory_directory()
+        self.life, self.seat = life, seat
+        self._stock = MemoryStock(life, seat)
+        self.directory = self._stock.directory
         self.trouble = 0
         self.committed = -1
         """The newest commit this rank knows of; a snapshot is refused when the store has gone back behind its own."""
         self._every, self._reporter = every, reporter
-        self._slots: list[Slot] = []
-        self._numbers: dict[Slot, int] = {}
-        self._copies: dict[int, list[Slot]] = {}
-        self._buffers: dict[Slot, SnapshotBuffer] = {}
-        self._layouts: dict[Slot, tuple[list[TensorEntry], str]] = {}
         self._known: tuple[list[Any], list[Slice]] | None = None
         self._optimizer: Any = None
         self._nodes: list[int] = [0] * seat.world_size
@@ -118,13 +66,11 @@ class MemoryTier:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="raypp-seal", daemon=True)
         self._started = self._asked = self._ready = self._told = False
-        self._keeper = keeper()
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
         self._superseded = False
         self._costs = Costs()
         self._hook: Any = None
-        remove_dead(self.directory)
 
     # Starting ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +78,7 @@ class MemoryTier:
         """Opens the way for other nodes' copies; where they reach it. None when they cannot."""
         try:
             address = own_address(self.seat.node, self.seat.master_addr)
-            self._receiver = CopyReceiver(address, self.life.secret, self._place_copy)
+            self._receiver = CopyReceiver(address, self.life.secret, self._stock.place_copy)
         except OSError as error:
             log.warning("no copies of other nodes' snapshots can be taken: %s", error)
             return None
@@ -160,7 +106,7 @@ class MemoryTier:
         self.committed = committed
         self._started, self._nodes, self._begun_at, self._taken = True, list(nodes), step, step
         if restored is not None:
-            self._add(restored)
+            self._stock.add(restored)
             self._own_step = self._common = self._expected = step
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_update)
@@ -178,11 +124,7 @@ class MemoryTier:
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
         """This node's files of this run's earlier attempts, of any rank, whole or not."""
-        return [
-            (name, path)
-            for name, path in list_slots(self.directory)
-            if (name.run, name.life) == (self.life.run, self.life.life) and name.attempt < self.seat.attempt
-        ]
+        return self._stock.earlier()
 
     # Every step ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +173,7 @@ class MemoryTier:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
-            self._send(next(slot for slot in self._slots if slot.step == self._ticket))
+            self._send(next(slot for slot in self._stock.slots if slot.step == self._ticket))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends with the attempt; an `ExitStack`'s callback. What no attempt will come back for is removed."""
@@ -250,14 +192,8 @@ class MemoryTier:
         if not free:
             log.warning("a thread of the memory tier does not end; its files stay")
             return
-        self._buffers.clear()
-        self._layouts.clear()
         self._costs.last = self._known = self._optimizer = None
-        for slot in [*self._slots, *(slot for slots in self._copies.values() for slot in slots)]:
-            slot.close(delete=delete)
-        self._slots, self._copies = [], {}
-        for _, path in self.earlier() if delete else ():
-            remove(path)
+        self._stock.close(delete=delete)
 
     # The training thread's part ------------------------------------------------------------------------------------
 
@@ -279,18 +215,11 @@ class MemoryTier:
     def _take(self, done: int, slices: list[Slice], extra: str, copy: bool) -> None:
         started = time.perf_counter()
         keep = {self._common, self._copied, self._ticket} - {-1}
-        free = [slot for slot in self._slots if slot.step not in keep]
+        free = [slot for slot in self._stock.slots if slot.step not in keep]
         if not free:
             return
         slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
-        seat = self.seat
-        about = {
-            "run": self.life.run, "life": self.life.life, "job": self.life.job, "attempt": seat.attempt,
-            "rank": seat.rank, "committed": self.committed, "keeper": self._keeper,
-        }  # fmt: skip
-        slot.begin(self._name(slot), about)
-        buffer = self._buffers.setdefault(slot, SnapshotBuffer(slot.memory))
-        snapshot = buffer.take(slices)
+        snapshot, about = self._stock.copy(slot, slices, self.committed)
         self._taken = self._expected = done
         self._costs.last, self._costs.last_s = snapshot, time.perf_counter() - started
         if copy:
@@ -300,8 +229,7 @@ class MemoryTier:
             self._jobs.put(lambda: self._send(slot))
 
     def _before_update(self, *_unused: Any) -> None:
-        for buffer in self._buffers.values():
-            buffer.before_update()
+        self._stock.before_update()
 
     def _learn_cost(self) -> None:
         """The last snapshot's cost, once its file is whole: what training waited, and on the CPU the work beside it."""
@@ -320,7 +248,7 @@ class MemoryTier:
             return
         self._told = True
         if self.seat.rank == 0:
-            size = sum(slot.capacity for slot in self._slots)
+            size = sum(slot.capacity for slot in self._stock.slots)
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
             self._tell("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
@@ -332,8 +260,7 @@ class MemoryTier:
         """
         if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
             self._superseded = True
-            for _, path in self.earlier():
-                remove(path)
+            self._stock.forget_earlier()
 
     def _turn_off(self) -> None:
         """On all ranks at the same step, because one of them cannot."""
@@ -346,11 +273,7 @@ class MemoryTier:
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
-            spare = [slot for slot in self._slots if slot.step is None or slot.step != self._common]
-            for slot in spare[: max(0, len(self._slots) - _ALONE)]:
-                self._slots.remove(slot)
-                self._buffers.pop(slot, None)
-                slot.close(delete=True)
+            self._stock.give_back(_ALONE, keep=self._common)
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
@@ -375,8 +298,8 @@ class MemoryTier:
         """Takes the memory, once: files of earlier attempts first."""
         clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
         files = _WITH_PARTNER if self._sender is not None else _ALONE
-        copies = _COPIES * clients if self._sender is not None else 0
-        there = int(_MARGIN * room(self.directory, self.life.run, self.life.life))
+        copies = COPIES * clients if self._sender is not None else 0
+        there = self._stock.room()
         ranks = self.seat.local_world_size
         if copies and (files + copies) * size * ranks > there:
             self._fail(f"{_need(files + copies, size, ranks, there)}: no copies on another node", _NO_COPIES)
@@ -384,50 +307,14 @@ class MemoryTier:
         if files * size * ranks > there:
             self._fail(f"{_need(files, size, ranks, there)}: no snapshots stay in host memory", _OFF)
             return
-        for name, path in self.earlier():
-            mine = (name.rank, name.kind) == (self.seat.rank, "own")
-            if mine and len(self._slots) < files and (slot := Slot.open(path, name)) is not None:
-                self._add(slot)
-        while len(self._slots) < files:
-            self._add(slot := Slot.create(self.directory, replace(self._blank, number=len(self._numbers))))
-            slot.begin(slot.name, {"keeper": self._keeper})
-        for slot in self._slots:
-            slot.memory(size, pinned=self.seat.device == "cuda")
+        self._stock.take_memory(files, size)
         self._ready = True
 
-    @property
-    def _blank(self) -> SlotName:
-        return SlotName(self.life.run, self.life.life, self.seat.attempt, self.seat.rank, "own", 0)
-
-    def _add(self, slot: Slot) -> None:
-        self._numbers[slot] = len(self._numbers)
-        self._slots.append(slot)
-
-    def _name(self, slot: Slot) -> SlotName:
-        return replace(self._blank, number=self._numbers[slot])
-
     def _seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> None:
-        try:
-            snapshot.data()
-            entries, layout = self._layouts.get(slot, ([], ""))
-            if entries is not snapshot.entries:
-                layout = encode_layout(snapshot.entries)
-                self._layouts[slot] = (snapshot.entries, layout)
-            started = time.thread_time()
-            slot.seal(step, about, snapshot.size, encode_tail(layout, extra))
-            if self.seat.device == "cpu":
-                self._costs.last_s += time.thread_time() - started
-        finally:
-            snapshot.release()
+        seconds = self._stock.seal(slot, snapshot, step, about, extra)
+        if self.seat.device == "cpu":
+            self._costs.last_s += seconds
         self._own_step = step
-
-    def _place_copy(self, owner: int, size: int) -> Slot:
-        """Of the two files for a rank's copies the one with the older step (or none)."""
-        slots = self._copies.setdefault(owner, [])
-        while len(slots) < _COPIES:
-            name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
-            slots.append(Slot.create(self.directory, name))
-        return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
 
     def _fail(self, why: str, trouble: int) -> None:
         self.trouble = max(self.trouble, trouble)

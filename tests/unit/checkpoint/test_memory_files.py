@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from raypp.checkpoint.memory_costs import Costs
 from raypp.checkpoint.memory_files import (
     LIMIT_VARIABLE,
     SlotName,
@@ -29,8 +30,7 @@ from raypp.checkpoint.memory_files import (
 )
 from raypp.checkpoint.memory_partner import CopyReceiver, CopySender, partner_of
 from raypp.checkpoint.memory_slot import Slot, encode_tail
-from raypp.checkpoint.memory_tier import Costs
-from raypp.train.restore_memory import choose
+from raypp.train.memory_choice import choose
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 SIZE = 100_000
