@@ -1,6 +1,7 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, with a Ray and an S3 server of its own
 # make test-slow   the rest: every fault, several hosts
+# make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 .PHONY: venv demo test test-slow lint bench chaos clean
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -42,8 +43,16 @@ lint: venv
 bench: venv
 	$(BIN)/python -m benchmarks.run
 
+# Without MINUTES: every fault of the table; with them: a random storm of so many minutes, a fault every MTBF seconds.
+MTBF ?= 20
+SEED ?= 1
+CHAOS_OUT ?=
 chaos: venv
+ifdef MINUTES
+	@PYTHONPATH=.:tests/e2e:tests/servers $(BIN)/python tests/chaos/storm.py --minutes $(MINUTES) --mtbf $(MTBF) --seed $(SEED) $(if $(CHAOS_OUT),--out $(CHAOS_OUT))
+else
 	$(BIN)/python -m pytest tests/chaos
+endif
 
 clean:
 	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down; fi

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from raypp.spec.load import job_document, load_job
 from raypp.storage import open_store
 
 PATIENCE_S = 420.0
+STILL_S = 90.0
+"""A run that tells nothing new for so long is given up, with the stacks of its ranks."""
 STORE_SILENT_S = 3.0
 _HERE = Path(__file__).parent
 KINDS = {
@@ -71,12 +75,16 @@ class Ordeal:
         write_plan(self.directory, list(self.chain.strikes))
         begun = time.monotonic()
         self._submit()
+        told, heard = 0, begun
         while not is_final(self.reader.status()):
-            if time.monotonic() - begun > PATIENCE_S:
+            now = time.monotonic()
+            news = len(list(self.reader.events())) + len(self.reader.history())
+            told, heard = (news, now) if news != told else (told, heard)
+            if now - begun > PATIENCE_S or now - heard > STILL_S:
                 self._give_up()
                 break
             self._look()
-            time.sleep(0.02)
+            time.sleep(0.05)
         self._look()
         self.seconds = time.monotonic() - begun
         self.state = str((self.reader.status() or {}).get("state"))
@@ -117,6 +125,12 @@ class Ordeal:
             os.environ.update(before)
 
     def _give_up(self) -> None:
+        for title, process in self.laptop.workers(f"{self.name}/").items():
+            command = [str(Path(sys.executable).parent / "py-spy"), "dump", "--pid", str(process.pid)]
+            stacks = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            print(f"{title}\n{stacks.stdout[-6000:]}{stacks.stderr[-300:]}")
+        for event in self.reader.events():
+            print(f"{event.time:.2f} {event.kind} {event.attempt} {event.rank} {event.message[:300]}")
         self.laptop.raypp("stop", self.name, "--no-save")
 
     def _look(self) -> None:
