@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ class ConsoleReporter:
 
     def __init__(self, job: Job, seat: Seat, store: ObjectStore | None) -> None:
         self._job = job
+        self.told_to_end = False
         self._recorder = None
         if store is None:
             return
@@ -130,7 +132,11 @@ class ConsoleReporter:
         log.info("%s: %s", event.kind, event.message)
 
     def requests(self) -> Requests:
-        return Requests()
+        return Requests(stop=self.told_to_end)
+
+    def heed_sigterm(self) -> None:
+        """From now on SIGTERM means: save, then end. torchrun hands it on, and waits for half a minute."""
+        signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(self, "told_to_end", True))
 
     def end(self, event: Event, state: RunState, error: str | None = None) -> None:
         """The run's last word; waits until the records are in the store."""
@@ -187,6 +193,7 @@ def _run(job: Job, seat: Seat) -> int:
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
     seat = replace(seat, attempt=_agree_on_attempt(job, rendezvous, store))
     reporter = ConsoleReporter(job, seat, store)
+    reporter.heed_sigterm()
     try:
         result = run_rank(job, seat, reporter, rendezvous)
     except BaseException as error:
