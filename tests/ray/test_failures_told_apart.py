@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray.conftest import StartRun, Started
+from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 

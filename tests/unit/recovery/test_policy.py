@@ -88,3 +88,22 @@ def test_what_failed_before_is_read_back_from_the_events_of_the_last_submission(
         AttemptEnd(2, (failure("lost_peer", step=12), failure("killed", step=12)), 10),
         AttemptEnd(3, (failure("killed", step=11),), 10),
     )
+
+
+def test_what_differs_between_two_lives_does_not_make_the_same_error_another_one() -> None:
+    causes = ("out of memory: 3.2 GiB of 79 at 0x7f12", "out of memory: 3.9 GiB of 79 at 0x6a00")
+    twice = [AttemptEnd(n, (failure("out_of_memory", cause, 7),), 5) for n, cause in enumerate(causes, 1)]
+    assert isinstance(decide(twice, Policy(9)), GiveUp)
+
+
+def test_numbers_that_are_not_finite_end_the_run_unless_the_job_wants_another_try() -> None:
+    once = [AttemptEnd(1, (failure("nonfinite", "step 7: the loss is nan", 7),), 5)]
+    assert isinstance(decide(once, Policy(3)), GiveUp)
+    assert decide(once, Policy(3, restart_on_nonfinite=True)) == Restart(0.0)
+    again = [*once, AttemptEnd(2, once[0].failures, 5)]
+    assert isinstance(decide(again, Policy(3, restart_on_nonfinite=True)), GiveUp)
+
+
+def test_corrupt_weights_a_full_disk_and_a_silent_store_are_worth_another_try() -> None:
+    for kind in ("corrupt", "disk_full", "store_down", "segfault", "raylet_lost", "node_lost", "hung"):
+        assert isinstance(decide(ends(10, 10, kind=kind, step=7), Policy(3)), Restart)
