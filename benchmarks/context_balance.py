@@ -9,6 +9,7 @@ library, where every file is one (`sysconfig.get_path("stdlib")`).
 
 from __future__ import annotations
 
+import argparse
 import json
 import sysconfig
 import tempfile
@@ -100,6 +101,7 @@ def standard_library(folder: Path) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for seq_len in (256, 8192):
         report("verses", {"kind": "text", "path": str(VERSES), "seq_len": seq_len}, (2, 4))
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ the process computed more than without the tier. The restart is compared with re
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -140,6 +141,7 @@ def one_size(megabytes: float, tensors: int, folder: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(describe())
     print(

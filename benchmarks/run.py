@@ -1,10 +1,84 @@
-"""All benchmarks, one after another: `make bench`. Each prints its own tables; takes half an hour on two cores."""
+"""All benchmarks, one after another: `python -m benchmarks.run`, or `make bench`. Each prints its own tables.
+
+Ratios are taken within a benchmark, on a machine that does nothing else; docs/benchmarks/README.md has the goals and
+what has been measured so far.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 
-for module in ("throughput", "startup", "saves", "lengths", "schedules", "dispatch", "memory", "wire", "link_hiding"):
-    print(f"\n== {module}", flush=True)
-    subprocess.run([sys.executable, "-m", f"benchmarks.{module}"], check=True)
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One module of this directory that prints figures.
+
+    Attributes:
+        minutes: About what it takes with its defaults on two quiet cores.
+        shows: What its figures say.
+        root: It makes network namespaces.
+    """
+
+    name: str
+    minutes: float
+    shows: str
+    root: bool = False
+
+
+BENCHMARKS = (
+    Benchmark("throughput", 6, "raypp's step against a bare Schedule1F1B script"),
+    Benchmark("schedules", 4, "each schedule's step beside the simulator's"),
+    Benchmark("dispatch", 2, "the runtime's cost per microbatch against torch's classes"),
+    Benchmark("lengths", 6, "what lengths per microbatch are worth"),
+    Benchmark("memory", 3, "peak memory against the number of microbatches"),
+    Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
+    Benchmark("startup", 5, "from submit to the first step, against torchrun"),
+    Benchmark("saves", 5, "a save's stop, rate, memory and re-cut, beside other writers"),
+    Benchmark("crowded", 3, "stop per save and negotiation with more ranks than cores"),
+    Benchmark("memory_tier", 3, "what a snapshot in memory costs, and a restart from it"),
+    Benchmark("link_hiding", 7, "what of a slow cable is hidden, against torch's 1F1B and FSDP", root=True),
+    Benchmark("prediction", 6, "predicted step times beside measured ones", root=True),
+    Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
+    Benchmark("wire", 3, "bytes and loss of compressed messages"),
+    Benchmark("recovery", 8, "from a kill to the next step, against a cold start"),
+    Benchmark("controller_scale", 4, "a controller's cost per rank, and how many it holds"),
+)
+PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_rank")
+"""Modules that a benchmark runs as processes of its own."""
+
+
+def main() -> int:
+    """Runs what was asked for; 1 when any of it failed, after the others have run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [one.name for one in BENCHMARKS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="run these; see --list")
+    parser.add_argument("--list", action="store_true", help="say what there is, and how long it takes")
+    given = parser.parse_args()
+    chosen = [one for one in BENCHMARKS if given.only is None or one.name in given.only]
+    if given.list:
+        for one in chosen:
+            print(f"{one.name:17} {one.minutes:3.0f} min  {one.shows}{' (needs root)' if one.root else ''}")
+        print(f"{'together':17} {sum(one.minutes for one in chosen):3.0f} min, on two quiet cores")
+        return 0
+    failed = []
+    for one in chosen:
+        print(f"\n== {one.name}: {one.shows}; about {one.minutes:g} minutes", flush=True)
+        if one.root and os.geteuid() != 0:
+            print("left out: it needs root")
+            continue
+        started = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", f"benchmarks.{one.name}"], check=False).returncode
+        print(f"== {one.name}: exit code {code} after {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
+        failed += [one.name] if code else []
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

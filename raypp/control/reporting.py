@@ -20,7 +20,7 @@ from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
 _INTERVAL_S = 0.25
-_INTERVAL_S_PER_RANK = 0.001
+_INTERVAL_S_PER_RANK = 0.004  # 250 reports a second, of all ranks together
 _LONGEST_INTERVAL_S = 4.0  # a rank that tells nothing for 5 s beyond its limit counts as silent
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
