@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from raypp.checkpoint.runs import add_spec
 from raypp.control import client, local
 from raypp.control.clusters import Cluster, find_cluster
 from raypp.observe.reader import RunReader
@@ -131,12 +132,12 @@ def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
                 "mesh": {"pp": 2, "fsdp": 2},
                 "train": {"steps": steps},
                 "checkpoint": {"url": url or str(tmp_path / "store"), "every_steps": every},
-                "resources": {"env": environment, "cpus_per_rank": 1},
+                "resources": {"env": environment, "cpus_per_rank": 1, **more.pop("resources", {})},
                 **more,
             }
         )
         store = open_store(job.checkpoint.url)
-        store.put(f"{name}/spec.json", str(job_document(job)).encode())
+        add_spec(store, name, job_document(job))
         submission = client.submit_run(job, cluster, store.url, rank_function="stand_in:run_rank")
         run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name)
         started.append(run)
