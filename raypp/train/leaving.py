@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 _TIMEVAL = struct.Struct("ll")
+_cut: dict[int, float] = {}
+"""When the connections of an attempt, known by its port, were last cut; by `time.monotonic`."""
 
 
 def cut_connections(master_port: int) -> int:
@@ -33,6 +36,7 @@ def cut_connections(master_port: int) -> int:
     Returns:
         How many connections were ended.
     """
+    _cut[master_port] = time.monotonic()
     _abort_nccl()
     ended = 0
     for entry in Path("/proc/self/fd").iterdir():
@@ -45,6 +49,11 @@ def cut_connections(master_port: int) -> int:
                     one.shutdown(socket.SHUT_RDWR)
                     ended += 1
     return ended
+
+
+def cut_since(master_port: int, moment: float) -> bool:
+    """Whether the attempt of that port is being left, since a moment of `time.monotonic`: nobody need go on joining."""
+    return _cut.get(master_port, 0.0) > moment
 
 
 def _is_of_a_group(one: socket.socket, master_port: int) -> bool:

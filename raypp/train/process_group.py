@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raypp.records import Event, Seat
+from raypp.train.leaving import cut_since
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
 
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # The first step may compile and connect; a peer that died is noticed by its closed connection, not by this.
 _STARTUP_S = 300.0
+_CONNECT_S = 2.0
+_ASK_EVERY_S = 0.02
 
 
 def pick_device(seat: Seat) -> torch.device:
@@ -38,8 +43,30 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
         serve: This process serves it. Under torchrun nobody does whose agent already serves one there.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = serve and not agent_serves
+    if not serve:
+        _wait_for_server(address, port, timeout_s)
+    # Nobody is waited for in the constructor, where no cut connection makes a rank come free.
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address, port, world, is_master=serve and not agent_serves, timeout=timeout)
+    return TCPStore(address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False)
+
+
+def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
+    """Waits until somebody listens there. A rank that is told to leave comes free, which it would not in TCPStore's own
+    attempts to connect.
+
+    Raises:
+        DistNetworkError: The attempt is left, or nobody listened in time.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_S).close()
+            return
+        except OSError as error:
+            if cut_since(port, began) or time.monotonic() - began > timeout_s:
+                raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
+        time.sleep(_ASK_EVERY_S)
 
 
 @contextmanager

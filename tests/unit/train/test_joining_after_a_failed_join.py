@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from raypp.records import Coordinates, Seat
+from raypp.train.faults import lost_peer
+from raypp.train.leaving import cut_connections
 from raypp.train.process_group import connect, joined
 
 
@@ -18,10 +23,60 @@ def test_a_join_that_failed_leaves_no_trace_in_the_name_of_the_next_group(monkey
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(milliseconds=200))
     seat = Seat(
-        run="r", attempt=2, rank=0, world_size=1, coordinates=Coordinates(), mesh_sizes=Coordinates(1, 1, 1, 1), local_rank=0,
-        node_rank=0, node="127.0.0.1", master_addr="127.0.0.1", master_port=store.port, interface="lo",
-        device="cpu", device_index=0,
-    )  # fmt: skip
+        run="r",
+        attempt=2,
+        rank=0,
+        world_size=1,
+        coordinates=Coordinates(),
+        mesh_sizes=Coordinates(1, 1, 1, 1),
+        local_rank=0,
+        node_rank=0,
+        node="127.0.0.1",
+        master_addr="127.0.0.1",
+        master_port=store.port,
+        interface="lo",
+        device="cpu",
+        device_index=0,
+    )
     with joined(seat, 5.0, store):
         name = dist.distributed_c10d._get_default_group().group_name
     assert name == "0", "new processes call it 0; who calls it otherwise waits for them in vain"
+
+
+def test_a_rank_that_waits_for_a_dead_rank_0_comes_free_when_told_to_leave() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ended: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            connect("127.0.0.1", port, 2, serve=False, timeout_s=60.0)
+        except RuntimeError as error:
+            ended.append(error)
+
+    rank = threading.Thread(target=join, daemon=True)
+    rank.start()
+    time.sleep(0.1)
+    assert rank.is_alive()
+    cut_connections(port)
+    rank.join(2.0)
+    assert not rank.is_alive() and lost_peer(ended[0])
+
+
+def test_a_rank_that_serves_waits_for_the_others_where_it_can_be_told_to_leave() -> None:
+    store = connect("127.0.0.1", 0, 2, serve=True, timeout_s=60.0)
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            store.get("never")
+        except RuntimeError as error:
+            ended.append(error)
+
+    rank = threading.Thread(target=wait, daemon=True)
+    rank.start()
+    time.sleep(0.1)
+    cut_connections(store.port)
+    rank.join(2.0)
+    assert not rank.is_alive() and lost_peer(ended[0])
