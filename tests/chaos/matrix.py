@@ -106,7 +106,7 @@ CHAINS = (
         (0, "commit", "", 20, CONTROLLER),
         (1, "backward", "kill", 27, CONTROLLER),
         (0, "load", "", 0, STORE),
-        (2, "load", "", 0, CONTROLLER),
+        (2, "first step", "", 0, CONTROLLER),
         (1, "forward", "", 33, DRIVER),
         (0, "committed", "", 40, CONTROLLER),
         (0, "last step", "", 60, CONTROLLER),

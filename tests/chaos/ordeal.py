@@ -28,8 +28,8 @@ from raypp.observe.status import is_final
 from raypp.spec.load import job_document, load_job
 from raypp.storage import open_store
 
-PATIENCE_S = 420.0
-STILL_S = 90.0
+PATIENCE_S = 900.0
+STILL_S = 120.0
 """A run that tells nothing new for so long is given up, with the stacks of its ranks."""
 STORE_SILENT_S = 3.0
 _HERE = Path(__file__).parent

@@ -1,8 +1,8 @@
 """A random storm: one long run, faults at exponential times, and what became of the time.
 
 `make chaos MINUTES=30 MTBF=20 SEED=1` starts an embedded cluster, trains on three stages while faults fall from outside
-on the ranks, the controller and the store, and stops the run after the minutes with a last save. Then it trains the same
-number of steps undisturbed, and compares weights and history bit for bit. Kinds, victims and times come from the seed;
+on the ranks, the controller and the store, and stops the run after the minutes with a last save. Then it trains as
+many steps undisturbed, and compares weights and history bit for bit. Kinds, victims and times come from the seed;
 where a fault meets the run does not.
 """
 
@@ -210,11 +210,11 @@ def weather(laptop: Laptop, options: argparse.Namespace) -> int:
     wrong += compare(run, calm, steps)
     parts = parts_of(run, [fault.at for fault in storm.faults], started, stopped)
     interval = statistics.median(parts_median(run)) * EVERY
+    command = f"make chaos MINUTES={options.minutes:g} MTBF={options.mtbf:g} SEED={options.seed}"
     told = (
-        f"`make chaos MINUTES={options.minutes:g} MTBF={options.mtbf:g} SEED={options.seed}`: "
-        f"{len(storm.faults)} faults while {steps} steps were done; {len(run.events('restarting'))} restarts; a checkpoint every {EVERY} steps "
-        f"({interval:.1f} s), so one fault per {options.mtbf / interval:.1f} intervals. {describe()}; "
-        f"load average {os.getloadavg()[0]:.0f}."
+        f"`{command}`: {len(storm.faults)} faults and {len(run.events('restarting'))} restarts while {steps} steps "
+        f"were done; a checkpoint every {EVERY} steps ({interval:.1f} s), so one fault per "
+        f"{options.mtbf / interval:.1f} intervals. {describe()}; load average {os.getloadavg()[0]:.0f}."
     )
     text = report(run, storm.faults, parts, wrong, told)
     print(text)
