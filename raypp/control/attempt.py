@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
@@ -20,7 +20,7 @@ from raypp.control.placement import Placement, all_nodes
 from raypp.control.seats import Rank, plan_facts, seats_for
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
-from raypp.records import RankFailure, RankResult
+from raypp.records import Event, RankFailure, RankResult
 from raypp.spec.job import Job
 
 _START_TIMEOUT_S = 180.0
@@ -71,11 +71,15 @@ class Attempt:
         """Begins; `poll` does the rest."""
         self.placement.ask()
 
-    def adopt(self, found: Sequence[tuple[Any, Standing]]) -> None:
+    def adopt(
+        self, found: Sequence[tuple[Any, Standing]], seated: Mapping[int, Event] | None = None, step: int = 0
+    ) -> None:
         """Goes on with an attempt that another life of the controller started.
 
         Args:
             found: Its workers that live. A rank without one has failed.
+            seated: What the events tell of who sat where, by rank: all there is to know of those who are gone.
+            step: The last that is known to be done.
         """
         by_rank = {one.seat.rank: (actor, one) for actor, one in found if one.seat is not None}
         free = iter(sorted(set(range(self.mesh.world)) - {one.bundle for _, one in found}))
@@ -84,7 +88,9 @@ class Attempt:
             rank = Rank(number, coordinates.label(self.mesh.sizes), coordinates, -1, "", state="running")
             self.ranks.append(rank)
             if number not in by_rank:
-                rank.bundle, rank.failed, rank.state = next(free), True, "dead"
+                rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
+                if seated and (told := seated.get(number)) is not None:
+                    rank.node, rank.pid = told.node or "", int(told.details["pid"])
                 cause = "its process was gone when the controller came back"
                 self._held.append(RankFailed(rank.failure("killed", cause)))
                 continue

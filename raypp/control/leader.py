@@ -157,7 +157,8 @@ class Leader:
             self._apply(m.Start(last, newest, interrupted=True, history=history))
             return
         attempt = self._new_attempt(last)
-        attempt.adopt(mine)
+        seated = {e.rank: e for e in events if e.kind == "seated" and e.attempt == last and e.rank is not None}
+        attempt.adopt(mine, seated, self.record.step)
         self._attempt = attempt
         self.record.event(telling.adoption_event(last, attempt.ranks))
         self._start_watch(attempt)
