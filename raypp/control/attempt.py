@@ -62,6 +62,8 @@ class Attempt:
     _witnessed_at: float | None = None
     _held: list[RankFailed] = field(default_factory=list)
     _killed: bool = False
+    _explained: bool = False
+    """Evidence was told that is more than that of a witness."""
     _since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class Attempt:
             return
         begun = self.stage is Stage.RUNNING
         self._killed = not keep
+        self._explained |= not begun or bool(suspects)
         for rank in self.ranks:
             if rank.rank in suspects:
                 self.crew.kill_frozen(rank.bundle, rank.pid)
@@ -270,6 +273,7 @@ class Attempt:
         self._witnessed_at = self._witnessed_at or now
         if all(held.failure.kind == "lost_peer" for held in self._held) and now - self._witnessed_at < _WITNESS_GRACE_S:
             return []
+        self._explained = any(held.failure.kind != "lost_peer" for held in self._held)
         released: list[AttemptEvent] = list(self._held)
         self._held = []
         return released
@@ -283,7 +287,7 @@ class Attempt:
         self.crew.seated.pop(rank.bundle, None)
         if error.preempted:
             return rank.failure("preempted", f"its node {rank.node} was taken away", text)
-        if self.stage is not Stage.RUNNING:  # nobody asks what ended it
+        if self.stage is not Stage.RUNNING and (self._explained or self._killed):  # nobody asks what ended it
             return rank.failure("killed", f"its process (pid {rank.pid}) ended", text)
         death = inquest(rank, text, self.crew)
         return rank.failure(death.kind, death.cause, death.details or text)
@@ -291,14 +295,21 @@ class Attempt:
     # Ending ---------------------------------------------------------------------------------------
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
-        """Until no process is in this attempt any more."""
-        self._take_endings(timeout_s)
+        """Until no process is in this attempt any more; what only witnesses have told of may be explained late."""
+        unasked = not self._explained and not self._killed
+        late = [failure for failure in self._take_endings(timeout_s) if failure.kind != "lost_peer" and unasked]
+        if late:
+            self._explained = True
+            return [RankFailed(failure) for failure in late]
         waiting = [rank for rank in self.ranks if not rank.ended and rank.pending is not None]
         waited = time.monotonic() - self._since
         if waiting and waited > _LEAVE_S and not self._killed:
-            self._killed = True
+            silent = [] if self._explained else [self._silent(rank) for rank in waiting]
+            self._killed = self._explained = True
             for rank in waiting:
                 self.crew.kill_frozen(rank.bundle, rank.pid)
+            if silent:
+                return [RankFailed(failure) for failure in silent]
         # A lost node answers nothing; the claim of the next attempt keeps its processes from committing.
         if waiting and waited < _END_TIMEOUT_S:
             return []
@@ -308,3 +319,12 @@ class Attempt:
                 self.crew.kill(rank.bundle)
         self._to(Stage.GONE)
         return [AttemptGone()]
+
+    def _silent(self, rank: Rank) -> RankFailure:
+        """The evidence against a rank that neither ended nor left when its peers had lost one."""
+        death = inquest(rank, "", self.crew)
+        if death.kind in ("node_lost", "raylet_lost", "preempted"):
+            return rank.failure(death.kind, death.cause, death.details)
+        return rank.failure(
+            "unknown", f"did not answer within {_LEAVE_S:.0f} s when it was told to leave; it was ended"
+        )
