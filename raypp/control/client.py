@@ -19,6 +19,7 @@ from raypp.control.dashboard import FINAL_JOB_STATES, DashboardError, NodeResour
 from raypp.control.messages import RunRequest
 from raypp.control.package import build_package
 from raypp.control.private import PROFILE, SECRETS, SETTINGS, collect
+from raypp.control.shapes import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -46,12 +47,13 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     """
     nodes = cluster.dashboard.nodes()
     world, cpus = job.mesh.world, job.resources.cpus_per_rank
-    device = job.resources.device
+    device, elastic = job.resources.device, job.recovery.elastic_options
     if device == "auto":
-        device = "cuda" if sum(node.gpus for node in nodes) >= world else "cpu"
+        least = elastic.min_ranks if elastic else world
+        device = "cuda" if sum(node.gpus for node in nodes) >= least else "cpu"
     free = {node.node_id: _places(node, device, cpus) for node in nodes}
     total = sum(free.values())
-    if total >= world:
+    if total >= world or best_for(job, total) is not None:
         return device
     what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
     where = ", ".join(f"{node.ip} {free[node.node_id]} of {_all_places(node, device, cpus)}" for node in nodes)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import ray
@@ -19,6 +20,7 @@ from raypp.control import machine as m
 from raypp.control import telling
 from raypp.control.attempt import Attempt
 from raypp.control.crew import Crew, end_workers, find_workers
+from raypp.control.fitting import Fitting
 from raypp.control.forget import forget_snapshots
 from raypp.control.gauges import RunGauges
 from raypp.control.inquest import stacks_of_all
@@ -30,7 +32,7 @@ from raypp.control.watch import HangWatch
 from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policy import Policy
-from raypp.recovery.recall import failed_attempts
+from raypp.recovery.recall import failed_attempts, last_shape
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
 
@@ -79,6 +81,7 @@ class Leader:
         self._store = open_store(self._job.checkpoint.url)
         self.record = RunRecord(self._store, self._job, f"c-{self.life}")
         self._gauges = RunGauges(request.run)
+        self._fitting = Fitting(self._job, self.record.event)
 
     # Called from other threads --------------------------------------------------------------------
 
@@ -127,7 +130,14 @@ class Leader:
         bundle = {"CPU": float(self._job.resources.cpus_per_rank)}
         if self._device == "cuda":
             bundle["GPU"] = 1.0
-        self._placement = Placement(group_name(run), self._job.mesh.world, bundle, self._job.resources.spares)
+        elastic = self._job.recovery.elastic_options
+        self._placement = Placement(
+            group_name(run),
+            self._fitting.first().world,
+            bundle,
+            self._job.resources.spares,
+            elastic.grace_s if elastic else 0.0,
+        )
         self._crew = Crew(self._request, self._job, self._handle, self._device)
         checkpoints = self._patiently(lambda: list_checkpoints(self._store, run))
         last = self._patiently(lambda: newest_attempt(self._store, run))
@@ -137,15 +147,21 @@ class Leader:
             return
         self.record.begin(newest, None)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
-        self._apply(m.Start(last, newest))
+        self._apply(m.Start(last, newest, shape=self._fitting.first()))
 
     def _go_on(self, last: int, newest: int | None, earlier: dict[str, Any] | None) -> None:
         """A later life: leads on what is still alive of the last attempt, or starts the next."""
-        self._placement.take_over()
+        events = self.record.begin(newest, earlier, going_on=True)
         found = find_workers(self._request.run)
         mine = [one for one in found if _sits_in(one, last)]
+        shape = last_shape(events) or self._fitting.first()
+        seats = [standing.seat for _, standing in mine if standing.seat is not None]
+        if seats:
+            shape = self._fitting.of_seat(seats[0].mesh_sizes)
+        self._fitting.go_on_with(shape)
+        self._placement.world = shape.world
+        self._placement.take_over()
         self._tidy([one for one in found if one not in mine])
-        events = self.record.begin(newest, earlier, going_on=True)
         history = tuple(end for end in failed_attempts(events) if not mine or end.attempt != last)
         if not mine:
             if newest is not None and newest >= self._job.train.steps:
@@ -154,15 +170,16 @@ class Leader:
                 return
             told = "the controller was restarted; no rank was left"
             self.record.event(Event("controller_restarted", told, attempt=last))
-            self._apply(m.Start(last, newest, interrupted=True, history=history))
+            self._apply(m.Start(last, newest, interrupted=True, history=history, shape=shape))
             return
+        self.machine = replace(self.machine, shape=shape)
         attempt = self._new_attempt(last)
         seated = {e.rank: e for e in events if e.kind == "seated" and e.attempt == last and e.rank is not None}
         attempt.adopt(mine, seated, self.record.step)
         self._attempt = attempt
         self.record.event(telling.adoption_event(last, attempt.ranks))
         self._start_watch(attempt)
-        self._apply(m.Start(last, newest, adopted=True, history=history))
+        self._apply(m.Start(last, newest, adopted=True, history=history, shape=shape))
 
     def _tidy(self, others: list[Found]) -> None:
         """Workers in no seat of the last attempt: standbys go on waiting, the others use resources and must go."""
@@ -186,8 +203,13 @@ class Leader:
                 self._heard(event)
             self._look_for_a_stall(attempt)
             self._look_for_notices(attempt)
+            reshape = self._fitting.look(self.machine, attempt, self._placement)
+            if reshape is not None:
+                self._apply(reshape)
         else:
             self._take_inbox(block_s=_POLL_S)
+        for kind, words in self._placement.beside.told():
+            self.record.event(Event(kind, words, attempt=self.machine.attempt))
         self._acknowledge()
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
             self._wake_at = None
@@ -225,7 +247,8 @@ class Leader:
             self.record.took_step(report)
             self._gauges.step(report)
             self._crew.prepare_standbys()  # not before the first step: ranks that start need the processors
-            self._placement.hold_spares()
+            if self._fitting.is_whole(self.machine):
+                self._placement.hold_spares()
         for event in batch.events:
             self.record.event(event)
             if event.kind == "committed" and event.step is not None:
@@ -308,7 +331,7 @@ class Leader:
                     self._stop = command.requests
                 case m.Wait():
                     self._wake_at = time.monotonic() + command.seconds
-                    kept, world = len(self._crew.seated), self._job.mesh.world
+                    kept, world = len(self._crew.seated), self._placement.world
                     self.record.event(telling.restart_event(self.machine, command.seconds, kept, world))
                 case m.Finish():
                     self._end_everything()
@@ -317,15 +340,22 @@ class Leader:
     def _launch(self) -> None:
         number = self._patiently(lambda: claim_next_attempt(self._store, self._request.run))
         self._apply(m.Claimed(number))
-        told = f"attempt {number} asks for {self._job.mesh.world} ranks"
+        if self._fitting.prepare(self.machine, self._placement, self._crew):
+            with contextlib.suppress(Exception):  # no other mesh can use them; whoever keeps them loses memory only
+                forget_snapshots(self._request.run)
+        told = f"attempt {number} asks for {self._placement.world} ranks"
         self.record.event(Event("attempt_started", told, attempt=number))
         self._acknowledged.clear()
         self._unwritten.clear()
+        if not self.machine.stop:
+            self._stop = None  # the last attempt may have been asked to end for a larger one
         self._attempt = self._new_attempt(number)
         self._attempt.launch()
 
     def _new_attempt(self, number: int) -> Attempt:
-        return Attempt(self._job, number, self._crew, self._placement, self._take_batch)
+        job = self._fitting.job(self.machine)
+        self.record.has_mesh(job.mesh)
+        return Attempt(job, number, self._crew, self._placement, self._take_batch)
 
     def _patiently(self, question: Callable[[], T]) -> T:
         """Asks the store, again and again while it does not answer."""
@@ -343,7 +373,8 @@ class Leader:
         if wanted != "auto":
             return wanted
         gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-        device = "cuda" if gpus >= self._job.mesh.world else "cpu"
+        elastic = self._job.recovery.elastic_options
+        device = "cuda" if gpus >= (elastic.min_ranks if elastic else self._job.mesh.world) else "cpu"
         told = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks"
         self.record.event(Event("device_chosen", told))
         return device

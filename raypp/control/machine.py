@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from raypp.records import RankFailure, Requests, RunState
+from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, decide, describe, root_cause
 
 
@@ -40,6 +41,9 @@ class Machine:
         failures: Evidence of the present attempt.
         ending: What is to follow the present attempt, when that is decided already.
         error: The last failure, in words.
+        shape: The mesh of the present or next attempt; None: that of the job.
+        reshaping: The present attempt ends, or is asked to, so that the next has another mesh.
+        grown_at: Newest commit when the mesh last grew.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -53,6 +57,9 @@ class Machine:
     failures: tuple[RankFailure, ...] = ()
     ending: Finish | None = None
     error: str | None = None
+    shape: Shape | None = None
+    reshaping: bool = False
+    grown_at: int | None = None
 
 
 # Events ---------------------------------------------------------------------------------------------
@@ -70,6 +77,8 @@ class Start:
     """The attempt that the earlier life started still lives, and is led on: no restart."""
     history: tuple[AttemptEnd, ...] = ()
     """How attempts failed that earlier lives led."""
+    shape: Shape | None = None
+    """The mesh that the last attempt had; None: that of the job."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,15 @@ class NoResources:
 
 
 @dataclass(frozen=True)
+class Reshape:
+    """The run is better off with another mesh: a smaller one that there is room for, or a larger one again."""
+
+    shape: Shape
+    world: int
+    """Ranks of the present mesh."""
+
+
+@dataclass(frozen=True)
 class Finished:
     """Every rank returned in order."""
 
@@ -130,7 +148,17 @@ class StopAsked:
 
 
 Happening: TypeAlias = (
-    Start | Claimed | Seated | Committed | RankFailed | NoResources | Finished | AttemptGone | DelayOver | StopAsked
+    Start
+    | Claimed
+    | Seated
+    | Committed
+    | RankFailed
+    | NoResources
+    | Reshape
+    | Finished
+    | AttemptGone
+    | DelayOver
+    | StopAsked
 )
 
 # Commands -------------------------------------------------------------------------------------------
@@ -198,6 +226,10 @@ def step(machine: Machine, event: Happening) -> Step:
         case NoResources() if machine.phase is Phase.LAUNCHING:
             finish = Finish(RunState.FAILED, event.reason, exit_code=4)
             return replace(machine, phase=Phase.ENDING, ending=finish, error=event.reason), (EndAttempt(),)
+        case Reshape() if machine.ending is None and not machine.stop and not machine.reshaping:
+            return _reshape(machine, event)
+        case Finished(stopped=True) if machine.phase is Phase.RUNNING and machine.reshaping and not machine.stop:
+            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING), (EndAttempt(),)
         case Finished() if machine.phase is Phase.RUNNING:
             finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
             return replace(machine, phase=Phase.ENDING, ending=finish), (EndAttempt(),)
@@ -212,13 +244,35 @@ def step(machine: Machine, event: Happening) -> Step:
 
 
 def _start(machine: Machine, event: Start) -> Step:
-    machine = replace(machine, attempt=event.attempt, committed_step=event.committed_step, history=event.history)
+    machine = replace(
+        machine,
+        attempt=event.attempt,
+        committed_step=event.committed_step,
+        history=event.history,
+        shape=event.shape,
+    )
     if event.adopted:
         return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING), ()
     machine = replace(machine, phase=Phase.LAUNCHING)
     if event.interrupted:
         machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
     return machine, (Launch(),)
+
+
+def _reshape(machine: Machine, event: Reshape) -> Step:
+    """Smaller: only while no rank sits, and at once. Larger: only when ranks train, after a save, and after progress.
+
+    So every change but the first has a failure or newer commits before it, and changes come to an end.
+    """
+    smaller = event.shape.world < event.world
+    if smaller and machine.phase is Phase.LAUNCHING:
+        return replace(machine, phase=Phase.ENDING, shape=event.shape, reshaping=True), (EndAttempt(),)
+    committed = machine.committed_step or 0
+    progress = machine.grown_at is None or committed > machine.grown_at
+    if event.shape.world > event.world and machine.phase is Phase.RUNNING and progress:
+        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed)
+        return machine, (Ask(Requests(stop=True, save_before_stop=True)),)
+    return machine, ()
 
 
 def _failed(machine: Machine, failure: RankFailure) -> Step:
@@ -229,13 +283,20 @@ def _failed(machine: Machine, failure: RankFailure) -> Step:
     machine = replace(machine, failures=failures, state=state, error=describe(root_cause(failures)))
     if machine.phase is Phase.ENDING:
         return machine, ()
-    return replace(machine, phase=Phase.ENDING), (EndAttempt(keep=not machine.stop),)
+    keep = not machine.stop and not machine.reshaping  # a process of one mesh cannot take part in another
+    return replace(machine, phase=Phase.ENDING), (EndAttempt(keep),)
 
 
 def _after(machine: Machine) -> Step:
     """The attempt is gone: what now?"""
+    reshaping = machine.reshaping
+    machine = replace(machine, reshaping=False)
     if machine.ending is not None:
         return _finish(machine, machine.ending)
+    if machine.stop and not machine.failures:
+        return _finish(machine, Finish(RunState.STOPPED))
+    if reshaping and not machine.failures:
+        return replace(machine, phase=Phase.LAUNCHING), (Launch(),)
     end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
     machine = replace(machine, history=(*machine.history, end), failures=())
     if machine.stop:

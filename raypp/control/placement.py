@@ -1,13 +1,17 @@
-"""The devices a run holds: a placement group, and another one of spares. Both outlive attempts and controllers."""
+"""The devices a run holds: a placement group, and spares beside it. Both outlive attempts and controllers."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from raypp.control.bundles import all_nodes as all_nodes
+from raypp.control.bundles import existing_group, make_group, places
+from raypp.control.spares import Spares
 
 _PLACEMENT_TIMEOUT_S = 300.0
 _INFEASIBLE_GRACE_S = 15.0
@@ -23,48 +27,66 @@ class Placement:
         world: Bundles, one per rank.
         bundle: What each holds.
         spares: Bundles held ready beside them. They are let go when the group waits for room.
+        patience_s: How much longer than usual to wait for room.
     """
 
     name: str
     world: int
     bundle: dict[str, float]
     spares: int = 0
+    patience_s: float = 0.0
     group: PlacementGroup | None = None
-    spare_group: PlacementGroup | None = None
+    left_out: frozenset[str] = frozenset()
+    """Nodes that are not to be used, by id."""
     asked_at: float = 0.0
     infeasible_since: float | None = None
+    beside: Spares = field(init=False)
+    _used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.beside = Spares(f"{self.name}/spares", self.spares, self.bundle)
 
     def take_over(self) -> None:
         """Goes on with the groups that an earlier life of the controller made, where they fit."""
-        self.group = _existing(self.name)
+        self.group = existing_group(self.name)
         if self.group is not None and self.group.bundle_count != self.world:
             self.remove()
-        self.spare_group = _existing(f"{self.name}/spares")
+        self.beside.take_over()
 
     def ask(self) -> None:
         """Makes the group unless it is there; the wait for it starts again."""
         self.asked_at = time.monotonic()
         self.infeasible_since = None
         if self.group is None:
-            self.group = _make(self.name, self.world, self.bundle)
+            self.group = make_group(self.name, self.world, self.bundle, self.left_out)
 
     def hold_spares(self) -> None:
         """Asks for the spares, unless they are held or asked for already."""
-        if self.spares and self.spare_group is None:
-            self.spare_group = _make(f"{self.name}/spares", self.spares, self.bundle)
+        self.beside.hold(self._used, self.left_out)
 
     def nodes(self) -> list[str] | None:
         """The node of each bundle; None while not all are placed."""
         table = self._table()
-        if table.get("state") == "CREATED":
-            where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
-            alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
-            if set(where.values()) <= alive:
-                return [where[index] for index in range(self.world)]
-        if self.spare_group is not None and time.monotonic() - self.asked_at > _SPARES_AFTER_S:
-            remove_placement_group(self.spare_group)
-            self.spare_group = None
+        where = _where(table)
+        if table.get("state") == "CREATED" and len(where) == self.world:
+            self._used = set(where.values())
+            return [where[index] for index in range(self.world)]
+        if time.monotonic() - self.asked_at > _SPARES_AFTER_S:
+            self.beside.release("the run needs the room")
         return None
+
+    def waited_s(self) -> float:
+        """How long the group has been waited for."""
+        return time.monotonic() - self.asked_at
+
+    def room(self, avoided: frozenset[str] = frozenset()) -> int:
+        """How many ranks there is room for now; what the run holds counts, what is left out does not.
+
+        Args:
+            avoided: More nodes to leave out, by id.
+        """
+        held = Counter(_where(self._table()).values()) + self.beside.where()
+        return places(self.bundle, held, self.left_out | avoided)
 
     def hopeless(self) -> str | None:
         """Why waiting on makes no sense, or None."""
@@ -75,22 +97,31 @@ class Placement:
         elif self.infeasible_since is None:
             self.infeasible_since = now
         want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
-        if self.infeasible_since is not None and now - self.infeasible_since > _INFEASIBLE_GRACE_S:
+        if self.infeasible_since is not None and now - self.infeasible_since > _INFEASIBLE_GRACE_S + self.patience_s:
             return f"the cluster cannot hold {self.world} ranks of {want}: it has {capacity()}"
-        if now - self.asked_at > _PLACEMENT_TIMEOUT_S:
-            waited = f"did not become free within {_PLACEMENT_TIMEOUT_S:.0f} s"
+        if now - self.asked_at > _PLACEMENT_TIMEOUT_S + self.patience_s:
+            waited = f"did not become free within {_PLACEMENT_TIMEOUT_S + self.patience_s:.0f} s"
             return f"{self.world} ranks of {want} {waited}; the cluster has {capacity()}"
         return None
 
     def remove(self) -> None:
         """Gives everything back; Ray ends what runs in it."""
-        for group in (self.group, self.spare_group):
-            if group is not None:
-                remove_placement_group(group)
-        self.group = self.spare_group = None
+        if self.group is not None:
+            remove_placement_group(self.group)
+        self.group = None
+        self.beside.release()
 
     def _table(self) -> dict[str, Any]:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
+
+
+def _where(table: dict[str, Any]) -> dict[int, str]:
+    """The living node of each bundle that has one."""
+    if table.get("state") not in ("CREATED", "RESCHEDULING"):
+        return {}
+    alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
+    where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
+    return {index: node for index, node in where.items() if node in alive}
 
 
 def group_name(run: str) -> str:
@@ -100,21 +131,15 @@ def group_name(run: str) -> str:
 
 def holds_devices(run: str) -> bool:
     """Whether a run still has its placement group."""
-    return _existing(group_name(run)) is not None
+    return existing_group(group_name(run)) is not None
 
 
 def remove_groups_of(run: str) -> None:
     """Gives back every device of a run, whoever holds them."""
     for name in (f"{group_name(run)}/spares", group_name(run)):
-        group = _existing(name)
+        group = existing_group(name)
         if group is not None:
             remove_placement_group(group)
-
-
-def all_nodes() -> list[dict[str, Any]]:
-    """Every node Ray has known, dead ones too (`Alive`)."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
 
 
 def capacity() -> str:
@@ -125,19 +150,3 @@ def capacity() -> str:
         if node["Alive"] and (has := node["Resources"]) is not None
     ]
     return ", ".join(parts) or "no living node"
-
-
-def _make(name: str, bundles: int, bundle: dict[str, float]) -> PlacementGroup:
-    existing = _existing(name)
-    if existing is not None:
-        remove_placement_group(existing)
-    made: PlacementGroup = placement_group([dict(bundle)] * bundles, strategy="PACK", name=name, lifetime="detached")
-    return made
-
-
-def _existing(name: str) -> PlacementGroup | None:
-    try:
-        existing: PlacementGroup = ray.util.get_placement_group(name)
-    except ValueError:
-        return None
-    return existing

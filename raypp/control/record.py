@@ -16,7 +16,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Event, RunState, StepReport
-from raypp.spec.job import Job
+from raypp.spec.job import Job, MeshSection
 from raypp.storage import ObjectStore
 
 _LINES_KEPT = 5000
@@ -37,8 +37,7 @@ class RunRecord:
         self._lines: list[str] = []
         self._dropped = 0
         self._changed = threading.Condition()
-        sizes = {axis: getattr(job.mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}
-        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=sizes)
+        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
         self._restarts_before = 0
         self._known: dict[tuple[Any, ...], None] = {}
 
@@ -96,6 +95,10 @@ class RunRecord:
 
     def status(self) -> RunStatus:
         return self._status
+
+    def has_mesh(self, mesh: MeshSection) -> None:
+        """The mesh of the present attempt."""
+        self._status = dataclasses.replace(self._status, mesh=_sizes(mesh))
 
     def checkpoint_url(self) -> str | None:
         """URL/NAME/step-N of the newest commit."""
@@ -186,3 +189,7 @@ class RunRecord:
 
 def _key(event: Event) -> tuple[Any, ...]:
     return (event.time, event.kind, event.message, event.rank)
+
+
+def _sizes(mesh: MeshSection) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}

@@ -17,6 +17,8 @@ _BLAMELESS_KINDS = ("preempted",)
 # The same again at the same step is no bad luck.
 _DETERMINISTIC_KINDS = ("raised", "nonfinite", "out_of_memory")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+# What is a node's own doing, and no rank's.
+_NODE_KINDS = ("node_lost", "raylet_lost")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,20 @@ def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
             break
         count += 1
     return count
+
+
+def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
+    """The addresses of nodes that were lost again and again, with how many attempts each of them ended.
+
+    Only what is the node's own doing counts: that it was lost, or Ray's process on it. A rank that dies may have died
+    of its job.
+    """
+    counts: dict[str, int] = {}
+    for end in history:
+        lost = {failure.node for failure in end.failures if failure.kind in _NODE_KINDS and failure.node}
+        for node in lost:
+            counts[node] = counts.get(node, 0) + 1
+    return {node: count for node, count in counts.items() if count >= times}
 
 
 def decide(history: Sequence[AttemptEnd], policy: Policy) -> Restart | GiveUp:

@@ -1,10 +1,11 @@
-"""What an earlier life of the controller knew of failures, read back from the events it told."""
+"""What an earlier life of the controller knew of failures and of the mesh, read back from the events it told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from raypp.records import Event, RankFailure
+from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd
 
 
@@ -26,6 +27,17 @@ def failed_attempts(events: Iterable[Event]) -> tuple[AttemptEnd, ...]:
             failures.setdefault(event.attempt, []).append(_failure(event))
             committed[event.attempt] = newest
     return tuple(AttemptEnd(attempt, tuple(told), committed[attempt]) for attempt, told in sorted(failures.items()))
+
+
+def last_shape(events: Iterable[Event]) -> Shape | None:
+    """The mesh that the run had last since it was last submitted; None: that of the job."""
+    shape = None
+    for event in events:
+        if event.kind == "submitted":
+            shape = None
+        elif event.kind == "reshaped":
+            shape = Shape(**{name: int(size) for name, size in event.details["to"].items()})
+    return shape
 
 
 def _failure(event: Event) -> RankFailure:

@@ -34,6 +34,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     refused = {problem.key for problem in problems}
     problems += [problem for problem in _model(job) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
+    problems += _elastic(job)
     return problems
 
 
@@ -68,6 +69,16 @@ def _not_available(job: Job) -> Iterator[Problem]:
         else:
             fix = f"leave the key out, or write `{key.rpartition('.')[2]}: {words[0]}`"
         yield Problem(key, f"{what} is not available yet; available: {', '.join(words)}", fix)
+
+
+def _elastic(job: Job) -> Iterator[Problem]:
+    options, world = job.recovery.elastic_options, job.mesh.world
+    if options is None:
+        return
+    most = world if options.max_ranks is None else min(options.max_ranks, world)
+    if options.min_ranks > most:
+        what = f"{options.min_ranks} is more than the {most} ranks the run may have"
+        yield Problem("recovery.elastic.min_ranks", what, f"at most {most}: the mesh, or recovery.elastic.max_ranks")
 
 
 def _model(job: Job) -> Iterator[Problem]:

@@ -206,6 +206,17 @@ class CheckpointSection(Section):
     """Steps between two snapshots in memory. auto: 1 while one costs less than 2 % of a step's time, else more."""
 
 
+class ElasticOptions(Section):
+    """How small a run may become without nodes that were lost, and how soon."""
+
+    min_ranks: int = Field(default=1, ge=1)
+    """Fewer ranks than these are not worth it: the run fails instead."""
+    max_ranks: int | None = Field(default=None, ge=1)
+    """More ranks than these are never used; null: those of the mesh."""
+    grace_s: float = Field(default=30, ge=0)
+    """A lost node may come back for so long before the run goes on without it."""
+
+
 class RecoverySection(Section):
     """What to do when something breaks."""
 
@@ -222,12 +233,20 @@ class RecoverySection(Section):
     """Before each save, compare checksums of weights that several ranks hold (dp_replicate, tied embeddings)."""
     straggler_factor: float = Field(default=2.0, ge=0)
     """Tell, by an event, of a rank that keeps computing so many times as long as its peers; 0: off."""
-    elastic: bool = False
-    """Go on with fewer nodes, the global batch unchanged."""
+    elastic: bool | ElasticOptions = False
+    """Go on with fewer nodes, the global batch and the order of the data unchanged, and grow again when nodes return:
+    true, or {min_ranks, max_ranks, grace_s}."""
     standby: bool = True
     """Keep one idle process with everything imported on each node, to take a killed rank's place (about 0.4 GB)."""
     orphan_timeout_s: float = Field(default=600, gt=0)
     """Ranks train on without the run's controller for so long, then save and end by themselves."""
+
+    @property
+    def elastic_options(self) -> ElasticOptions | None:
+        """What `elastic` allows; None when it is off."""
+        if isinstance(self.elastic, ElasticOptions):
+            return self.elastic
+        return ElasticOptions() if self.elastic else None
 
 
 class ResourcesSection(Section):
@@ -238,7 +257,8 @@ class ResourcesSection(Section):
     cpus_per_rank: float = Field(default=1, gt=0)
     """CPUs reserved for each rank."""
     spares: int = Field(default=0, ge=0)
-    """Ranks' worth of devices held ready."""
+    """Ranks' worth of devices held ready, on other nodes where there is room; they take a lost node's place. They are
+    asked for after the first step, and never waited for."""
     env: dict[str, str] = Field(default_factory=dict)
     """Extra environment for workers, e.g. GLOO_SOCKET_IFNAME."""
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
-from raypp.records import RankFailure, RunState
+from raypp.records import RankFailure, Requests, RunState
+from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd, Policy
 
 
@@ -93,7 +94,55 @@ def test_processes_are_kept_only_where_another_attempt_may_follow() -> None:
         assert commands[-1] == m.EndAttempt(keep)
 
 
+WHOLE, HALF = Shape(2, 2, 1, 1, 1, 4), Shape(2, 1, 1, 1, 1, 8)
+
+
+def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts_no_restart() -> None:
+    launching, _ = play(m.Machine(), *RUNNING, m.RankFailed(failure()), m.AttemptGone(), m.DelayOver())
+    machine, commands = play(launching, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptGone())
+    assert commands == [m.EndAttempt(), m.Launch()]
+    assert (machine.shape, machine.restarts, len(machine.history)) == (HALF, 1, 1)
+
+
+def test_with_room_again_the_run_saves_stops_and_takes_the_larger_mesh() -> None:
+    machine, commands = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    assert commands[-1] == m.Ask(Requests(stop=True, save_before_stop=True))
+    machine, commands = play(machine, m.Committed(7), m.Finished(True), m.AttemptGone())
+    assert commands == [m.EndAttempt(), m.Launch()]
+    assert (machine.shape, machine.restarts, machine.history) == (WHOLE, 0, ())
+
+
+def test_a_run_does_not_grow_twice_without_a_newer_commit() -> None:
+    machine, _ = play(m.Machine(), m.Start(committed_step=7, shape=HALF), m.Claimed(1), m.Seated())
+    machine, _ = play(machine, m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptGone())
+    machine, _ = play(machine, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptGone(), m.Claimed(3), m.Seated())
+    assert machine.shape == HALF
+    assert play(machine, m.Reshape(WHOLE, 2))[1] == []
+    assert play(machine, m.Committed(8), m.Reshape(WHOLE, 2))[1] != []
+
+
+def test_an_operators_stop_wins_over_a_change_of_mesh() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    machine, _ = play(growing, m.StopAsked(), m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+    shrinking, _ = play(m.Machine(), m.Start(), m.Claimed(1), m.Reshape(HALF, 4))
+    machine, commands = play(shrinking, m.StopAsked(), m.AttemptGone())
+    assert machine.state is RunState.STOPPED and m.Launch() not in commands
+
+
+def test_a_run_that_finishes_while_it_was_to_grow_has_succeeded() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    assert play(growing, m.Finished(False), m.AttemptGone())[0].state is RunState.SUCCEEDED
+
+
+def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    assert play(growing, m.RankFailed(failure()))[1] == [m.EndAttempt(keep=False)]
+
+
+_SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
 _EVENTS = st.one_of(
+    st.builds(m.Reshape, _SHAPES, st.sampled_from([1, 2, 4])),
     st.builds(m.Start, adopted=st.booleans()),
     st.builds(m.Claimed, st.integers(1, 9)),
     st.just(m.Seated()),
@@ -164,3 +213,31 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
         machine, _ = play(machine, m.DelayOver())
     assert machine.state is RunState.FAILED
     assert in_vain == max_restarts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(0, 30))
+def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[tuple[bool, bool]], steps: int) -> None:
+    """Every attempt either finds no room and shrinks, or trains, may take a step, and is offered room."""
+    shapes = [Shape(1, 1, 1, 1, 1, 8), HALF, WHOLE]
+    machine, _ = play(m.Machine(), m.Start(shape=WHOLE))
+    launches, step = 1, 0
+    for no_room, takes_a_step in [*rounds, *[(False, False)] * 10, *[(True, False)] * 10]:
+        assert machine.shape is not None
+        at = shapes.index(machine.shape)
+        machine, _ = play(machine, m.Claimed(launches))
+        if no_room and at > 0:
+            machine, commands = play(machine, m.Reshape(shapes[at - 1], machine.shape.world), m.AttemptGone())
+            launches += commands.count(m.Launch())
+            continue
+        machine, _ = play(machine, m.Seated())
+        if takes_a_step and step < steps:
+            step += 1
+            machine, _ = play(machine, m.Committed(step))
+        machine, commands = play(machine, m.Reshape(WHOLE, machine.shape.world), m.Finished(True))
+        if m.EndAttempt() not in commands or machine.ending is not None:
+            break
+        machine, commands = play(machine, m.AttemptGone())
+        launches += commands.count(m.Launch())
+    grown = step + 2
+    assert launches <= 1 + grown + 2 * (grown + 1)

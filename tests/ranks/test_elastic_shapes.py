@@ -1,0 +1,43 @@
+"""A run that loses half of its ranks and gets them back takes the steps of one that was never disturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_in_turn
+from test_recut_of_runs import CHAINS, job_of, live, mesh, tensors
+
+from raypp.checkpoint.diff import diff_checkpoints
+from raypp.control.shapes import best_for, reshaped
+from raypp.spec.load import job_document, parse_job
+
+pytestmark = pytest.mark.ranks
+Sections = dict[str, Any]
+PLAIN = CHAINS["fsdp 2, 1, 4"]
+
+
+def elastic_job(root: Path, steps: int, room: int) -> Sections:
+    """The job of 4 ranks, up to a step, as it is run where there is room for so many."""
+    sections = job_of(PLAIN, root, steps, mesh(pp=2, dp_replicate=2)) | {"recovery": {"elastic": True}}
+    job = parse_job(sections)
+    shape = best_for(job, room)
+    assert shape is not None
+    return job_document(reshaped(job, shape))
+
+
+@pytest.mark.parametrize(("room", "world"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_shrinking_and_growing_changes_neither_losses_nor_weights(tmp_path: Path, room: int, world: int) -> None:
+    changed, undisturbed = tmp_path / "changed", tmp_path / "undisturbed"
+    first, reference = run_in_turn(4, live, [(elastic_job(changed, 1, 4), 1), (elastic_job(undisturbed, 3, 4), 1)])
+    (second,) = run_in_turn(world, live, [(elastic_job(changed, 2, room), 2)])
+    (third,) = run_in_turn(4, live, [(elastic_job(changed, 3, 4), 3)])
+    assert "resumed" in second[0]["kinds"] and "resumed" in third[0]["kinds"]
+    told = {step: numbers for part in (first, second, third) for step, *numbers in part[0]["numbers"]}
+    assert list(told) == [1, 2, 3]
+    for step, loss, norm, tokens in reference[0]["numbers"]:
+        assert told[step] == [pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens]
+    comparison = diff_checkpoints(tensors(changed), tensors(undisturbed))
+    assert not (comparison.only_a or comparison.only_b or comparison.other_form)
+    assert max((one.max_abs for one in comparison.different), default=0.0) < 1e-5

@@ -1,0 +1,115 @@
+"""More nodes for the embedded cluster: raylets on this machine, each with a loopback address of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raypp.control.clusters import Cluster
+
+CPUS = 40
+"""Of each: ranks that ask for 20 CPUs fit twice, and never on the head."""
+_PATIENCE_S = 120.0
+
+
+@dataclass
+class Node:
+    """One raylet and its agents."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    node_id: str = ""
+
+    def kill(self) -> None:
+        """Ends the raylet, its agents and its workers at once, as a power cut would."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            start = psutil.Process(self.process.pid)
+            for process in [start, *start.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
+
+
+class ExtraNodes:
+    """Adds nodes and ends them again; use as a context."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._nodes: list[Node] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="raypp-", dir="/tmp", ignore_cleanup_errors=True)
+
+    def __enter__(self) -> ExtraNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._nodes:
+            node.kill()
+        self._wait(lambda: not (self._alive().keys() & {node.node_id for node in self._nodes}), "the end of the nodes")
+        self._directory.cleanup()
+
+    def add(self, *hosts: int) -> list[Node]:
+        """Starts nodes 127.0.0.HOST and waits until the cluster has them."""
+        started = []
+        for host in hosts:  # one after the other: started at once they take each other's ports
+            before = self._alive().keys()
+            node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
+            self._nodes.append(node)
+            started.append(node)
+            self._wait(lambda node=node, before=before: self._has_come(node, before), f"the node {node.address}")
+        return started
+
+    def _has_come(self, node: Node, before: Collection[str]) -> bool:
+        for name, address in self._alive().items():
+            if address == node.address and name not in before:
+                node.node_id = name
+                return True
+        return False
+
+    def _start(self, address: str) -> subprocess.Popen[bytes]:
+        embedded = self._cluster.embedded
+        assert embedded is not None
+        directory = Path(self._directory.name) / address.rpartition(".")[2]
+        directory.mkdir(exist_ok=True)
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+            *("start", "--block", "--disable-usage-stats", f"--address={embedded.gcs}"),
+            f"--node-ip-address={address}",
+            f"--num-cpus={CPUS}",
+            "--object-store-memory=100000000",
+            f"--temp-dir={directory}",  # nodes that share the head's would share its unpacked packages too
+            "--dashboard-agent-listen-port=0",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
+        environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+        with (Path(embedded.ray_dir) / f"node-{address}.log").open("ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+    def _alive(self) -> dict[str, str]:
+        """The address of each living node, by id."""
+        answer = self._cluster.dashboard.get_json("/api/v0/nodes?detail=1")
+        nodes: list[dict[str, Any]] = answer["data"]["result"]["result"]
+        return {str(node["node_id"]): str(node["node_ip"]) for node in nodes if node["state"] == "ALIVE"}
+
+    def _wait(self, condition: Any, what: str) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while not condition():
+            if time.monotonic() > end:
+                embedded = self._cluster.embedded
+                logs = {path.name: path.read_text()[-2000:] for path in Path(embedded.ray_dir).glob("node-*.log")}  # type: ignore[union-attr]
+                raise TimeoutError(f"{what} did not come about; alive: {self._alive()}; {logs}")
+            time.sleep(0.2)

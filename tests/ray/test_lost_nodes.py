@@ -1,0 +1,128 @@
+"""A node of several is lost: spares, smaller meshes, larger ones again. The ranks are stand-ins, the nodes raylets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raypp.control.clusters import Cluster
+from tests.ray.conftest import Started, StartRun
+from tests.ray.extra_nodes import ExtraNodes, Node
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+_CPUS = 20
+"""Of a rank: two on each of the extra nodes, none on the head."""
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[ExtraNodes]:
+    with ExtraNodes(cluster) as extra:
+        yield extra
+
+
+def _start(start_run: StartRun, name: str, **more: Any) -> Started:
+    resources = {"cpus_per_rank": _CPUS, **more.pop("resources", {})}
+    return start_run(name, resources=resources, **more)
+
+
+def _places(run: Started) -> set[str]:
+    """The nodes of the present ranks."""
+    return {rank["node"] for rank in run.status()["ranks"]}
+
+
+def _kill_one_of(run: Started, nodes: list[Node]) -> Node:
+    victim = next(node for node in nodes if node.address in _places(run))
+    victim.kill()
+    return victim
+
+
+def _event(run: Started, kind: str) -> Any:
+    return next(event for event in run.reader.events() if event.kind == kind)
+
+
+def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: StartRun) -> None:
+    three = nodes.add(31, 32, 33)
+    run = _start(start_run, "spares", steps=600, resources={"spares": 2})
+    run.wait(lambda: "spares_held" in run.kinds(), "the spares")
+    before = _places(run)
+    assert len(before) == 2
+    victim = _kill_one_of(run, three)
+    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    assert _places(run) == {node.address for node in three} - {victim.address}
+    run.wait(lambda: "spares_missing" in run.kinds(), "word of the missing spares")
+    kinds = run.kinds()
+    assert kinds.index("spares_released") < len(kinds) - 1 - kinds[::-1].index("seated")
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1)
+    run.assert_nothing_left()
+
+
+def test_spares_that_nobody_has_hold_up_nothing(start_run: StartRun) -> None:
+    run = start_run("nospares", steps=200, resources={"cpus_per_rank": 1, "spares": 1000})
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    assert "spares_missing" in run.kinds()
+    run.assert_nothing_left()
+
+
+def _mesh(run: Started) -> dict[str, int]:
+    return {axis: size for axis, size in run.status()["mesh"].items() if size > 1}
+
+
+def _trains_on(run: Started, mesh: dict[str, int]) -> None:
+    def trains() -> bool:
+        status = run.status()
+        return (
+            status["state"] == "RUNNING" and _mesh(run) == mesh and any(r["state"] == "step" for r in status["ranks"])
+        )
+
+    run.wait(trains, f"training on {mesh}")
+
+
+def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
+    nodes: ExtraNodes, start_run: StartRun
+) -> None:
+    two = nodes.add(41, 42)
+    run = _start(start_run, "elastic", steps=100_000, recovery={"elastic": {"min_ranks": 2, "grace_s": 3}})
+    _trains_on(run, {"pp": 2, "fsdp": 2})
+    victim = _kill_one_of(run, two)
+    _trains_on(run, {"pp": 2})
+    assert len(run.status()["ranks"]) == 2 and victim.address not in _places(run)
+    shrunk = _event(run, "reshaped")
+    assert (shrunk.details["from"]["fsdp"], shrunk.details["to"]["fsdp"]) == (2, 1)
+    rows = [facts["fsdp"] * facts["microbatches"] for facts in (shrunk.details["from"], shrunk.details["to"])]
+    assert rows[0] == rows[1]
+    restarts = run.status()["restarts"]
+    assert restarts == 1
+
+    (third,) = nodes.add(43)
+    _trains_on(run, {"pp": 2, "fsdp": 2})
+    status = run.status()
+    assert third.address in _places(run) and status["restarts"] == restarts
+    grown = status["attempt"]
+    taken = run.taken()
+    last = max(step for attempt, step in taken if attempt == grown - 1)
+    first = min(step for attempt, step in taken if attempt == grown)
+    assert first == last + 1, "growing redid or left out steps"
+    assert run.command("stop")["state"] == "STOPPED"
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_twice_is_left_out(nodes: ExtraNodes, start_run: StartRun) -> None:
+    two = nodes.add(51, 52)
+    run = _start(start_run, "badnode", steps=100_000, recovery={"elastic": {"grace_s": 3}})
+    for _ in range(2):
+        _trains_on(run, {"pp": 2, "fsdp": 2})
+        victim = two[1]
+        victim.kill()
+        _trains_on(run, {"pp": 2})
+        two[1:] = nodes.add(52)
+    run.wait(lambda: "node_left_out" in run.kinds(), "word of the bad node")
+    assert _event(run, "node_left_out").node == "127.0.0.52"
+    nodes.add(53)
+    _trains_on(run, {"pp": 2, "fsdp": 2})
+    assert _places(run) == {"127.0.0.51", "127.0.0.53"}
+    assert run.command("stop")["state"] == "STOPPED"
+    run.assert_nothing_left()
