@@ -22,7 +22,7 @@ _BY_NAME = {
     "LostPeerError": "lost_peer",
     "NonFiniteError": "nonfinite",
     "ReplicasDifferError": "corrupt",
-    "LeftForPreemption": "preempted",
+    "BrokenWeightsError": "corrupt",
 }
 _LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
 

@@ -28,7 +28,7 @@ from its step on, `nan` and `spike` of a forward come in every forward of their 
 | `disk_full` | OSError ENOSPC |
 | `hang` | stands still for ever |
 | `slow` | sleeps `seconds` before each of its forwards |
-| `nan` | the output of its forward (moment forward), or its gradients (backward), become NaN |
+| `nan` | the output of its forward (moment forward), its gradients (backward), or a weight (optimizer) become NaN |
 | `spike` | the loss it computes is multiplied by 1000, in what is reported and in the gradients |
 | `corrupt` | one bit of one of its weights turns over, after the update (moment optimizer) |
 """
@@ -189,6 +189,9 @@ class Injection:
                 weights = [local_part(parameter) for stage in stages for parameter in stage.parameters()]
                 word = next(weight for weight in weights if weight.numel()).view(-1)[:1].view(torch.int32)
                 word.bitwise_xor_(1)
+                self._left.remove(fault)
+            if fault.kind == "nan":
+                next(iter(next(iter(stages)).parameters())).fill_(float("nan"))
                 self._left.remove(fault)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.errors import RayppError
+from raypp.parallel.shard import local_part
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
@@ -27,6 +28,10 @@ _NAMES_TOLD = 3
 
 class NonFiniteError(RayppError):
     """Loss or gradients of a step are not finite; raised on every rank alike. The weights were not touched."""
+
+
+class BrokenWeightsError(RayppError):
+    """Weights are NaN or infinite; raised on every rank alike. Only what was saved before helps."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,13 @@ class FiniteGuard:
             tell: Hears of the skipped step; on one rank.
 
         Raises:
+            BrokenWeightsError: Weights are not finite, so that no later step can be.
             NonFiniteError: By `recovery.on_nonfinite`, or because too many steps in a row were skipped.
         """
         self._in_a_row += 1
+        if self._weights_are_broken():
+            what = f"step {step}: {self._what(sums)}, because weights are not finite: an update before it broke them"
+            raise BrokenWeightsError(what)
         words = f"step {step}: {self._what(sums)}; {self._origin_in_words(again)}"
         policy = self._job.recovery.on_nonfinite
         if policy != "skip":
@@ -91,6 +100,13 @@ class FiniteGuard:
             raise NonFiniteError(f"{words}; {self._in_a_row} steps in a row were not finite, so skipping does not help")
         told = f"{words}; the weights stay as they were"
         tell(Event("step_skipped", told, attempt=self._seat.attempt, step=step))
+
+    def _weights_are_broken(self) -> bool:
+        """Whether some rank holds a weight that is not finite. Collective over the world."""
+        own = any(not _finite(local_part(weight)) for stage in self._stages for weight in stage.parameters())
+        found = torch.tensor([int(own)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
 
     def _what(self, sums: GlobalSums) -> str:
         found = []

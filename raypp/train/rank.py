@@ -28,6 +28,7 @@ from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.faults import LostPeerError, lost_peer
 from raypp.train.injection import FaultyReporter, FaultyStore, Injection, injection_for
 from raypp.train.leaving import cut_connections as cut_connections
+from raypp.train.nonfinite import BrokenWeightsError
 from raypp.train.optimizer import build_optimizer
 from raypp.train.pace import Pace, SpikeWatch
 from raypp.train.process_group import joined, pick_device
@@ -118,7 +119,12 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
-    return _train(job, seat, reporter, runner, evaluator, saver, tier, recent, restored, start)
+    try:
+        return _train(job, seat, reporter, runner, evaluator, saver, tier, recent, restored, start)
+    except (ReplicasDifferError, BrokenWeightsError):
+        if tier is not None:  # its snapshots may hold the same weights: only what was committed before is trusted
+            tier.close(delete=True)
+        raise
 
 
 def _watch_numbers(runner: StepRunner, injection: Injection | None) -> None:
@@ -160,7 +166,7 @@ def _train(
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests
         if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
-            _save(saver, runner, recent, done, position, reporter, tier)
+            _save(saver, runner, recent, done, position, reporter)
             saved = done
         if wanted.stop:
             stopped = True
@@ -185,7 +191,7 @@ def _train(
             saver.skip(done)
         elif due:
             with watch.part("save"):
-                _save(saver, runner, recent, done, position, reporter, tier)
+                _save(saver, runner, recent, done, position, reporter)
             saved = done
         if seat.rank == 0:
             report.parts_s.update(watch.parts)
@@ -224,16 +230,10 @@ def _save(
     step: int,
     position: dict[str, object],
     reporter: Reporter,
-    tier: MemoryTier | None,
 ) -> None:
     if runner.replicas is not None:
         reporter.phase("step", "replicas")
-        try:
-            runner.replicas.run()
-        except ReplicasDifferError:
-            if tier is not None:  # its snapshots hold the same weights: only what was committed before may be trusted
-                tier.close(delete=True)
-            raise
+        runner.replicas.run()
     reporter.phase("save", f"step {step}")
     extra = {"data_position": position, "recent_steps": recent.document()}
     saver.save(step, runner.built.modules, runner.optimizer, extra)

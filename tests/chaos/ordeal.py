@@ -39,7 +39,7 @@ KINDS = {
     "freeze": ("hung",),
     "hang": ("hung",),
     "raise": ("raised",),
-    "nan": ("nonfinite",),
+    "nan": ("nonfinite", "corrupt"),
 }
 """What the events may call each kind of strike."""
 

@@ -64,6 +64,13 @@ def test_gradients_that_break_once_are_told_as_an_error_of_the_machine_and_the_j
         assert "did not come again" in error and "recovery.on_nonfinite: stop" in error
 
 
+def test_weights_that_an_update_broke_are_told_as_that(tmp_path: Path) -> None:
+    told, _ = _live(tmp_path, _document(4, {"pp": 2}), "nan@optimizer:rank=1,step=2")
+    assert sorted(told.errors) == [0, 1]
+    for error in told.errors.values():
+        assert error.startswith("BrokenWeightsError: step 3: the loss is nan") and "weights are not finite" in error
+
+
 def test_replicas_that_differ_by_one_bit_are_named_and_never_committed(tmp_path: Path) -> None:
     told, lives = _live(tmp_path, _document(4, {"dp_replicate": 2}), "corrupt@optimizer:rank=1,step=2")
     assert sorted(told.errors) == [0, 1]
