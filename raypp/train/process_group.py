@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # The first step may compile and connect; a peer that died is noticed by its closed connection, not by this.
 _STARTUP_S = 300.0
 _CONNECT_S = 2.0
-_ASK_EVERY_S = 0.02
+_ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 
 
 def pick_device(seat: Seat) -> torch.device:
@@ -58,15 +58,17 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
     Raises:
         DistNetworkError: The attempt is left, or nobody listened in time.
     """
-    began = time.monotonic()
+    began, pause_s = time.monotonic(), _ASK_EVERY_S
     while True:
         try:
-            socket.create_connection((address, port), timeout=_CONNECT_S).close()
-            return
+            with socket.create_connection((address, port), timeout=_CONNECT_S) as one:
+                if one.getsockname() != one.getpeername():  # a connection from a port to itself needs no server
+                    return
         except OSError as error:
             if cut_since(port, began) or time.monotonic() - began > timeout_s:
                 raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
-        time.sleep(_ASK_EVERY_S)
+        time.sleep(pause_s)
+        pause_s = min(_ASK_SELDOM_S, 1.5 * pause_s)  # each try takes a port for a moment: it could be the server's
 
 
 @contextmanager

@@ -175,7 +175,8 @@ class Ordeal:
             own = [event for event in told if event.rank == strike.rank and event.details["pid"] == fact["pid"]]
             assert own, f"no rank_failed of rank {strike.rank}, pid {fact['pid']}: {_rows(told)}"
             assert own[0].details["kind"] in KINDS[strike.kind], _rows(told)
-            assert 0 <= fact["step"] - (own[0].step or 0) <= _known_late(strike), _rows(told)
+            there = max(fact["step"], fact["in_step"])  # a save goes on beside later steps
+            assert 0 <= there - (own[0].step or 0) <= _known_late(strike), _rows(told)
             blamed = {event.rank for event in told if event.details["kind"] != "lost_peer"}
             assert blamed <= {strike.rank, *strike.also}, _rows(told)
             assert 0 <= own[0].time - fact["time"] < _known_within(strike), own[0].time - fact["time"]
