@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import textwrap
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -99,7 +99,8 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
     takes = "a word" if key in KINDS else words.words_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True)
     head = name if indent else key
-    if words.section_of(info.annotation) is not None and not words.literals_of(info.annotation):
+    plain = words.literals_of(info.annotation) or bool in get_args(info.annotation)
+    if words.section_of(info.annotation) is not None and not plain:
         takes = "section" if default is not None else "section or null"
         head += ":" if default is not None else ": null"
     elif default is PydanticUndefined:

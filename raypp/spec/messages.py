@@ -19,6 +19,8 @@ def problems_of(error: ValidationError, document: Any) -> list[Problem]:
     """One problem per wrong key (a union's several errors are one), in the order of the document's sections."""
     problems: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False, include_context=False):
+        if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
+            continue  # of a union with a section, whose own errors say what is wrong with it
         path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
         if path in problems:
             continue

@@ -23,7 +23,7 @@ def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return words_of(inner, (*metadata, *extra))
     if any(getattr(constraint, "pattern", None) for constraint in _flat(metadata)):
         return "1 to 40 of a-z, 0-9 and -, not beginning with -"
-    plain = type(None) in get_args(annotation) or literals_of(annotation)
+    plain = {type(None), bool} & set(get_args(annotation)) or literals_of(annotation)
     if section_of(annotation) is not None and not plain:
         return "a section of keys"
     origin, arguments = get_origin(annotation), get_args(annotation)

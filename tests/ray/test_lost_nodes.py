@@ -73,9 +73,9 @@ def _mesh(run: Started) -> dict[str, int]:
 def _trains_on(run: Started, mesh: dict[str, int]) -> None:
     def trains() -> bool:
         status = run.status()
-        return (
-            status["state"] == "RUNNING" and _mesh(run) == mesh and any(r["state"] == "step" for r in status["ranks"])
-        )
+        if status.get("state") != "RUNNING" or _mesh(run) != mesh:
+            return False
+        return any(rank["state"] == "step" for rank in status["ranks"])
 
     run.wait(trains, f"training on {mesh}")
 
