@@ -73,7 +73,10 @@ class Killer:
             ranks[self.victim].wait(10)
 
 
-@pytest.mark.parametrize("victim", ["pp0", "pp1"], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("pp0", id="first stage", marks=pytest.mark.slow), pytest.param("pp1", id="last stage")],
+)
 def test_a_rank_killed_at_every_moment_changes_nothing_but_the_time(
     laptop: Laptop, undisturbed: Run, victim: str, record_property: Any
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_rank_killed_at_every_moment_changes_nothing_but_the_time(
         print(f"{kill.label} {kill.moment}: " + ", ".join(f"{what} {s:.2f} s" for what, s in kill.seconds.items()))
 
 
+@pytest.mark.slow
 def test_the_middle_of_three_stages_is_killed_and_the_others_keep_their_processes(
     laptop: Laptop, undisturbed: Run
 ) -> None:
@@ -149,6 +153,7 @@ def _assert_nothing_orphaned(run: Run) -> None:
     assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(f"raypp/{run.name}/")], "", 15)
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_always_dies_before_any_progress_fails_and_says_why(laptop: Laptop) -> None:
     run = laptop.start(laptop.job("hopeless", recovery={"max_restarts": 1}), "--json")
     killer = Killer(run, "pp1")

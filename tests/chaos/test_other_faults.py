@@ -35,8 +35,10 @@ def _kill_driver(laptop: Laptop, run: str) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "told"),
-    [(_remove, "no file at .*words-removed.txt"), (_swap, "data.path: the checkpoint was made with other data")],
-    ids=["removed", "swapped"],
+    [
+        pytest.param(_remove, "no file at .*words-removed.txt", id="removed", marks=pytest.mark.slow),
+        pytest.param(_swap, "data.path: the checkpoint was made with other data", id="swapped"),
+    ],
 )
 def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
     laptop: Laptop, harm: object, told: str, request: pytest.FixtureRequest
@@ -62,6 +64,7 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
     assert again.code == 0, again  # nobody lingers: the name may be gone on with at once
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Laptop, undisturbed: Run) -> None:
     """The one without a driver trains on for longer than `raypp submit` waits for records after a Ray job's end."""
     first = laptop.start(laptop.job("twin-one", train__steps=4 * STEPS), "--json")

@@ -117,7 +117,10 @@ VIRTUAL_BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), VIRTUAL)
+@pytest.mark.parametrize(
+    ("schedule", "pp", "stages_per_rank"),
+    [pytest.param(*job, marks=pytest.mark.slow if job[1] == 4 else ()) for job in VIRTUAL],
+)
 def test_virtual_stages_give_the_bits_of_one_process(schedule: str, pp: int, stages_per_rank: int) -> None:
     assert_identical(VIRTUAL_BATCHES[pp][schedule, pp, stages_per_rank], one_process())
 

@@ -61,14 +61,17 @@ class Chain:
 
 
 MOE = {"kind": "qwen3_moe"}
+TIED = "tied, pp 4, 2 in a V, 1"
 CHAINS = {
     "pp 4, 2 with virtual stages, 1": Chain({}, (mesh(pp=4), mesh(VIRTUAL, pp=2), ONE), True),
-    "tied, pp 4, 2 in a V, 1": Chain({"tie_embeddings": True}, (mesh(pp=4), mesh(V, pp=2), ONE), True),
+    TIED: Chain({"tie_embeddings": True}, (mesh(pp=4), mesh(V, pp=2), ONE), True),
     "pp 2, 1, 4": Chain({}, (mesh(pp=2), ONE, mesh(pp=4)), True),
     "fsdp 2, 1, 4": Chain({}, (mesh(fsdp=2), ONE, mesh(fsdp=4)), False),
     "cp 2, 1, cp 2 with pp 2": Chain({}, (mesh(cp=2), ONE, mesh(cp=2, pp=2)), False),
     "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
 }  # fmt: skip
+QUICK = (TIED, "fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2")
+"""One chain of each kind of mesh; the others are slow tests."""
 ROWS = 4
 """Microbatches of a step, over all replicas."""
 
@@ -108,14 +111,22 @@ def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[int, tuple]]]:
-    """Where the runs are (each chain's, and each model's reference), and what their first ranks told of each step."""
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, dict[int, tuple]]]:
+    """Where the runs are (each chain's, and each model's reference), and what their first ranks told of each step.
+
+    Only the chains of the tests that were chosen are run.
+    """
     root = tmp_path_factory.mktemp("recut")
-    references = {reference_of(chain): chain for chain in CHAINS.values()}
-    numbers: dict[str, dict[int, tuple]] = {name: {} for name in (*CHAINS, *references)}
+    mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = {item.callspec.params.get("name", TIED) for item in mine if hasattr(item, "callspec")} | {TIED}
+    chains = {name: chain for name, chain in CHAINS.items() if name in asked}
+    references = {reference_of(chain): chain for chain in chains.values()}
+    numbers: dict[str, dict[int, tuple]] = {name: {} for name in (*chains, *references)}
     for step in (1, 2, 3):
         jobs = {
-            name: (job_of(chain, root / name, step, chain.meshes[step - 1]), step) for name, chain in CHAINS.items()
+            name: (job_of(chain, root / name, step, chain.meshes[step - 1]), step) for name, chain in chains.items()
         }
         if step == 2:  # most chains are on one process then: the references join them
             jobs |= {name: (job_of(chain, root / name, 3, ONE), 1) for name, chain in references.items()}
@@ -138,7 +149,9 @@ def tensors(root: Path, job: str = "numbers") -> SavedTensors:
     return SavedTensors(store, read_commit(store, job, list_checkpoints(store, job)[-1].step))
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHAINS]
+)
 def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, runs: Any) -> None:
     root, numbers = runs
     chain, reference = CHAINS[name], reference_of(CHAINS[name])
@@ -159,7 +172,7 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
 
 def test_a_tied_checkpoint_is_not_taken_for_an_untied_model(runs: Any) -> None:
     root, _ = runs
-    name = "tied, pp 4, 2 in a V, 1"
+    name = TIED
     untied = job_of(Chain({"tie_embeddings": False}, (), True), root / name, 4, ONE)
     commit = read_commit(DirectoryStore(root / name), "numbers", 3)
     problems = check_resume(commit.job, parse_job(untied))
