@@ -125,6 +125,7 @@ def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     started: list[Started] = []
 
     def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:
+        rank_function = more.pop("rank_function", "stand_in:run_rank")
         environment = {"STAND_IN_DIR": str(tmp_path / name)} | ({"STAND_IN_FAULT": fault} if fault else {})
         job = parse_job(
             {
@@ -138,7 +139,7 @@ def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         add_spec(store, name, job_document(job))
-        submission = client.submit_run(job, cluster, store.url, rank_function="stand_in:run_rank")
+        submission = client.submit_run(job, cluster, store.url, rank_function=rank_function)
         run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name)
         started.append(run)
         return run

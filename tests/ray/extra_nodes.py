@@ -73,6 +73,8 @@ class ExtraNodes:
             if address == node.address and name not in before:
                 node.node_id = name
                 return True
+        if node.process.poll() is not None:  # Ray gives a node 30 s to start, which a loaded machine may exceed
+            node.process = self._start(node.address)
         return False
 
     def _start(self, address: str) -> subprocess.Popen[bytes]:

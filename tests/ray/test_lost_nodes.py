@@ -126,3 +126,37 @@ def test_a_node_that_is_lost_twice_is_left_out(nodes: ExtraNodes, start_run: Sta
     assert _places(run) == {"127.0.0.51", "127.0.0.53"}
     assert run.command("stop")["state"] == "STOPPED"
     run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
+    nodes: ExtraNodes, start_run: StartRun
+) -> None:
+    two = nodes.add(61, 62)
+    sections: dict[str, Any] = {
+        "rank_function": None,
+        "steps": 60,
+        "mesh": {"pp": 2, "dp_replicate": 2},
+        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64},
+        "data": {"kind": "synthetic", "seq_len": 32, "num_documents": 200},
+        "pipeline": {"microbatches": 4},
+        "recovery": {"elastic": {"grace_s": 3}},
+    }
+    threads = {"env": {"OMP_NUM_THREADS": "1"}}
+    reference = _start(start_run, "undisturbed", resources=threads, **sections)
+    assert reference.wait_end()["state"] == "SUCCEEDED"
+    run = _start(start_run, "disturbed", resources=threads, **sections)
+    run.wait(lambda: "committed" in run.kinds(), "a commit")
+    _kill_one_of(run, two)
+    run.wait(lambda: run.kinds().count("reshaped") == 1, "the smaller mesh")
+    nodes.add(63)
+    status = run.wait_end()
+    assert (status["state"], status["step"]) == ("SUCCEEDED", 60)
+    assert run.kinds().count("reshaped") == 2, "it did not grow again"
+    told, expected = (
+        [(row["step"], row["loss"], row["tokens"]) for row in one.reader.history()] for one in (run, reference)
+    )
+    assert [(step, tokens) for step, _, tokens in told] == [(step, tokens) for step, _, tokens in expected]
+    assert [loss for _, loss, _ in told] == pytest.approx([loss for _, loss, _ in expected], rel=1e-5)
+    run.assert_nothing_left()
