@@ -62,6 +62,7 @@ class Attempt:
     _witnessed_at: float | None = None
     _held: list[RankFailed] = field(default_factory=list)
     _killed: bool = False
+    _suspects: frozenset[int] = frozenset()
     _explained: bool = False
     """Evidence was told that is more than that of a witness."""
     _since: float = field(default_factory=time.monotonic)
@@ -132,7 +133,7 @@ class Attempt:
         if self.stage in (Stage.ENDING, Stage.GONE):
             return
         begun = self.stage is Stage.RUNNING
-        self._killed = not keep
+        self._killed, self._suspects = not keep, frozenset(suspects)
         self._explained |= not begun or bool(suspects)
         for rank in self.ranks:
             if rank.rank in suspects:
@@ -295,9 +296,14 @@ class Attempt:
     # Ending ---------------------------------------------------------------------------------------
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
-        """Until no process is in this attempt any more; what only witnesses have told of may be explained late."""
-        unasked = not self._explained and not self._killed
-        late = [failure for failure in self._take_endings(timeout_s) if failure.kind != "lost_peer" and unasked]
+        """Until no process is in this attempt any more; what only witnesses have told of may be explained late, and who
+        died beside the first is told, too."""
+        unasked = not self._killed
+        late = [
+            failure
+            for failure in self._take_endings(timeout_s)
+            if failure.kind != "lost_peer" and unasked and failure.rank not in self._suspects
+        ]
         if late:
             self._explained = True
             return [RankFailed(failure) for failure in late]
