@@ -95,7 +95,8 @@ CHAINS = (
         (2, "optimizer", "kill", 16),
         (1, "backward", "kill", 25, {"also": (0,)}),
         (3, "backward", "freeze", 33),
-        (1, "forward", "raise", 42),
+        (2, "backward", "nan", 38),
+        (1, "forward", "raise", 45),
         (1, "finish", "kill", 60),
     ),
     _chain(
