@@ -120,8 +120,8 @@ class RankFailure:
     node: str
     pid: int
     kind: str
-    """killed | segfault | out_of_memory | raised | user_error | node_lost | raylet_lost | preempted | hung | store_down |
-    unreachable | disk_full | nonfinite | corrupt | lost_peer | unknown; docs/reliability.md tells what each is"""
+    """killed | segfault | out_of_memory | raised | user_error | node_lost | raylet_lost | preempted | hung |
+    store_down | unreachable | disk_full | nonfinite | corrupt | lost_peer | unknown; docs/reliability.md tells what each is"""
     cause: str
     step: int = 0
     details: str = ""
