@@ -121,7 +121,9 @@ class RankFailure:
     pid: int
     kind: str
     """killed | segfault | out_of_memory | raised | user_error | node_lost | raylet_lost | preempted | hung |
-    store_down | unreachable | disk_full | nonfinite | corrupt | lost_peer | unknown; docs/reliability.md tells what each is"""
+    store_down | unreachable | disk_full | nonfinite | corrupt | lost_peer | unknown.
+
+    docs/reliability.md tells what each is."""
     cause: str
     step: int = 0
     details: str = ""
