@@ -12,8 +12,6 @@ from raypp.spec.models import MODELS
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": tuple(MODELS.names()),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
-    "recovery.elastic": (False,),
-    "resources.spares": (0,),
 }
 """Values that work, of the keys that have values which do not work yet; every other key works whole."""
 

@@ -19,7 +19,7 @@ from raypp.control.clusters import Cluster
 
 CPUS = 40
 """Of each: ranks that ask for 20 CPUs fit twice, and never on the head."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 300.0
 
 
 @dataclass

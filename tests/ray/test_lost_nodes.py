@@ -42,6 +42,7 @@ def _event(run: Started, kind: str) -> Any:
     return next(event for event in run.reader.events() if event.kind == kind)
 
 
+@pytest.mark.slow
 def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: StartRun) -> None:
     three = nodes.add(31, 32, 33)
     run = _start(start_run, "spares", steps=600, resources={"spares": 2})
@@ -80,6 +81,7 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
     run.wait(trains, f"training on {mesh}")
 
 
+@pytest.mark.slow
 def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     nodes: ExtraNodes, start_run: StartRun
 ) -> None:
@@ -105,6 +107,23 @@ def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     last = max(step for attempt, step in taken if attempt == grown - 1)
     first = min(step for attempt, step in taken if attempt == grown)
     assert first == last + 1, "growing redid or left out steps"
+    assert run.command("stop")["state"] == "STOPPED"
+    run.assert_nothing_left()
+
+
+def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go(start_run: StartRun) -> None:
+    other = start_run("other", steps=100_000, resources={"cpus_per_rank": 2.5})
+    other.wait_step(1)
+    run = start_run(
+        "grows", steps=100_000, resources={"cpus_per_rank": 3}, recovery={"elastic": {"grace_s": 1}, "standby": False}
+    )
+    _trains_on(run, {"pp": 2})
+    assert other.command("stop-now")["state"] == "STOPPED"
+    _trains_on(run, {"pp": 2, "fsdp": 2})
+    status, taken = run.status(), run.taken()
+    assert (len(status["ranks"]), status["restarts"]) == (4, 0)
+    last = max(step for attempt, step in taken if attempt < status["attempt"])
+    assert min(step for attempt, step in taken if attempt == status["attempt"]) == last + 1, "not where it stopped"
     assert run.command("stop")["state"] == "STOPPED"
     run.assert_nothing_left()
 

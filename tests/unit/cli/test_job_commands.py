@@ -112,12 +112,12 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "name: a\ndata: {kind: synthetic}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\nrecovery:\n  elastic: true\n"
+        "name: a\ndata: {kind: hf, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n"
     )
     assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
     printed = capsys.readouterr().err
     assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
-    assert f"{job}:8 recovery.elastic: true is not available yet; available: false\n  fix:" in printed
+    assert f"{job}:2 data.kind: hf is not available yet; available: text, jsonl, tokens, synthetic\n  fix:" in printed
     assert "--set pipeline.microbatches=2: " in printed
 
 
