@@ -126,6 +126,9 @@ def job(laptop: Laptop, name: str, steps: int) -> Path:
         name,
         mesh={"pp": WORLD},
         train__steps=steps,
+        train__micro_batch_size=1,
+        data__seq_len=32,
+        pipeline__microbatches=4,
         checkpoint__every_steps=EVERY,
         recovery={"max_restarts": 20, "hang_timeout_s": HANG_S},
     )
