@@ -111,9 +111,7 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(
-        "name: a\ndata: {kind: hf, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n"
-    )
+    job.write_text("name: a\ndata: {kind: hf, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n")
     assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
     printed = capsys.readouterr().err
     assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
