@@ -79,6 +79,8 @@ class HangWatch:
         still = [rank for rank in range(len(self._signs)) if self._still_s(rank, now) > limit]
         if not silent and len(still) < len(self._signs):
             return None  # a rank that moves may free the others
+        # All stand still: who has not even said so since the news was due is not merely waiting.
+        silent = silent or [rank for rank, sign in enumerate(self._signs) if now - sign.heard > _NEWS_DUE_S]
         doings = [self._doing(rank, now, rank in silent) for rank in range(len(self._signs))]
         blame = find_culprit(doings, self._rank_of_stage)
         phase = self._signs[blame.rank].phase.partition(" ")[0]
