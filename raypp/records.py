@@ -109,6 +109,8 @@ class StepReport:
     """What only some models have: aux_loss and z_loss with experts."""
     wire_bytes: int = 0
     """Bytes sent from stage to stage in this step, by all ranks."""
+    compressed: bool = False
+    """Messages are smaller than what was computed; only then is `wire_bytes` in the history."""
 
 
 @dataclass(frozen=True)

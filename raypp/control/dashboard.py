@@ -155,7 +155,11 @@ class Dashboard:
 
     def ray_version(self) -> str:
         """The cluster's Ray version; the cheapest question that shows that it is there."""
-        return str(self.get_json("/api/version").get("ray_version", ""))
+        try:
+            return str(self.get_json("/api/version").get("ray_version", ""))
+        except DashboardError as error:
+            what = f"{self.url} is no Ray dashboard: /api/version answered {error.status}"
+            raise UnreachableError(Problem("address", what, "name the cluster's dashboard with --address")) from None
 
     # Jobs ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raypp.records import Event, StepReport
 
 ROW_KEYS = ("step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt")
-"""The keys of every line of `raypp history`, in their order; wire_bytes and extras come after them."""
+"""The keys of every line of `raypp history`, in their order; wire_bytes (when compressed) and extras come after."""
 LONGEST_TEXT = 16 * 1024
 """Characters of one log line that are kept."""
 
@@ -51,7 +51,7 @@ class TimedStep:
     def row(self) -> dict[str, Any]:
         """The line of `raypp history`."""
         row = {key: getattr(self.report, key) for key in ROW_KEYS}
-        if self.report.wire_bytes:
+        if self.report.compressed:
             row["wire_bytes"] = self.report.wire_bytes
         return row | {name: value for name, value in self.report.extras.items() if name not in row}
 

@@ -93,6 +93,11 @@ class WireOptions(Section):
     compression: Compression | DirectionsSection = "none"
     """none keeps every bit; bf16 and int8 (stochastic rounding) do not. Or {activations: int8, gradients: bf16}."""
 
+    @property
+    def compresses(self) -> bool:
+        """Whether any message may be smaller than what was computed."""
+        return self.dtype == "bf16" or any(self.of(what) != "none" for what in ("activations", "gradients"))
+
     def of(self, what: Literal["activations", "gradients"]) -> Compression:
         """The compression of one of the two."""
         if isinstance(self.compression, DirectionsSection):

@@ -245,4 +245,5 @@ class StepRunner:
             parts_s=dict(watch.parts),
             extras=self.router_losses.report(sums.extra[:-1], plan.global_tokens),
             wire_bytes=int(sums.extra[-1]),
+            compressed=self.job.pipeline.wire.compresses,
         )
