@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from raypp.cli.ask import ask
 from raypp.cli.jobs import job_argument, load_checked_job
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError, RunFailedError
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -60,7 +59,11 @@ def parity_command(
     world = Mesh.of(file.job.mesh).world
     _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then on one …"):
-        answer = _ask({"job": job_document(file.job), "steps": steps, "tolerance": tolerance})
+        answer = ask(
+            "raypp.train.parity",
+            {"job": job_document(file.job), "steps": steps, "tolerance": tolerance},
+            "the comparison",
+        )
     if as_json:
         click.echo(json.dumps(answer))
     else:
@@ -81,25 +84,6 @@ def _check_world(world: int, max_ranks: int | None) -> None:
         what = f"{world} ranks would be as many processes of this machine, which is to run {most} at most ({why})"
         fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or allow it: --max-ranks {world}"
         raise ResourcesError(Problem("mesh", what, fix))
-
-
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Asks a process that may import torch.
-
-    Raises:
-        RunFailedError: A rank failed, or that process did.
-    """
-    # -P: the working directory is no place to import from. Not -m: the ranks' processes would run the module twice.
-    program = "import sys; from raypp.train.parity import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RunFailedError(f"the comparison ended with exit code {done.returncode} and without an answer")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    if "error" in answer:
-        raise RunFailedError(answer["error"])
-    return answer
 
 
 def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:

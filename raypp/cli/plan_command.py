@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from raypp.cli.ask import ask
 from raypp.cli.jobs import job_argument, load_checked_job
-from raypp.errors import JobError, RunFailedError
+from raypp.errors import JobError
 
 if TYPE_CHECKING:
     from raypp.planning.predict import Grounds
@@ -128,17 +127,8 @@ def _measure(job: Job, path: Path) -> None:
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
-    # -P: the working directory is no place to import from.
-    program = "import sys; from raypp.train.measure import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", program]
     with Console(stderr=True).status("measuring the parts of the model on this machine …"):
-        done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RunFailedError(f"the measurement ended with exit code {done.returncode} and without an answer")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    if "error" in answer:
-        raise RunFailedError(answer["error"])
+        answer = ask("raypp.train.measure", request, "the measurement")
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
     found = Costs(layer, first, last, answer["optimizer_s"], answer["step_s"], answer["copy_s"], measured=True)
     when = datetime.now(UTC).isoformat(timespec="seconds")

@@ -86,7 +86,7 @@ def _axes(job: Job) -> Iterator[Problem]:
     mesh, model = job.mesh, job.model
     shard = mesh.fsdp * mesh.cp
     if shard % mesh.ep:
-        near = _near(mesh.ep, _divisors(shard))
+        near = _near(mesh.ep, divisors(shard))
         what = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
         yield Problem("mesh.ep", what, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
     elif mesh.ep > 1 and not isinstance(model, MoeOptions):
@@ -106,7 +106,7 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
     def cuts(rest: int) -> bool:
         return model.expert_ffn_size % rest == 0 or model.hidden_size % rest == 0
 
-    near = _near(ep, [d for d in _divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
+    near = _near(ep, [d for d in divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
     if model.num_experts % ep:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and not cuts(shard // ep):
@@ -119,7 +119,7 @@ def _context(job: Job) -> Iterator[Problem]:
     mesh, heads, multiple = job.mesh, job.model.num_heads, job.pipeline.pad_to_multiple_of
     if mesh.cp_style == "ulysses" and heads % mesh.cp:
         what = f"{heads} query heads cannot be shared by {mesh.cp} ranks (ulysses)"
-        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, _divisors(heads))}, or mesh.cp_style ring")
+        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, divisors(heads))}, or mesh.cp_style ring")
     if mesh.cp_style == "ring" and multiple % 2:
         what = f"{multiple} is odd, and each rank's part of a row has two equally long chunks (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", what, f"use {multiple + 1}, or mesh.cp_style ulysses")
@@ -140,7 +140,8 @@ def _selective(job: Job) -> Iterator[Problem]:
         yield Problem(key, what, "use full or none, or a schedule with whole backwards, for example 1f1b")
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

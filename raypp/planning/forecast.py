@@ -17,7 +17,7 @@ from raypp.planning.costs import Costs
 from raypp.planning.links import message_bytes
 from raypp.planning.lookahead import best_depth, depths
 from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import RankMemory, rank_memory, stage_activation_bytes, stage_parameters
+from raypp.planning.memory import RankMemory, microbatch_tokens, rank_memory, stage_activation_bytes, stage_parameters
 from raypp.planning.traffic import (
     Border,
     LinkUse,
@@ -162,7 +162,7 @@ def _stage_times(
 def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int) -> list[int]:
     """Microbatches in flight that every stage has room for, its rank's other memory taken off."""
     room = [0] * len(cut)
-    tokens = job.train.micro_batch_size * -(-job.data.seq_len // job.mesh.cp)
+    tokens = microbatch_tokens(job)
     for stages in placement:
         fixed = rank_memory(job, stages, cut, [0] * len(cut)).total
         for stage in stages:

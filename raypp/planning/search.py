@@ -13,7 +13,7 @@ from typing import Any
 
 from raypp.errors import JobError, RayppError, ResourcesError
 from raypp.mesh.place import place_stages
-from raypp.planning.check import check_plan
+from raypp.planning.check import check_plan, divisors
 from raypp.planning.choices import cut_of, schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
@@ -172,13 +172,13 @@ def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
     if devices % cp:
         return
     rest = devices // cp
-    for pp in _divisors(rest):
-        for fsdp in reversed(_divisors(rest // pp)):
+    for pp in divisors(rest):
+        for fsdp in reversed(divisors(rest // pp)):
             replicas = rest // pp
             if batch % replicas:
                 continue
             mesh = {"mesh.pp": pp, "mesh.fsdp": fsdp, "mesh.dp_replicate": replicas // fsdp}
-            for rows in _divisors(batch // replicas):
+            for rows in divisors(batch // replicas):
                 if rows > 4 * job.train.micro_batch_size:
                     continue
                 microbatches = batch // replicas // rows
@@ -262,10 +262,6 @@ def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
     if job.pipeline.lookahead == "auto" and cast.lookahead:
         found["pipeline.lookahead"] = cast.lookahead
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _plain(value: Any) -> str:

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import statistics
 import sys
 import time
@@ -38,7 +37,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.train.build import build_stages
 from raypp.train.loss import token_loss_sum
 from raypp.train.optimizer import build_optimizer
-from raypp.train.parity import local_seat, one_process_job
+from raypp.train.parity import free_port, local_seat, one_process_job
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -65,9 +64,7 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
     document["model"]["num_layers"] = _LAYERS
     document["pipeline"]["microbatches"] = _MICROBATCHES
     small = parse_job(document)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     seat = local_seat(0, 1, port, small, device=device_kind)
     device = pick_device(seat)
     with joined(seat, 60):
@@ -168,9 +165,7 @@ def copy_seconds(size: int) -> float:
     Args:
         size: Bytes of a message.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     other = multiprocessing.get_context("spawn").Process(target=_pass_messages, args=(1, port, size), daemon=True)
     other.start()
     seconds = _pass_messages(0, port, size)

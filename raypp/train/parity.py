@@ -67,6 +67,13 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
     )
 
 
+def free_port() -> int:
+    """A port of loopback that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A copy on the CPU, also of a sharded tensor (then collective over the ranks that share it)."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
@@ -164,9 +171,7 @@ def _run_ranks(job: Job, steps: int, folder: Path) -> None:
         RunFailedError: One failed; with what it said.
     """
     folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     document = job_document(job)

@@ -50,7 +50,7 @@ def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
     assert not answer["passed"] and not answer["bitwise"] and 1e-12 < answer["max_error"] <= TOLERANCE["fp32"] == 1e-5
     assert answer["world"] == 2 and answer["compared"] == 21 and answer["steps"][0]["gradients"] == 21
     # The command, given this answer by the process it asks.
-    monkeypatch.setattr(parity_command, "_ask", lambda request: answer)
+    monkeypatch.setattr(parity_command, "ask", lambda *request: answer)
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12"]) == 1
     assert "beyond the tolerance" in capsys.readouterr().out
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12", "--json"]) == 1

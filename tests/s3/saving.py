@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ PART = 5 << 20
 """The smallest part S3 allows; a state here is four of them."""
 
 
-class Alone:
-    """Announcements of a world of one."""
+class Together:
+    """Announcements of several savers in one process."""
 
     def __init__(self) -> None:
         self.said: dict[tuple[int, int], dict[str, Any]] = {}
@@ -32,6 +33,11 @@ class Alone:
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, dict[str, Any]]:
+        end = time.monotonic() + timeout_s
+        while any((step, rank) not in self.said for rank in ranks):
+            if stopped() or time.monotonic() > end:
+                raise TimeoutError(f"not all of {list(ranks)} spoke")
+            time.sleep(0.01)
         return {rank: self.said[step, rank] for rank in ranks}
 
 
@@ -52,7 +58,7 @@ class OneRank:
         self.weights: dict[int, Tensor] = {}
         self.attempt = claim_next_attempt(store, run)
         seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-        self.saver = CheckpointSaver(store, run, {}, seat, Alone(), self.told, keep=keep)
+        self.saver = CheckpointSaver(store, run, {}, seat, Together(), self.told, keep=keep)
 
     def save(self, step: int) -> None:
         """One step of training, and the begin of its save."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from botocore.exceptions import ClientError
-from saving import OneRank, newest
+from saving import OneRank, Together, newest
 from seaweed import BUCKET
 from told import Told
 from torch import nn
@@ -25,26 +23,6 @@ from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 
 pytestmark = pytest.mark.s3
-
-
-class Together:
-    """Announcements of several savers in one process."""
-
-    def __init__(self) -> None:
-        self.said: dict[tuple[int, int], dict[str, Any]] = {}
-
-    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self.said[step, rank] = message
-
-    def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
-    ) -> dict[int, dict[str, Any]]:
-        end = time.monotonic() + timeout_s
-        while any((step, rank) not in self.said for rank in ranks):
-            if stopped() or time.monotonic() > end:
-                raise TimeoutError(f"not all of {list(ranks)} spoke")
-            time.sleep(0.01)
-        return {rank: self.said[step, rank] for rank in ranks}
 
 
 @pytest.fixture

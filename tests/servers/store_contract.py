@@ -10,6 +10,27 @@ from raypp.errors import JobError
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 
+def assert_one_of_eight_writers_wins(store: ObjectStore) -> None:
+    """Eight writers race for one key, and what is there is the one winner's."""
+    start, won = threading.Barrier(8), []
+
+    def race(number: int) -> None:
+        start.wait()
+        try:
+            store.put("race/COMMIT", f"writer {number}".encode(), if_absent=True)
+            won.append(number)
+        except AlreadyExists:
+            pass
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.get("race/COMMIT") == f"writer {won[0]}".encode()
+
+
 class StoreContract:
     large = 300_000
     """Bytes of what counts as a large object for this store."""
@@ -50,23 +71,7 @@ class StoreContract:
         assert store.get("run/COMMIT") == b"first"
 
     def test_of_eight_writers_racing_for_one_key_exactly_one_wins(self, store: ObjectStore) -> None:
-        start, won = threading.Barrier(8), []
-
-        def race(number: int) -> None:
-            start.wait()
-            try:
-                store.put("race/COMMIT", f"writer {number}".encode(), if_absent=True)
-                won.append(number)
-            except AlreadyExists:
-                pass
-
-        threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert store.get("race/COMMIT") == f"writer {won[0]}".encode()
+        assert_one_of_eight_writers_wins(store)
 
     def test_a_key_can_be_taken_again_after_it_was_deleted(self, store: ObjectStore) -> None:
         store.put("a/COMMIT", b"1", if_absent=True)

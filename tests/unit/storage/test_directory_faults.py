@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from store_contract import assert_one_of_eight_writers_wins
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.layout import rank_key
@@ -130,23 +131,7 @@ def test_without_hard_links_still_one_writer_wins_and_people_are_told(
     monkeypatch.setattr(os, "link", refuse)
     other = DirectoryStore(store.root)
     assert "no hard links" in other.limitations()[0].what
-    start, won = threading.Barrier(8), []
-
-    def race(number: int) -> None:
-        start.wait()
-        try:
-            other.put("race/COMMIT", f"writer {number}".encode(), if_absent=True)
-            won.append(number)
-        except AlreadyExists:
-            pass
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert other.get("race/COMMIT") == f"writer {won[0]}".encode()
+    assert_one_of_eight_writers_wins(other)
 
 
 def test_what_counts_as_forgotten_is_judged_by_the_file_systems_clock_alone(
