@@ -1,7 +1,8 @@
-"""What compressed messages cost in loss and save in bytes, on the real text: `python -m benchmarks.wire`. 3 minutes.
+"""What compressed messages cost in loss and save in bytes, on the real text: `python -m benchmarks.wire`. 4 minutes.
 
 Trains the same job with pp 2 on two CPU ranks once per way of sending, from the same weights on the same rows,
 evaluates the weights at the end on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`).
+Both are written after every training, with what there is. The figures do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import json
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.surroundings import describe, free_port
+from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
 from raypp.train.parity import local_seat
@@ -27,6 +30,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "int8 / bf16": {"compression": {"activations": "int8", "gradients": "bf16"}},
 }
 """Name (activations / gradients) and `pipeline.wire`."""
+OTHER_SEED = "as computed, another seed"
 COLOURS = ("#222222", "#2a7de1", "#d1495b", "#3a9d6b")
 LAST = 10
 """Steps whose mean is the final training loss."""
@@ -61,7 +65,7 @@ def document(wire: dict[str, Any], steps: int, folder: str, seed: int) -> dict[s
         "data": {"kind": "text", "path": str(Path(__file__).parents[1] / "jobs/data/kjv-new-testament.txt"),
                  "seq_len": 128, "eval": {"fraction": 0.01}},
         "mesh": {"pp": 2},
-        "pipeline": {"microbatches": 4, "wire": wire},
+        "pipeline": {"microbatches": 4, "lookahead": 1, "wire": wire},
         "train": {"steps": steps, "micro_batch_size": 4, "seed": seed, "optimizer": {"kind": "adamw", "lr": 2.0e-3},
                   "lr_schedule": {"kind": "cosine", "warmup_steps": 10, "min_ratio": 0.1}, "eval_every_steps": steps},
         "checkpoint": {"url": folder, "every_steps": 0, "memory_tier": False},
@@ -92,7 +96,7 @@ def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
         return figures
 
 
-def table(found: dict[str, dict[str, Any]], other_seed: dict[str, Any]) -> str:
+def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown: final losses beside those of the uncompressed run, and beside what another seed changes."""
 
     def last(figures: dict[str, Any]) -> float:
@@ -105,7 +109,7 @@ def table(found: dict[str, dict[str, Any]], other_seed: dict[str, Any]) -> str:
         "| held-out loss | difference |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, figures in {**found, "as computed, another seed": other_seed}.items():
+    for name, figures in found.items():
         size, base = figures["bytes"][-1], exact["bytes"][-1]
         lines.append(
             f"| {name} | {size / 1e6:.2f} | {size / base:.3f} "
@@ -133,13 +137,13 @@ def plot(found: dict[str, dict[str, Any]]) -> str:
         for value in (low, (low + high) / 2, high):
             y = top + height * (high - value) / (high - low)
             parts.append(f'<text x="46" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-        for (name, curve), colour in zip(lines.items(), COLOURS, strict=True):
+        for (name, curve), colour in zip(lines.items(), COLOURS, strict=False):
             points = " ".join(
                 f"{50 + width * i / max(1, len(curve) - 1):.1f},{top + height * (high - v) / (high - low):.1f}"
                 for i, v in enumerate(curve)
             )
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"><title>{name}</title></polyline>')
-    for index, (name, colour) in enumerate(zip(curves, COLOURS, strict=True)):
+    for index, (name, colour) in enumerate(zip(curves, COLOURS, strict=False)):
         y = 44 + 16 * index
         parts.append(f'<text x="{width - 120}" y="{y}" fill="{colour}">{name}</text>')
     total = 2 * (height + gap) + 20
@@ -147,25 +151,32 @@ def plot(found: dict[str, dict[str, Any]]) -> str:
             f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n')  # fmt: skip
 
 
+def write(found: dict[str, dict[str, Any]], steps: int, out: Path, begun: str) -> str:
+    """The page and the plot of what has been trained so far; returns the page."""
+    command = f"`python -m benchmarks.wire --steps {steps}`"
+    page = (
+        f"# Compressed messages\n\n{command}: {steps} steps on the King James New Testament, pp 2, fp32, CPUs. "
+        f"Another seed shows how large a difference that means nothing is.\n\n{table(found)}\n\n![losses](wire.svg)\n\n"
+        f"{begun}\n"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "wire.md").write_text(page)
+    (out / "wire.svg").write_text(plot({name: one for name, one in found.items() if name != OTHER_SEED}))
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for wire.md and wire.svg")
+    add_resume(parser)
     options = parser.parse_args()
-    found = {}
-    for name, wire in WIRES.items():
-        found[name] = train(wire, options.steps, 0)
+    kept = Kept("wire", {"steps": options.steps}, resume=options.resume)
+    found, page = {}, ""
+    for name, wire, seed in [*((name, wire, 0) for name, wire in WIRES.items()), (OTHER_SEED, {}, 1)]:
+        found[name] = kept.once(name, partial(train, wire, options.steps, seed))
         print(f"{name}: {found[name]['loss'][-1]:.4f}", flush=True)
-    text = table(found, train({}, options.steps, 1))
-    command = f"`python -m benchmarks.wire --steps {options.steps}`"
-    page = (
-        f"# Compressed messages\n\n{command}: {options.steps} steps on the King James New Testament, pp 2, fp32, CPUs. "
-        f"Another seed shows how large a difference that means nothing is.\n\n{text}\n\n![losses](wire.svg)\n\n"
-        f"{describe()}\n"
-    )
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "wire.md").write_text(page)
-    (options.out / "wire.svg").write_text(plot(found))
+        page = write(found, options.steps, options.out, kept.begun)
     print(f"\n{page}")
 
 
