@@ -27,7 +27,10 @@ _START_TIMEOUT_S = 180.0
 _KNOWN_TIMEOUT_S = 10.0
 _WITNESS_GRACE_S = 1.0
 _LEAVE_S = 5.0
-_END_TIMEOUT_S = 20.0
+_IMPORT_S = 40.0
+"""A rank that has not begun yet cannot leave before it has imported all it needs; a new process would, too."""
+_END_TIMEOUT_S = 15.0
+"""From when a process was ended to when nobody waits for it any more."""
 
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
@@ -228,7 +231,7 @@ class Attempt:
         document = self.job.model_dump(mode="json")
         seats = seats_for(self.crew.request.run, self.number, self.mesh, self.ranks, self.crew.device)
         for rank, seat in zip(self.ranks, seats, strict=True):
-            rank.seat, rank.state = seat, "running"
+            rank.seat, rank.state = seat, "starting"
             rank.pending = rank.actor.begin.remote(document, seat, rank.bundle)
 
     # Running --------------------------------------------------------------------------------------
@@ -309,15 +312,17 @@ class Attempt:
             return [RankFailed(failure) for failure in late]
         waiting = [rank for rank in self.ranks if not rank.ended and rank.pending is not None]
         waited = time.monotonic() - self._since
-        if waiting and waited > _LEAVE_S and not self._killed:
-            silent = [] if self._explained else [self._silent(rank) for rank in waiting]
+        patience_s = _IMPORT_S if any(rank.state == "starting" for rank in waiting) else _LEAVE_S
+        if waiting and waited > patience_s and not self._killed:
+            silent = [] if self._explained else [self._silent(rank, patience_s) for rank in waiting]
             self._killed = self._explained = True
+            self._since = time.monotonic()
             for rank in waiting:
                 self.crew.kill_frozen(rank.bundle, rank.pid)
             if silent:
                 return [RankFailed(failure) for failure in silent]
         # A lost node answers nothing; the claim of the next attempt keeps its processes from committing.
-        if waiting and waited < _END_TIMEOUT_S:
+        if waiting and not (self._killed and waited >= _END_TIMEOUT_S):
             return []
         for rank in self.ranks:
             rank.state = "done" if rank.result else "dead"
@@ -326,11 +331,11 @@ class Attempt:
         self._to(Stage.GONE)
         return [AttemptGone()]
 
-    def _silent(self, rank: Rank) -> RankFailure:
+    def _silent(self, rank: Rank, patience_s: float) -> RankFailure:
         """The evidence against a rank that neither ended nor left when its peers had lost one."""
         death = inquest(rank, "", self.crew)
         if death.kind in ("node_lost", "raylet_lost", "preempted"):
             return rank.failure(death.kind, death.cause, death.details)
         return rank.failure(
-            "unknown", f"did not answer within {_LEAVE_S:.0f} s when it was told to leave; it was ended"
+            "unknown", f"did not answer within {patience_s:.0f} s when it was told to leave; it was ended"
         )

@@ -163,7 +163,10 @@ class Worker:
     def leave(self, attempt: int, patience_s: float = 10.0) -> None:
         """Makes the rank of that attempt end soon, whatever it waits for; `outcome` tells when it has."""
         seat, thread = self._seat, self._thread
-        if seat is None or thread is None or seat.attempt != attempt:
+        if seat is None or thread is None or seat.attempt < attempt:
+            self._leaving = attempt  # Ray may hand this over before the seat itself
+            return
+        if seat.attempt != attempt:
             return
         self._leaving = attempt
         end = time.monotonic() + patience_s
@@ -211,7 +214,11 @@ class Worker:
     def _result(self, job: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
         """Whatever happens, the controller must hear of it."""
         try:
-            return self._load_rank()(Job.model_validate(job), seat, reporter)
+            rank = self._load_rank()  # takes seconds in a new process, in which nothing makes it come free
+            if self._leaving == seat.attempt:
+                raise ConnectionAbortedError("the attempt ended before this rank began")
+            reporter.phase("started")
+            return rank(Job.model_validate(job), seat, reporter)
         except BaseException as error:  # noqa: BLE001
             failure = failure_of(error, seat, reporter.last_step)
             if self._leaving == seat.attempt:
