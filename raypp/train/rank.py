@@ -35,7 +35,7 @@ from raypp.train.process_group import joined, pick_device
 from raypp.train.recent import RecentReports
 from raypp.train.reduce import GradientReducer
 from raypp.train.replicas import ReplicaCheck, ReplicasDifferError, has_replicas
-from raypp.train.restore import restore_newest
+from raypp.train.restore import Restorable, restore_newest
 from raypp.train.restore_memory import open_memory_tier
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
 
@@ -96,7 +96,8 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         tier = open_memory_tier(job, seat, store, reporter)
         if tier is not None:
             stack.push(tier.leave)
-        restored = restore_newest(store, job, built.modules, optimizer, loader, seat, reporter, recent, tier)
+        mine = Restorable(store, job, built.modules, optimizer, loader, seat, reporter, recent)
+        restored = restore_newest(mine, tier)
     saver = CheckpointSaver(
         store,
         job.name,
