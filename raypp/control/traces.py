@@ -43,8 +43,8 @@ def prepare() -> None:
     holds the interpreter. Once per process; does nothing where standard error is no file."""
     with contextlib.suppress(Exception):
         faulthandler.register(_ASK, file=sys.stderr, all_threads=True, chain=False)
-        if not faulthandler.is_enabled():
-            faulthandler.enable(all_threads=False)
+        # Ray has enabled it for the thread that crashes only, which need not be the rank's.
+        faulthandler.enable(file=sys.stderr, all_threads=True)
 
 
 def log_path() -> str:

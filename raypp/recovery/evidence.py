@@ -15,6 +15,11 @@ _FATAL = {
 }
 _FATAL_LINE = re.compile(r"Fatal Python error: (" + "|".join(_FATAL) + ")")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_RANK_FRAME = re.compile(r'File "[^"]*/raypp/control/worker\.py", line \d+ in _live$', re.MULTILINE)
+# Where a thread waits that has nothing to do: Ray's own loops, and what the standard library waits in.
+_IDLE_FRAME = re.compile(r"/(site-packages|dist-packages)/ray/|/python\d[^/]*/(threading|selectors|queue|socket)\.py$")
+_LONGEST_REPORT = 4000
 _RAY_OOM = ("NODE_OUT_OF_MEMORY", "running low on memory", "OutOfMemoryError")
 _EXIT_CODE = re.compile(r"exit code (\d+)", re.IGNORECASE)
 
@@ -63,9 +68,7 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
         pass
     if fatal is not None:
         signal, meaning = _FATAL[fatal[1]]
-        report = words[fatal.start() :][:4000]
-        frame = _FRAME.search(report)
-        where = f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+        where, report = _place_of_crash(words[fatal.start() :])
         return Death("segfault", f"{who} was ended by {signal}{where}: {meaning}", report)
     if remains is not None and remains.oom_kills > 0:
         had = f"; it had {remains.memory_bytes / 2**30:.2f} GiB" if remains.memory_bytes else ""
@@ -78,6 +81,28 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
         return Death("killed", f"{who} exited by itself with code {code[1]}")
     doubt = "" if remains is not None else " (no process of its node was left to look for more)"
     return Death("killed", f"{who} ended without a word: killed by SIGKILL, or an exit in native code{doubt}")
+
+
+def _place_of_crash(report: str) -> tuple[str, str]:
+    """Where a process was when it crashed, in words, and the stacks that tell it.
+
+    The thread that crashed says it, unless it has no Python frame of its own: a signal from outside meets the thread in
+    which Ray waits, and native threads (autograd's) have none. Then what the rank's own thread was in is told.
+
+    Args:
+        report: What faulthandler wrote: a heading, then one thread after the other, in any order.
+    """
+    starts = [found.start() for found in _THREAD.finditer(report)]
+    threads = [report[begin:end].strip() for begin, end in zip(starts, [*starts[1:], len(report)], strict=True)]
+    heading = report[: starts[0]].strip() if starts else report
+    crashed = [thread for thread in threads if thread.startswith("Current")]
+    ranks = [thread for thread in threads if _RANK_FRAME.search(thread) and thread not in crashed]
+    told = "\n\n".join([heading, *crashed, *ranks])[:_LONGEST_REPORT]
+    for words, some in ((", in", crashed), (" while the rank was in", ranks)):
+        for frame in _FRAME.finditer("\n".join(some)):
+            if not _IDLE_FRAME.search(frame[1]):
+                return f"{words} {frame[3]} ({frame[1]}:{frame[2]})", told
+    return "", told
 
 
 def oom_kills_in(text: str) -> int | None:
