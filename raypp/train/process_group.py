@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from raypp.errors import Problem, UnreachableError
 from raypp.records import Event, Seat
 from raypp.train.leaving import cut_since
 from raypp.train.network import prepare_network
@@ -41,6 +42,9 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
     Args:
         serve: This process serves it. Under torchrun nobody does whose agent already serves one there.
+
+    Raises:
+        UnreachableError: The port has been taken by somebody else since it was chosen.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = serve and not agent_serves
@@ -48,7 +52,14 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
         _wait_for_server(address, port, timeout_s)
     # Nobody is waited for in the constructor, where no cut connection makes a rank come free.
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False)
+    try:
+        return TCPStore(address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if not serve or "EADDRINUSE" not in str(error):
+            raise
+        what = f"another process has taken port {port} of {address}, where the ranks were to meet, since it was chosen"
+        fix = "the next attempt chooses another; under torchrun, set another --master-port"
+        raise UnreachableError(Problem("rendezvous", what, fix)) from error
 
 
 def _wait_for_server(address: str, port: int, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from raypp.errors import UnreachableError
 from raypp.records import Coordinates, Seat
 from raypp.train.faults import lost_peer
 from raypp.train.leaving import cut_connections
@@ -80,3 +81,12 @@ def test_a_rank_that_serves_waits_for_the_others_where_it_can_be_told_to_leave()
     cut_connections(store.port)
     rank.join(2.0)
     assert not rank.is_alive() and lost_peer(ended[0])
+
+
+def test_a_meeting_point_that_somebody_else_has_taken_meanwhile_is_told_as_that() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UnreachableError, match=f"another process has taken port {port} of 127.0.0.1"):
+            connect("127.0.0.1", port, 2, serve=True, timeout_s=5.0)
