@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.checkpoint.memory_files import list_slots, memory_directory, remove_run
+from raypp.checkpoint.memory_files import list_slots, memory_directory, remove
 
 log = logging.getLogger(__name__)
 
@@ -18,29 +18,41 @@ _PATIENCE_S = 5.0
 _ALL_NODES_S = 15.0
 
 
-def forget_snapshots(run: str) -> None:
-    """Removes a run's snapshots from the memory of every living node. Its processes must have been ended.
+def forget_snapshots(run: str, before: int | None = None) -> None:
+    """Removes a run's snapshots from the memory of every living node. Whoever wrote them must have been ended.
 
     A node that does not answer in time keeps them until the next job that starts there, or until it is ended.
+
+    Args:
+        before: Only those of attempts before this one, which may be under way: nobody waits for it.
     """
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_snapshots)
     try:
         tasks = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run)
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run, before)
             for node in nodes
         ]
-        ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_S)
+        if before is None:
+            ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_S)
     except RayError as error:
         log.warning("snapshots of %s may be left in memory: %s", run, error)
 
 
-def remove_snapshots(run: str) -> None:
-    """Removes a run's snapshots of this node; waits a little for processes that are about to end."""
+def remove_snapshots(run: str, before: int | None = None) -> None:
+    """Removes a run's snapshots of this node; waits a little for processes that are about to end.
+
+    Args:
+        before: Only those of attempts before this one.
+    """
     end = time.monotonic() + _PATIENCE_S
     while True:
-        remove_run(run)
-        left = any(name.run == run for name, _ in list_slots(memory_directory()))
+        found = [
+            path
+            for name, path in list_slots(memory_directory())
+            if name.run == run and (before is None or name.attempt < before)
+        ]
+        left = [path for path in found if not remove(path)]
         if not left or time.monotonic() > end:
             return
         time.sleep(0.1)
