@@ -24,7 +24,7 @@ from raypp.control.fitting import Fitting
 from raypp.control.forget import forget_snapshots
 from raypp.control.gauges import RunGauges
 from raypp.control.inquest import stacks_of_all
-from raypp.control.messages import Answer, Batch, Outcome, RunRequest, Standing
+from raypp.control.messages import Answer, Batch, Beat, Outcome, Parcel, RunRequest, Standing, Word
 from raypp.control.notices import LAST_SAVE_S, Notices
 from raypp.control.placement import Placement, group_name, remove_groups_of
 from raypp.control.record import RunRecord
@@ -67,13 +67,14 @@ class Leader:
         self._job = Job.model_validate(request.job)
         recovery = self._job.recovery
         self.machine = m.Machine(policy=Policy(recovery.max_restarts, recovery.on_nonfinite == "restart"))
-        self._inbox: queue.Queue[Batch | Requests] = queue.Queue()
+        self._inbox: queue.Queue[Batch | Parcel | Requests] = queue.Queue()
         self._stop: Requests | None = None
         self._attempt: Attempt | None = None
         self._watch: HangWatch | None = None
         self._notices = Notices()
         self._launch_now = False
         self._wake_at: float | None = None
+        self._taken: dict[int, int] = {}
         self._acknowledged: dict[int, int] = {}
         self._unwritten: deque[tuple[int, int, int]] = deque()
         # What a turn costs grows with the ranks, so it is taken less often: 1,000 are looked at twice a second.
@@ -98,6 +99,16 @@ class Leader:
             return Answer(Requests(save=save), self.life, durable)
         requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
         return Answer(requests, self.life, durable)
+
+    def take_parcel(self, parcel: Parcel) -> Word:
+        """The news of many workers, by a relay."""
+        self._inbox.put(parcel)
+        attempt, stop = self._attempt, self._stop  # in this order: a launch takes back the last attempt's stop first
+        number = attempt.number if attempt else 0
+        known = self._acknowledged if number == parcel.attempt else {}
+        durable = {rank: known[rank] for rank in parcel.unwritten if rank in known}
+        requests = Requests() if stop is None else Requests(stop=True, save_before_stop=stop.save_before_stop)
+        return Word(self.life, number, requests, durable)
 
     def ask_to_stop(self, save: bool) -> None:
         self._inbox.put(Requests(stop=True, save_before_stop=save))
@@ -161,6 +172,7 @@ class Leader:
         self._fitting.go_on_with(shape)
         self._placement.world = shape.world
         self._placement.take_over()
+        self._crew.relays.take_over()
         self._tidy([one for one in found if one not in mine])
         history = tuple(end for end in failed_attempts(events) if not mine or end.attempt != last)
         if not mine:
@@ -224,6 +236,8 @@ class Leader:
             while True:
                 if isinstance(item, Batch):
                     self._take_batch(item)
+                elif isinstance(item, Parcel):
+                    self._take_parcel(item)
                 else:
                     self._take_stop(item)
                 item = self._inbox.get_nowait()
@@ -232,11 +246,34 @@ class Leader:
         attempt = self._attempt
         if attempt is None or batch.attempt != attempt.number:
             return
-        rank = attempt.ranks[batch.rank] if attempt.ranks else None
+        beat = Beat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside)
+        self._hear(attempt, beat, time.monotonic())
+        self._take_news(attempt, batch)
+
+    def _take_parcel(self, parcel: Parcel) -> None:
+        attempt, now = self._attempt, time.monotonic()
+        if attempt is None:
+            return
+        if parcel.attempt == attempt.number:
+            for beat in parcel.beats:
+                self._hear(attempt, beat, now)
+        for batch in parcel.batches:
+            if batch.attempt == attempt.number:
+                self._take_news(attempt, batch)
+
+    def _hear(self, attempt: Attempt, beat: Beat, now: float) -> None:
+        rank = attempt.ranks[beat.rank] if attempt.ranks else None
         if rank is not None and rank.state not in ("dead", "done"):
-            rank.state = batch.phase.partition(" ")[0]
+            rank.state = beat.phase.partition(" ")[0]
         if self._watch is not None:
-            self._watch.heard(batch.rank, batch.phase, batch.idle_s, time.monotonic(), batch.inside)
+            self._watch.heard(beat.rank, beat.phase, beat.idle_s, now - beat.ago_s, beat.inside)
+
+    def _take_news(self, attempt: Attempt, batch: Batch) -> None:
+        if batch.number <= self._taken.get(batch.rank, 0):
+            return  # it came directly after its relay was slow to answer, and by the relay, too
+        self._taken[batch.rank] = batch.number
+        rank = attempt.ranks[batch.rank] if attempt.ranks else None
+        if self._watch is not None:
             for report in batch.steps:
                 self._watch.step_took(report.step_s)
         for line in batch.logs:
@@ -257,7 +294,8 @@ class Leader:
                 until = time.monotonic() + LAST_SAVE_S
                 self._notices.heard(rank, "it was told to end (SIGTERM)", until, self.machine.committed_step)
                 self.save_wanted = True
-        self._unwritten.append((self.record.taken, batch.rank, batch.number))
+        if batch.steps or batch.events:
+            self._unwritten.append((self.record.taken, batch.rank, batch.number))
 
     def _acknowledge(self) -> None:
         """Batches whose steps and events have come into the store meanwhile."""
@@ -332,7 +370,8 @@ class Leader:
                 case m.Wait():
                     self._wake_at = time.monotonic() + command.seconds
                     kept, world = len(self._crew.seated), self._placement.world
-                    self.record.event(telling.restart_event(self.machine, command.seconds, kept, world))
+                    memory = self._job.checkpoint.memory_tier
+                    self.record.event(telling.restart_event(self.machine, command.seconds, kept, world, memory))
                 case m.Finish():
                     self._end_everything()
                     self._finish(command)
@@ -342,9 +381,10 @@ class Leader:
         self._apply(m.Claimed(number))
         if self._fitting.prepare(self.machine, self._placement, self._crew):
             with contextlib.suppress(Exception):  # no other mesh can use them; whoever keeps them loses memory only
-                forget_snapshots(self._request.run)
+                forget_snapshots(self._request.run, before=number)
         told = f"attempt {number} asks for {self._placement.world} ranks"
         self.record.event(Event("attempt_started", told, attempt=number))
+        self._taken.clear()
         self._acknowledged.clear()
         self._unwritten.clear()
         if not self.machine.stop:

@@ -37,13 +37,20 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
     return events
 
 
-def restart_event(machine: Machine, delay_s: float, kept: int, world: int) -> Event:
-    """Another attempt follows."""
-    cause = describe(root_cause(machine.history[-1].failures))
+def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
+    """Another attempt follows. From which step is for its ranks to find out (`restored`, `resumed`).
+
+    Args:
+        kept: How many of the `world` processes live on.
+        memory: The ranks keep snapshots in memory, too.
+    """
+    failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
+    if memory and failure.kind != "corrupt":  # after that the ranks throw theirs away
+        start = f"a newer snapshot in memory, else from {start}"
     pause = f" in {delay_s:g} s" if delay_s else ""
-    message = f"a new attempt{pause}, from {start}, because {cause}; {kept} of {world} processes go on"
+    message = f"a new attempt{pause}, from {start}, because {describe(failure)}; {kept} of {world} processes go on"
     return Event("restarting", message, attempt=machine.attempt, details={"kept": kept})
 
 
