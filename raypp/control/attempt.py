@@ -32,6 +32,10 @@ _IMPORT_S = 40.0
 _END_TIMEOUT_S = 15.0
 """From when a process was ended to when nobody waits for it any more."""
 
+_OUTCOME_S = 30.0
+_OUTCOME_S_PER_RANK = 0.3
+_LONGEST_OUTCOME_S = 600.0
+
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
 
@@ -108,7 +112,7 @@ class Attempt:
             self.crew.devices[rank.bundle] = (facts.node_id, standing.seat.device_index)
             rank.sits(standing.presence, standing.seat.device_index)
             rank.actor = actor
-            rank.pending = actor.outcome.remote(self.number)
+            rank.pending = self._outcome(rank)
         self._to(Stage.RUNNING)
 
     def poll(self, timeout_s: float) -> list[AttemptEvent]:
@@ -232,7 +236,7 @@ class Attempt:
         seats = seats_for(self.crew.request.run, self.number, self.mesh, self.ranks, self.crew.device)
         for rank, seat in zip(self.ranks, seats, strict=True):
             rank.seat, rank.state = seat, "starting"
-            rank.pending = rank.actor.begin.remote(document, seat, rank.bundle)
+            rank.pending = rank.actor.begin.remote(document, seat, rank.bundle, self.crew.relays.of(rank.bundle))
 
     # Running --------------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Attempt:
         except RayError as error:
             return self._died(rank, error)
         if ending is None:
-            rank.pending = rank.actor.outcome.remote(self.number)
+            rank.pending = self._outcome(rank)
             return None
         if ending.news is not None:
             self.heard(ending.news)
@@ -268,6 +272,9 @@ class Attempt:
             return None
         rank.failed, rank.state = True, "dead"
         return dataclasses.replace(ending.result, step=ending.result.step or rank.step)
+
+    def _outcome(self, rank: Rank) -> Any:
+        return rank.actor.outcome.remote(self.number, outcome_patience_s(len(self.ranks)))
 
     def _release_failures(self) -> list[AttemptEvent]:
         """Failures, but a mere witness's only after a while: whoever really died is often told a little later."""
@@ -339,3 +346,11 @@ class Attempt:
         return rank.failure(
             "unknown", f"did not answer within {patience_s:.0f} s when it was told to leave; it was ended"
         )
+
+
+def outcome_patience_s(ranks: int) -> float:
+    """How long each of so many ranks may leave the question for its end unanswered before it is asked again.
+
+    A question costs the controller as much as a report.
+    """
+    return min(max(_OUTCOME_S, _OUTCOME_S_PER_RANK * ranks), _LONGEST_OUTCOME_S)

@@ -101,13 +101,15 @@ def fitting_mesh(job: Job, free: int) -> str | None:
     return " ".join(f"--set mesh.{axis}={length}" for axis, length in changed.items())
 
 
-def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | None = None) -> Submission:
+def submit_run(
+    job: Job, cluster: Cluster, url: str, *, rank_function: str | None = None, relays: dict[str, int] | None = None
+) -> Submission:
     """Gives a checked job to the cluster as a Ray job; returns when it is accepted.
 
     Args:
         job: Its spec is in the store already.
         url: Of the store, in its absolute form.
-        rank_function: For tests, see `RunRequest`.
+        rank_function, relays: For tests, see `RunRequest`.
 
     Raises:
         UnreachableError: The cluster does not answer, or does not take the job.
@@ -116,7 +118,7 @@ def submit_run(job: Job, cluster: Cluster, url: str, *, rank_function: str | Non
     settings = collect(SETTINGS, dict(os.environ))
     if cluster.embedded is not None:
         settings |= collect(PROFILE, dict(os.environ))
-    request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function)
+    request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays or {})
     private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
     name, content = build_package(request, private)
     environment = {

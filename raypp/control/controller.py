@@ -13,7 +13,7 @@ import ray
 
 from raypp.control import machine as m
 from raypp.control.leader import Leader, start_thread
-from raypp.control.messages import Answer, Batch, Outcome, RunRequest
+from raypp.control.messages import Answer, Batch, Outcome, Parcel, RunRequest, Word
 from raypp.control.private import load_private_environment
 
 _UNREAD_OUTCOME_S = 20.0
@@ -48,6 +48,10 @@ class Controller:
     def report(self, batch: Batch) -> Answer:
         """A worker's news."""
         return self._leader.take(batch)
+
+    def relay(self, parcel: Parcel) -> Word:
+        """The news of many workers, by a relay."""
+        return self._leader.take_parcel(parcel)
 
     def alive(self) -> None:
         """Answers, and that is all: a worker that has nothing to tell wants to know whether it is led."""

@@ -13,8 +13,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from raypp.control.lifeline import asks_every_s
 from raypp.control.messages import NAMESPACE, RunRequest, Standing
 from raypp.control.placement import Placement
+from raypp.control.relay_tree import RelayTree, Shape, find_relays, is_relay
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
 
@@ -62,6 +64,11 @@ class Crew:
     """Node and device index of each bundle, as its first process there was told."""
     standbys: dict[str, Member] = field(default_factory=dict)
     """By node."""
+    relays: RelayTree = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = Shape(**self.request.relays)
+        self.relays = RelayTree(self.request.run, self.controller, self.job.recovery.orphan_timeout_s, shape)
 
     def staff(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
         """Sees to it that every bundle has a process on its node: the one it had, else a standby, else a new one.
@@ -70,6 +77,7 @@ class Crew:
             nodes: The node of each bundle.
             labels: The seat planned for each, for the name of a new actor; Ray's names cannot change later.
         """
+        self.relays.staff(nodes)
         for bundle, node in enumerate(nodes):
             member = self.seated.get(bundle)
             if member is not None and member.node_id == node:
@@ -153,6 +161,7 @@ class Crew:
         for member in self.standbys.values():
             _kill(member.actor)
         self.standbys.clear()
+        self.relays.dismiss()
 
     def _start(self, name: str, label: str, **options: Any) -> Any:
         # Ray would leave one thread to every actor, whatever CPUs it reserves for it.
@@ -164,6 +173,7 @@ class Crew:
             self.controller,
             self.job.recovery.orphan_timeout_s,
             self.request.rank_function,
+            asks_every_s(self.job.mesh.world),
         )
         return (
             ray.remote(Worker)
@@ -195,21 +205,24 @@ def find_workers(run: str) -> list[tuple[Any, Standing]]:
 
 
 def end_workers(run: str, patience_s: float = 20.0) -> int:
-    """Ends every worker of a run, whoever started it, and waits until they are gone; returns how many there were."""
-    handles = list(_named(run))
-    waiting = [handle.outcome.remote(-1, 600.0) for handle in handles]  # answers by failing, when the process is gone
-    for handle in handles:
+    """Ends every worker and relay of a run, whoever started it, and waits until they are gone; returns how many workers
+    there were."""
+    workers, relays = list(_named(run)), find_relays(run)
+    waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # answers by failing, when the process is gone
+    waiting += [relay.stay.remote() for relay in relays]
+    for handle in (*workers, *relays):
         _kill(handle)
     if waiting:
         ray.wait(waiting, num_returns=len(waiting), timeout=patience_s)
-    return len(handles)
+    return len(workers)
 
 
 def _named(run: str) -> Iterable[Any]:
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"raypp/{run}/"):
+        name = entry["name"]
+        if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/") and not is_relay(name):
             with contextlib.suppress(ValueError):
-                yield ray.get_actor(entry["name"], namespace=NAMESPACE)
+                yield ray.get_actor(name, namespace=NAMESPACE)
 
 
 def _kill(actor: Any) -> None:

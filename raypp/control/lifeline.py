@@ -7,6 +7,13 @@ import time
 from collections.abc import Callable
 
 _INTERVAL_S = 5.0
+_INTERVAL_S_PER_RANK = 0.03
+
+
+def asks_every_s(ranks: int) -> float:
+    """Seconds between two such questions of one process, in a run of so many ranks: all of them together cost the
+    controller the same, however many they are."""
+    return max(_INTERVAL_S, _INTERVAL_S_PER_RANK * ranks)
 
 
 class Lifeline:
@@ -16,12 +23,20 @@ class Lifeline:
         answers: Asks it; raises when it does not answer. Also told of any other sign of it through `heard`.
         patience_s: Silence after which the worker gives it up.
         given_up: Called once, in this object's thread.
+        interval_s: Seconds between two questions, but never more than a quarter of `patience_s`.
     """
 
-    def __init__(self, answers: Callable[[], None], patience_s: float, given_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        answers: Callable[[], None],
+        patience_s: float,
+        given_up: Callable[[], None],
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
         self._answers = answers
         self._patience_s = patience_s
         self._given_up = given_up
+        self._interval_s = min(interval_s, patience_s / 4)
         self._heard = time.monotonic()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
@@ -30,11 +45,10 @@ class Lifeline:
         self._heard = max(self._heard, at)
 
     def _watch(self) -> None:
-        interval_s = min(_INTERVAL_S, self._patience_s / 4)
         while True:
-            time.sleep(interval_s)
+            time.sleep(self._interval_s)
             now = time.monotonic()
-            if now - self._heard < interval_s:
+            if now - self._heard < self._interval_s:
                 continue
             try:
                 self._answers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypp.observe.lines import LogLine
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
@@ -27,6 +27,7 @@ class RunRequest:
         submission_id: The Ray job that started it.
         environment: Settings for all processes of the run; nothing secret.
         rank_function: `module:function` to run instead of the real rank; for tests of the control plane.
+        relays: Other numbers than the defaults of `relay_tree.Shape`; for tests, too.
     """
 
     run: str
@@ -34,6 +35,7 @@ class RunRequest:
     submission_id: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     rank_function: str | None = None
+    relays: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,63 @@ class Answer:
         requests: What the operator wants.
         life: The controller's life; one that was killed may have lost what it had not written yet.
         durable: Steps and events of this rank's batches up to this number are in the store.
+        ago_s: Seconds since the controller said so; only a relay's answer is not its own.
     """
 
     requests: Requests
     life: str = ""
     durable: int = 0
+    ago_s: float = 0.0
+
+
+class Beat(NamedTuple):
+    """A sign of life of one rank, as in a `Batch`.
+
+    Attributes:
+        ago_s: Seconds since the rank gave it.
+    """
+
+    rank: int
+    phase: str
+    idle_s: float
+    ago_s: float
+    inside: str = ""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a relay hands on.
+
+    Attributes:
+        attempt: Of the beats.
+        beats: The newest one of each rank that has given one since the last parcel.
+        batches: What brings news; of these, phase and idle time are in `beats`.
+        unwritten: By rank: the last batch with steps or events that is not known to be in the store.
+    """
+
+    attempt: int
+    beats: tuple[Beat, ...] = ()
+    batches: tuple[Batch, ...] = ()
+    unwritten: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Word:
+    """The controller's answer to a parcel, and a relay's to another one's.
+
+    Attributes:
+        life: As in an `Answer`.
+        attempt: The attempt whose ranks this is for.
+        requests: As in an `Answer`, but never for a save: rank 0 is asked for that, and speaks for itself.
+        durable: As in an `Answer`, of the ranks that had something unwritten.
+        ago_s: As in an `Answer`.
+    """
+
+    life: str = ""
+    attempt: int = 0
+    requests: Requests = field(default_factory=Requests)
+    durable: dict[int, int] = field(default_factory=dict)
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True)

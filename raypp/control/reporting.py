@@ -10,11 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
-
 from raypp.control.messages import Answer, Batch
 from raypp.control.outbox import Outbox
 from raypp.control.private import scrubbed
+from raypp.control.relay import way_of
 from raypp.control.traces import inside
 from raypp.observe.lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
@@ -37,10 +36,11 @@ class ControllerReporter:
     Args:
         controller: Handle of the controller actor.
         tails: This process' output, read from where the last seat's reporter stopped.
+        relay: Handle of the relay that hands on what this rank tells; None in a run without.
     """
 
-    def __init__(self, controller: Any, seat: Seat, tails: tuple[LogTail, ...]) -> None:
-        self._controller = controller
+    def __init__(self, controller: Any, seat: Seat, tails: tuple[LogTail, ...], relay: Any = None) -> None:
+        self._way = way_of(controller, relay, seat.rank, interval_s(seat.world_size), _ANSWER_S)
         self._seat = seat
         self._tails = tails
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class ControllerReporter:
             self._wake.clear()
             batch = self._batch()
             try:
-                answer: Answer = ray.get(self._controller.report.remote(batch), timeout=_ANSWER_S)
+                answer = self._way.hand_over(batch)
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
                 self._outbox.returned(batch)
                 if not away:
@@ -129,10 +129,10 @@ class ControllerReporter:
                 continue
             away = False
             self._outbox.delivered(batch, answer)
-            self._take(answer.requests)
+            self._take(answer)
             if last:
                 return
-            self._wake.wait(interval_s(self._seat.world_size))
+            self._wake.wait(self._way.pace_s)
 
     def _batch(self) -> Batch:
         """What is new, behind what could not be delivered the last time."""
@@ -144,8 +144,8 @@ class ControllerReporter:
             return batch
         return dataclasses.replace(batch, inside=inside(self._rank_thread))
 
-    def _take(self, requests: Requests) -> None:
-        self.answered = time.monotonic()
+    def _take(self, answer: Answer) -> None:
+        self.answered, requests = time.monotonic() - answer.ago_s, answer.requests
         with self._lock:
             self._save_once = self._save_once or requests.save
             if requests.stop:

@@ -60,7 +60,9 @@ class HangWatch:
         self._steps: deque[float] = deque(maxlen=20)
 
     def heard(self, rank: int, phase: str, idle_s: float, now: float, inside: str = "") -> None:
-        """A rank told what it does, and since when."""
+        """A rank told at `now` what it does, and since when. What it told before is not news any more."""
+        if now < self._signs[rank].heard:
+            return
         self._signs[rank] = _Sign(now, phase, idle_s, inside)
 
     def step_took(self, seconds: float) -> None:

@@ -39,6 +39,7 @@ RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 _CUT_EVERY_S = 0.05
 _LAST_SAVE_S = 120.0
 _OTHERS_LAST_SAVE_S = 5.0
+_ANSWERED_S = 5.0
 _OWN_THREADS = "raypp-"
 _LASTING_THREADS = "raypp-memory"
 """Threads of the runtime that may outlive a seat: they serve snapshots to whoever sits next."""
@@ -58,6 +59,7 @@ class Worker:
         orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
         rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when there is one,
             makes it come free.
+        ask_every_s: Seconds between two questions to a controller of which nothing was heard.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Worker:
         controller: Any,
         orphan_timeout_s: float,
         rank_function: str | None = None,
+        ask_every_s: float = 5.0,
     ) -> None:
         self._run = run
         self._name = f"raypp/{run}/{label}"
@@ -79,6 +82,7 @@ class Worker:
         self._bundle: int | None = None
         self._ending: Ending | None = None
         self._leaving = 0
+        self._relay: Any = None
         self._reporter: ControllerReporter | None = None
         self._thread: threading.Thread | None = None
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
@@ -86,7 +90,7 @@ class Worker:
         os.environ.update({name: value for name, value in environment.items() if value != HIDDEN})
         traces.prepare()
         self._hear_of_the_end()
-        self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan)
+        self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan, ask_every_s)
         # Importing torch takes longer than all else that happens before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
@@ -137,8 +141,11 @@ class Worker:
         """Who this is and what it does, for a controller that finds it."""
         return Standing(self.where(), self._bundle, self._seat, self._ending is not None, self._standby)
 
-    def begin(self, job: dict[str, Any], seat: Seat, bundle: int) -> None:
+    def begin(self, job: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
         """Takes a seat and lives a rank's life in it, in a thread of its own; `outcome` tells how that ends.
+
+        Args:
+            relay: Handle of the relay to report to; None: to the controller.
 
         Raises:
             RuntimeError: The life in the last seat is not over.
@@ -146,7 +153,7 @@ class Worker:
         with self._changed:
             if self._seat is not None and self._ending is None:
                 raise RuntimeError(f"still in attempt {self._seat.attempt}")
-            self._seat, self._bundle, self._ending = seat, bundle, None
+            self._seat, self._bundle, self._relay, self._ending = seat, bundle, relay, None
             self._thread = threading.Thread(target=self._live, args=(job, seat), name="rank", daemon=True)
             self._thread.start()
 
@@ -202,7 +209,7 @@ class Worker:
     def _live(self, job: dict[str, Any], seat: Seat) -> None:
         before = set(threading.enumerate())
         announce_seat(seat)
-        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails)
+        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._relay)
         with _title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
             result = self._result(job, seat, reporter)
         gc.collect()  # groups, stores and tensors that an exception kept alive
@@ -268,8 +275,9 @@ class Worker:
     # Without a controller -------------------------------------------------------------------------
 
     def _find_controller(self) -> None:
-        if self._reporter is not None:
-            self._lifeline.heard(self._reporter.answered)
+        reporter = self._reporter
+        if reporter is not None and time.monotonic() - reporter.answered < _ANSWERED_S:
+            return
         ray.get(self._controller.alive.remote(), timeout=10)
 
     def _end_as_orphan(self) -> None:
