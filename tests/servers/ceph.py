@@ -1,10 +1,15 @@
 """A second real S3 server for tests: one Ceph of one monitor, one OSD and one radosgw, on loopback and in a temporary
 directory. It honours and ignores other things than SeaweedFS does, as servers in the wild do.
+
+Several may run at once: nothing of a cluster lies in a place that another one uses. Its ports are below those that the
+system hands out, and claimed for as long as it lives, because a client that finds another cluster's monitor at its
+port talks to it without a doubt until "wrong fsid".
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +28,8 @@ PACKAGES = "apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ce
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 _ACCESS_KEY, _SECRET_KEY = "raypp", "raypp-secret-of-tests"
 _START_S = 120.0
+_TRIES = 2
+_PORTS = range(20000, 32000)
 
 _CONFIGURATION = """
 [global]
@@ -35,6 +42,8 @@ auth cluster required = none
 auth service required = none
 auth client required = none
 ms bind msgr2 = false
+keyring = {directory}/keyring
+crash dir = {directory}/crash
 osd pool default size = 1
 osd pool default min size = 1
 osd pool default pg num = 2
@@ -51,6 +60,7 @@ osd memory target = 939524096
 run dir = {directory}/run
 admin socket = {directory}/run/$name.$pid.asok
 log file = {directory}/log/$name.log
+mon cluster log file = {directory}/log/cluster.log
 pid file = {directory}/run/$name.pid
 rgw data = {directory}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{port}
@@ -78,13 +88,11 @@ class CephServer:
 
     def __init__(self, directory: Path, buckets: tuple[str, ...] = ()) -> None:
         self.directory = directory
-        self._configuration = directory / "ceph.conf"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._claims: list[socket.socket] = []
         self._port = 0
-        for folder in ("mon", "osd", "rgw", "run", "log"):
-            (directory / folder).mkdir()
         try:
-            self._start()
+            self._start_somewhere()
             for bucket in buckets:
                 self.store(bucket).create_bucket()
         except BaseException:
@@ -118,16 +126,36 @@ class CephServer:
                 os.kill(process.pid, signal.SIGKILL)
             process.wait(10)
         self._processes.clear()
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+
+    def _start_somewhere(self) -> None:
+        """Starts; once more with other ports and an empty directory when a program that claims nothing took a port."""
+        above = self.directory
+        for number in range(1, _TRIES + 1):
+            self.directory = above / f"try-{number}"
+            for folder in ("mon", "osd", "rgw", "run", "log", "crash"):
+                (self.directory / folder).mkdir(parents=True)
+            try:
+                self._start()
+                return
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                self.stop()
+                if number == _TRIES:
+                    raise
+                print(f"Ceph did not start, trying once more: {error}")
 
     def _start(self) -> None:
-        mon_port, self._port = _free_ports(2)
+        mon_port, self._port = self._claim_port(), self._claim_port()
         fsid = str(uuid.uuid4())
-        self._configuration.write_text(
+        (self.directory / "ceph.conf").write_text(
             _CONFIGURATION.format(fsid=fsid, mon_port=mon_port, directory=self.directory, port=self._port)
         )
         self._run("monmaptool", "--create", "--addv", "a", f"v1:127.0.0.1:{mon_port}", "--fsid", fsid, "monmap")
         self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", "monmap")
         self._launch("ceph-mon", "-i", "a")
+        self._wait("its monitor", lambda: self._run("ceph", "fsid").strip() == fsid)
         osd = str(uuid.uuid4())
         number = self._run("ceph", "osd", "new", osd).strip()
         self._run("ceph-osd", "-i", number, "--mkfs", "--osd-uuid", osd)
@@ -147,9 +175,11 @@ class CephServer:
         )
 
     def _run(self, program: str, *arguments: str) -> str:
+        where = [] if program == "monmaptool" else ["-c", str(self.directory / "ceph.conf")]
         done = subprocess.run(
-            [program, "-c", str(self._configuration), *arguments] if program != "monmaptool" else [program, *arguments],
+            [program, *where, *arguments],
             cwd=self.directory,
+            env=_environment(),
             capture_output=True,
             text=True,
             timeout=_START_S,
@@ -162,8 +192,9 @@ class CephServer:
         with (self.directory / "log" / f"{program}.out").open("wb") as out:
             self._processes.append(
                 subprocess.Popen(
-                    [program, "-c", str(self._configuration), "-f", *arguments],
+                    [program, "-c", str(self.directory / "ceph.conf"), "-f", *arguments],
                     cwd=self.directory,
+                    env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
@@ -178,6 +209,21 @@ class CephServer:
                 logs = "\n".join(path.read_text()[-1500:] for path in (self.directory / "log").glob("*.out"))
                 raise RuntimeError(f"Ceph: {what} did not come up; ended: {dead}\n{logs}")
             time.sleep(0.2)
+
+    def _claim_port(self) -> int:
+        """A free port that no other cluster of these tests takes, until `stop`."""
+        for port in random.Random().sample(_PORTS, len(_PORTS)):
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0raypp-ceph-port-{port}")  # a name without a file; gone with this process
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", port))
+            except OSError:
+                claim.close()
+                continue
+            self._claims.append(claim)
+            return port
+        raise RuntimeError("Ceph: no free port")
 
     def _answers(self) -> bool:
         try:
@@ -198,12 +244,6 @@ def ceph(*buckets: str) -> Iterator[CephServer]:
             server.stop()
 
 
-def _free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for listener in held:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in held]
-    finally:
-        for listener in held:
-            listener.close()
+def _environment() -> dict[str, str]:
+    """Without the variables that would make Ceph's programs read another cluster's settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
