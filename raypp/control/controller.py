@@ -97,8 +97,9 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """The present status, and who this is."""
-        return {**self._leader.record.status().as_dict(), "controller_pid": os.getpid()}
+        """The present status, who this is, and how many parcels of relays came to it."""
+        leader = self._leader
+        return {**leader.record.status().as_dict(), "controller_pid": os.getpid(), "parcels": leader.parcels}
 
     def over_for_another(self, submission_id: str) -> bool:
         """Whether this controller has ended its run, and the asker is the Ray job of a later one of that name."""

@@ -61,6 +61,8 @@ class Leader:
         self.life = secrets.token_hex(4)
         self.outcome: Outcome | None = None
         self.save_wanted = False
+        self.parcels = 0
+        """How many relays' parcels came in this life."""
         self._request = request
         self._handle = handle
         self._again = again
@@ -252,6 +254,7 @@ class Leader:
 
     def _take_parcel(self, parcel: Parcel) -> None:
         attempt, now = self._attempt, time.monotonic()
+        self.parcels += 1
         if attempt is None:
             return
         if parcel.attempt == attempt.number:

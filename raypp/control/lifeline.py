@@ -21,6 +21,7 @@ class Lifeline:
 
     Args:
         answers: Asks it; raises when it does not answer. Also told of any other sign of it through `heard`.
+        sign: When this process last heard of it in another way (`time.monotonic`), looked at before it is asked.
         patience_s: Silence after which the worker gives it up.
         given_up: Called once, in this object's thread.
         interval_s: Seconds between two questions, but never more than a quarter of `patience_s`.
@@ -32,10 +33,12 @@ class Lifeline:
         patience_s: float,
         given_up: Callable[[], None],
         interval_s: float = _INTERVAL_S,
+        sign: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._answers = answers
         self._patience_s = patience_s
         self._given_up = given_up
+        self._sign = sign
         self._interval_s = min(interval_s, patience_s / 4)
         self._heard = time.monotonic()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -48,6 +51,7 @@ class Lifeline:
         while True:
             time.sleep(self._interval_s)
             now = time.monotonic()
+            self.heard(self._sign())
             if now - self._heard < self._interval_s:
                 continue
             try:

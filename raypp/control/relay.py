@@ -276,9 +276,11 @@ class Relay:
         carriers: list[tuple[Carrier, float]] = [(_carrier(controller), _CONTROLLER_PATIENCE_S)]
         if above is not None:
             carriers.insert(0, (_carrier(above), _RELAY_PATIENCE_S))
-        self._sorting = Sorting(carriers)
+        self._sorting = sorting = Sorting(carriers)
         self._task: asyncio.Task[None] | None = None
-        self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end, ask_every_s)
+        self._lifeline = Lifeline(
+            self._find_controller, orphan_timeout_s, self._end, ask_every_s, lambda: sorting.heard
+        )
 
     def __repr__(self) -> str:
         return f"raypp/{self._run}/relay"
@@ -302,8 +304,6 @@ class Relay:
             self._task = asyncio.get_running_loop().create_task(self._sorting.hand_on())
 
     def _find_controller(self) -> None:
-        if time.monotonic() - self._sorting.heard < _FRESH_S:
-            return
         ray.get(self._controller.alive.remote(), timeout=10)
 
     def _end(self) -> None:

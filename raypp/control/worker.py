@@ -39,7 +39,6 @@ RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 _CUT_EVERY_S = 0.05
 _LAST_SAVE_S = 120.0
 _OTHERS_LAST_SAVE_S = 5.0
-_ANSWERED_S = 5.0
 _OWN_THREADS = "raypp-"
 _LASTING_THREADS = "raypp-memory"
 """Threads of the runtime that may outlive a seat: they serve snapshots to whoever sits next."""
@@ -90,7 +89,9 @@ class Worker:
         os.environ.update({name: value for name, value in environment.items() if value != HIDDEN})
         traces.prepare()
         self._hear_of_the_end()
-        self._lifeline = Lifeline(self._find_controller, orphan_timeout_s, self._end_as_orphan, ask_every_s)
+        self._lifeline = Lifeline(
+            self._find_controller, orphan_timeout_s, self._end_as_orphan, ask_every_s, self._last_answer
+        )
         # Importing torch takes longer than all else that happens before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
@@ -275,10 +276,10 @@ class Worker:
     # Without a controller -------------------------------------------------------------------------
 
     def _find_controller(self) -> None:
-        reporter = self._reporter
-        if reporter is not None and time.monotonic() - reporter.answered < _ANSWERED_S:
-            return
         ray.get(self._controller.alive.remote(), timeout=10)
+
+    def _last_answer(self) -> float:
+        return 0.0 if self._reporter is None else self._reporter.answered
 
     def _end_as_orphan(self) -> None:
         """Nobody leads the run any more: a last save, then nothing of it may be left."""

@@ -1,0 +1,31 @@
+"""Ranks that do nothing but tell: twenty times a second an event and a line of output each, until `finish` is there.
+
+They share a directory (`STAND_IN_DIR` of `resources.env`), into which each writes how much it told at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from raypp.records import Event, RankResult, Reporter, Seat, StepReport
+from raypp.spec.job import Job
+
+_STEP_S = 0.05
+
+
+def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+    place = Path(os.environ["STAND_IN_DIR"])
+    place.mkdir(parents=True, exist_ok=True)
+    told = 0
+    while not (place / "finish").exists() and not reporter.requests().stop:
+        told += 1
+        reporter.phase("step", str(told))
+        reporter.event(Event("told", f"{seat.rank} tells {told}", attempt=seat.attempt, rank=seat.rank))
+        print(f"line {told}", flush=True)
+        if seat.rank == 0:
+            reporter.step(StepReport(told, 1.0 / told, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
+        time.sleep(_STEP_S)
+    (place / f"told-{seat.rank}").write_text(str(told))
+    return RankResult(seat.rank, told, False, None)
