@@ -1,8 +1,9 @@
-"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 6 minutes.
+"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 7 minutes.
 
 Two hosts (network namespaces) with one core each and a cable of a set rate. The costs of the model's parts are measured
-first, on both cores at once, as `raypp plan --measure` does; then every configuration is run for a few steps, and its
-median step is compared with what `raypp plan --costs --link-gbps` says. Nothing is fitted to the runs.
+on both cores at once, as `raypp plan --measure` does; every configuration is run for a few steps, and its median step
+is compared with what `raypp plan --costs --link-gbps` says. Nothing is fitted to the runs; because the machine's speed
+drifts, costs are measured again after every few configurations, and those before and after one count alike for it.
 """
 
 from __future__ import annotations
@@ -13,65 +14,75 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.link_hiding import VARIANTS, Hosts, step_seconds
-from benchmarks.surroundings import describe
+from benchmarks.kept import Kept, add_resume
 from benchmarks.timed_rank import job_of
-from cluster.testbed import Network, why_not
+from benchmarks.two_hosts import Hosts, step_seconds, two_hosts
+from cluster.testbed import why_not
 from raypp.planning.costs import Costs, Part
-from raypp.planning.forecast import forecast
+from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 from raypp.spec.load import job_document
 
 LATENCY_S = 2e-4
 UNLIMITED_GBPS = 20.0
 """What two namespaces reach without a limit."""
-WARM = 3
-"""Steps that are not counted: buffers grow, and `auto` chooses its depth."""
+WARM = 2
+"""Steps that are not counted: buffers grow."""
+BLOCK = 4
+"""Configurations between two measurements of costs."""
+GOAL = 0.1
 
+ALONE = ["checkpoint.memory_tier=false"]
+"""No snapshots travel over the cable beside the messages: the forecast knows of none."""
 CONFIGURATIONS: list[tuple[list[str], float | None]] = [
     (["pipeline.lookahead=0"], None),
     (["pipeline.lookahead=0"], 300),
     (["pipeline.lookahead=0"], 100),
     (["pipeline.lookahead=1"], 100),
     (["pipeline.lookahead=2", "pipeline.microbatches=16"], 75),
-    (["pipeline.schedule=gpipe"], 150),
-    (["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2"], 150),
-    (["pipeline.schedule=zbv", "pipeline.stages_per_rank=2"], None),
+    (["pipeline.schedule=gpipe", "pipeline.lookahead=0"], 150),
+    (["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2", "pipeline.lookahead=0"], 150),
+    (["pipeline.schedule=zbv", "pipeline.stages_per_rank=2", "pipeline.lookahead=0"], None),
     (["pipeline.lookahead=1", "pipeline.layers_per_stage=[4,4]"], 100),
     (["pipeline.lookahead=1", "pipeline.microbatches=4", "train.micro_batch_size=4"], 100),
     (["pipeline.lookahead=1", "pipeline.wire={compression: int8}"], 50),
-    (["mesh={pp: 1, fsdp: 2}", "pipeline.microbatches=4"], 300),
+    (["mesh={pp: 1, fsdp: 2}", "pipeline.microbatches=4", "pipeline.lookahead=0"], 300),
 ]
 
 
-def measured_costs() -> dict[tuple[str, ...], Costs]:
-    """Costs by the settings that they depend on (rows of a microbatch), each the mean of both cores."""
-    found = {}
-    for rows in ((), ("train.micro_batch_size=4",)):
-        job = job_of(rows, world=1, steps=4)
-        request = json.dumps({"job": job_document(job), "device": "cpu"})
-        program = "import sys; from raypp.train.measure import main; sys.exit(main())"
-        both = [
-            subprocess.Popen(["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-c", program],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for core in range(2)
-        ]  # fmt: skip
-        for process in both:
-            assert process.stdin is not None
-            process.stdin.write(request)
-            process.stdin.close()
-        answers = []
-        for process in both:
-            assert process.stdout is not None
-            answers.append(json.loads(process.stdout.read().strip().splitlines()[-1]))
-            process.wait()
-        found[rows] = _mean(answers)
-    return found
+def measured_costs(settings: Sequence[str]) -> list[dict[str, Any]]:
+    """What both cores' costs are, measured at once.
+
+    Args:
+        settings: Those that costs depend on.
+    """
+    job = job_of(settings, world=1, steps=4)
+    request = json.dumps({"job": job_document(job), "device": "cpu"})
+    program = "import sys; from raypp.train.measure import main; sys.exit(main())"
+    both = [
+        subprocess.Popen(["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-c", program],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for core in range(2)
+    ]  # fmt: skip
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write(request)
+        process.stdin.close()
+    answers: list[dict[str, Any]] = []
+    for process in both:
+        assert process.stdout is not None
+        answers.append(json.loads(process.stdout.read().strip().splitlines()[-1]))
+        process.wait()
+    return answers
 
 
-def _mean(answers: list[dict[str, Any]]) -> Costs:
+def mean_of(answers: list[dict[str, Any]]) -> Costs:
+    """Costs as the mean of several measurements."""
+
     def of(name: str) -> float:
         return statistics.mean(answer[name] for answer in answers)
 
@@ -82,42 +93,96 @@ def _mean(answers: list[dict[str, Any]]) -> Costs:
     return Costs(layer, first, last, of("optimizer_s"), of("step_s"), of("copy_s"), measured=True)
 
 
+def rows_of(settings: list[str]) -> str:
+    """The setting of a configuration that costs depend on."""
+    return next((setting for setting in settings if setting.startswith("train.micro_batch_size")), "")
+
+
+def run(hosts: Hosts, settings: list[str], mbit: float | None, steps: int) -> dict[str, Any]:
+    """Runs one configuration; its seconds per step and their parts."""
+    hosts.set_cable(mbit)
+    words = [word for setting in [*settings, *ALONE] for word in ("--set", setting)]
+    ranks = hosts.run("benchmarks.timed_rank", [*words, "--steps", str(steps + WARM)])
+    parts = ranks[0]["parts"][WARM:]
+    medians = {name: statistics.median(one.get(name, 0.0) for one in parts) for name in parts[0]}
+    return {"seconds": step_seconds(ranks, WARM), "parts": medians}
+
+
+def predicted(settings: list[str], mbit: float | None, costs: Costs) -> Forecast:
+    machines = Machines.alike(2, 1, mbit / 1e3 if mbit else UNLIMITED_GBPS, LATENCY_S)
+    return forecast(job_of(settings, world=2, steps=1), machines, costs)
+
+
+def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> list[tuple[str, float | None, float, Forecast]]:
+    """All configurations: name, cable, measured seconds (median of the rounds), forecast (by the costs around them)."""
+    all_have = list(options.set)
+    seconds: dict[int, list[float]] = {}
+    costs: dict[int, list[dict[str, Any]]] = {}
+    for number in range(options.rounds):
+        for start in range(0, len(options.only), BLOCK):
+            block = options.only[start : start + BLOCK]
+            kinds = {rows_of(CONFIGURATIONS[index][0]) for index in block}
+
+            def costs_now(when: str, kinds: set[str] = kinds) -> dict[str, Any]:
+                return {
+                    one: kept.once(
+                        f"{when}: costs {one}", partial(measured_costs, [*all_have, *([one] if one else [])])
+                    )
+                    for one in sorted(kinds)
+                }
+
+            before = costs_now(f"round {number}, before {start}")
+            for index in block:
+                settings, mbit = CONFIGURATIONS[index]
+                found = kept.once(
+                    f"round {number}: {index}", partial(run, hosts, [*all_have, *settings], mbit, options.steps)
+                )
+                seconds.setdefault(index, []).append(found["seconds"])
+                print(f"{', '.join(settings)} at {mbit}: {found['seconds']:.3f} s", flush=True)
+            after = costs_now(f"round {number}, after {start}")
+            for index in block:
+                own = rows_of(CONFIGURATIONS[index][0])
+                costs.setdefault(index, []).extend([*before[own], *after[own]])
+    rows = []
+    for index in options.only:
+        settings, mbit = CONFIGURATIONS[index]
+        cast = predicted([*all_have, *settings], mbit, mean_of(costs[index]))
+        rows.append((", ".join(settings), mbit, statistics.median(seconds[index]), cast))
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each run")
+    parser.add_argument("--rounds", type=int, default=1)
+    everything = range(len(CONFIGURATIONS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        type=int,
+        choices=everything,
+        default=list(everything),
+        metavar="N",
+        help="some of the configurations, by their number from 0 on",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a key of the job, in all of them")
+    add_resume(parser)
     options = parser.parse_args()
     if why := why_not():
         raise SystemExit(why)
-    costs = measured_costs()
-    rows = []
-    network = Network.make("predict", 2)
-    try:
-        hosts = Hosts(network)
-        for settings, mbit in CONFIGURATIONS:
-            for host in range(2):
-                network.set_rate(host, f"{mbit}mbit" if mbit else "none")
-            job = job_of(settings, world=2, steps=options.steps)
-            own = tuple(setting for setting in settings if setting.startswith("train.micro_batch_size"))
-            machines = Machines.alike(2, 1, mbit / 1e3 if mbit else UNLIMITED_GBPS, LATENCY_S)
-            predicted = forecast(job, machines, costs[own])
-            name = ", ".join(settings)
-            VARIANTS[name] = (["benchmarks.timed_rank", *(w for s in settings for w in ("--set", s))], WARM)
-            seconds = step_seconds(name, hosts.run(name, options.steps))
-            rows.append((name, mbit, seconds, predicted.step_s))
-            print(f"{name} at {mbit}: {seconds:.3f} s, predicted {predicted.step_s:.3f} s", flush=True)
-    finally:
-        network.remove()
-    print(f"\n{describe()}\n")
+    kept = Kept("prediction", {"steps": options.steps, "set": options.set}, resume=options.resume)
+    with two_hosts("pr") as hosts:
+        rows = measure(hosts, kept, options)
+    print(f"\n{kept.begun}\n")
     print("| configuration | cable | measured, s | predicted, s | predicted ÷ measured |")
     print("|---|---|---|---|---|")
-    for name, mbit, seconds, guess in rows:
+    for name, mbit, seconds, cast in rows:
         cable = f"{mbit:g} Mbit/s" if mbit else "no limit"
-        print(f"| {name} | {cable} | {seconds:.3f} | {guess:.3f} | {guess / seconds:.2f} |")
-    errors = [abs(guess / seconds - 1) for _, _, seconds, guess in rows]
-    near = sum(error <= 0.1 for error in errors)
-    print(
-        f"\nwithin 10 %: {near} of {len(rows)}; median error {statistics.median(errors):.0%}, largest {max(errors):.0%}"
-    )
+        print(f"| {name} | {cable} | {seconds:.3f} | {cast.step_s:.3f} | {cast.step_s / seconds:.2f} |")
+    errors = [abs(cast.step_s / seconds - 1) for _, _, seconds, cast in rows]
+    near = sum(error <= GOAL for error in errors)
+    print(f"\nwithin {GOAL:.0%}: {near} of {len(rows)}; median error {statistics.median(errors):.0%}, "
+          f"largest {max(errors):.0%}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Two hosts (network namespaces) with a core each and a cable of a set rate, and ranks on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster.testbed import Network
+
+PATIENCE_S = 900.0
+
+
+@contextmanager
+def two_hosts(prefix: str) -> Iterator[Hosts]:
+    """Makes the hosts; afterwards, also after SIGTERM, nothing of them is left.
+
+    Args:
+        prefix: Two letters that the network's name begins with.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    network = Network.make(f"{prefix}{os.getpid() % 100000}", 2)
+    try:
+        yield Hosts(network)
+    finally:
+        network.remove()
+
+
+class Hosts:
+    """Rank r of a program is on host r, on core r."""
+
+    def __init__(self, network: Network) -> None:
+        self.network, self._port = network, 29700
+
+    def set_cable(self, mbit: float | None) -> None:
+        """The rate of both hosts' cables, each way; None: no limit."""
+        for host in range(2):
+            self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
+
+    def run(self, module: str, arguments: Sequence[str], more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """What both ranks of a module measured, with `sent`: bytes that left each host through its card.
+
+        Args:
+            module: `benchmarks.timed_rank`, or another that reads torchrun's variables and writes to BENCH_OUT.
+            arguments: Its arguments.
+            more: Environment on top.
+
+        Raises:
+            SystemExit: A rank failed; the end of what both said is told.
+        """
+        self._port += 1
+        sent = [self._sent(host) for host in range(2)]
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = []
+            for host in range(2):
+                pinned = ["taskset", "-c", str(host % (os.cpu_count() or 1)), sys.executable, "-m", module, *arguments]
+                with Path(f"{folder}/said.{host}").open("wb") as said:
+                    environment = self._environment(host, folder) | dict(more or {})
+                    command = self.network.command(host, pinned)
+                    ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+            end = time.monotonic() + PATIENCE_S
+            for rank in ranks:
+                rank.wait(max(1.0, end - time.monotonic()))
+            if any(rank.returncode for rank in ranks):
+                said_by = [Path(f"{folder}/said.{host}").read_text(errors="replace")[-3000:] for host in range(2)]
+                raise SystemExit(f"{module} {' '.join(arguments)}\nrank 0: {said_by[0]}\nrank 1: {said_by[1]}")
+            found: list[dict[str, Any]] = [json.loads(Path(f"{folder}/out.{host}").read_text()) for host in range(2)]
+        for host, figures in enumerate(found):
+            figures["sent"] = self._sent(host) - sent[host]
+        return found
+
+    def _sent(self, host: int) -> int:
+        """Bytes the switch has received from a host."""
+        return int(Path(f"/sys/class/net/{self.network.cable(host)}/statistics/rx_bytes").read_text())
+
+    def _environment(self, host: int, folder: str) -> dict[str, str]:
+        return {
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(host), "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": self.network.address(0),
+            "MASTER_PORT": str(self._port), "BENCH_OUT": f"{folder}/out", "BENCH_STORE": f"{folder}/store",
+        }  # fmt: skip
+
+
+def step_seconds(ranks: Sequence[Mapping[str, Any]], skipped: int) -> float:
+    """Median seconds of a step, the first few left out."""
+    return statistics.median(ranks[0]["wall"][skipped:])
+
+
+def spread(values: Sequence[float]) -> str:
+    """`1.23 (1.10 to 1.40)`: the median, and the range when there are several."""
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
