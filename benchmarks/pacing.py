@@ -98,8 +98,8 @@ def main() -> None:
         finally:
             server.stop()
     print(f"\n{kept.begun}\n")
-    print(f"pp 2, m = {options.microbatches}, fp32, one core each, cables of {options.cable_mbps:g} Mbit/s; "
-          f"paced: max_upload_mbps {options.upload_mbps:g}; {options.steps} steps from the save's beginning on")  # fmt: skip
+    print(f"pp 2, m = {options.microbatches}, fp32, one core each, cables of {options.cable_mbps:g} Mbit/s; ", end="")
+    print(f"paced: max_upload_mbps {options.upload_mbps:g}; {options.steps} steps from the save's beginning on")
     print("\n| variant | s per step before | step after ÷ before, mean | slowest | s that the save cost | save "
           "| all steps ÷ no save | MB per step a host sends |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|")
