@@ -148,7 +148,7 @@ class RelayTree:
 
 def is_relay(name: str) -> bool:
     """Whether an actor of this name is a relay of some run."""
-    return name.rpartition("/")[2].startswith(_MARK)
+    return name.count("/") == 2 and name.rpartition("/")[2].startswith(_MARK)
 
 
 def find_relays(run: str) -> list[Any]:

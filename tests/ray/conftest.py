@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -84,6 +87,14 @@ class Started:
     def command(self, command: str) -> dict[str, Any]:
         return client.command_run(self.cluster, self.name, command)
 
+    def end_controller_for_good(self) -> None:
+        """As if Ray had started it again as often as it may."""
+        code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{self.name}'), no_restart=True)"
+        assert self.cluster.embedded is not None
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environment |= self.cluster.embedded.ray_environment()
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60, capture_output=True)
+
     def kinds(self) -> list[str]:
         return [event.kind for event in self.reader.events()]
 
@@ -122,10 +133,18 @@ StartRun = Callable[..., Started]
 
 @pytest.fixture
 def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
+    with runs_on(cluster, tmp_path) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
+    """Starts runs of stand-ins on a cluster, and ends those that have not ended."""
     started: list[Started] = []
 
     def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:
         rank_function = more.pop("rank_function", "stand_in:run_rank")
+        relays = more.pop("relays", None)
         environment = {"STAND_IN_DIR": str(tmp_path / name)} | ({"STAND_IN_FAULT": fault} if fault else {})
         job = parse_job(
             {
@@ -139,7 +158,7 @@ def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         add_spec(store, name, job_document(job))
-        submission = client.submit_run(job, cluster, store.url, rank_function=rank_function)
+        submission = client.submit_run(job, cluster, store.url, rank_function=rank_function, relays=relays)
         run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name)
         started.append(run)
         return run

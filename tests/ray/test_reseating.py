@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -16,15 +14,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 def _kill_controller(run: Started) -> None:
     os.kill(run.command("facts")["controller_pid"], signal.SIGKILL)
-
-
-def _end_controller_for_good(run: Started) -> None:
-    """As if Ray had started it again as often as it may."""
-    code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{run.name}'), no_restart=True)"
-    assert run.cluster.embedded is not None
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= run.cluster.embedded.ray_environment()
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +106,6 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_ru
 def test_ranks_that_nobody_leads_any_more_save_and_leave_nothing(start_run: StartRun) -> None:
     run = start_run("orphans", steps=100_000, every=0, recovery={"orphan_timeout_s": 3})
     run.wait_step(8)
-    _end_controller_for_good(run)
+    run.end_controller_for_good()
     run.assert_nothing_left()
     assert (run.place / "commit").exists(), "no last save"
