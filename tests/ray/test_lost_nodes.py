@@ -157,7 +157,7 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
         "rank_function": None,
         "steps": 60,
         "mesh": {"pp": 2, "dp_replicate": 2},
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64},
+        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
         "data": {"kind": "synthetic", "seq_len": 32, "num_documents": 200},
         "pipeline": {"microbatches": 4},
         "recovery": {"elastic": {"grace_s": 3}},
