@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -45,10 +45,26 @@ def stage_layers(cut: list[int]) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Callable[[str], None]) -> BuiltStages:
-    """Builds, shards and initialises this rank's stages, and compiles the job's program onto them.
+def draw_weights(stages: Iterable[nn.Module], job: Job) -> None:
+    """A new run's weights: the same bits on any mesh. No communication."""
+    for stage in stages:
+        initialise(stage, job.model, job.train.seed, write_whole)
+
+
+def build_stages(
+    job: Job, groups: RankGroups, device: torch.device, mark: Callable[[str], None], *, draw: bool = True
+) -> BuiltStages:
+    """Builds and shards this rank's stages, and compiles the job's program onto them.
 
     Collective over the rank's data mesh. Only this rank's stages take memory.
+
+    Args:
+        job: The job.
+        groups: This rank's.
+        device: Where its stages live.
+        mark: Told every action of the program as it begins.
+        draw: Give the weights their first values (`draw_weights`). False: they hold whatever was in memory, and the
+            caller must give every one of them a value.
     """
     placement, program = stage_program(job)
     layers = stage_layers(layer_cut(job))
@@ -64,7 +80,8 @@ def build_stages(job: Job, groups: RankGroups, device: torch.device, mark: Calla
     for index in placement[groups.coordinates.pp]:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
         module = prepare_stage(module, job, data_mesh, device, groups)
-        initialise(module, job.model, job.train.seed, write_whole)
+        if draw:
+            draw_weights([module], job)
         modules.append(module)
         stages.append(
             PlannedStage(

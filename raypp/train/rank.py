@@ -77,7 +77,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
 
     reporter.phase("build")
     with start.part("build"):
-        built = build_stages(job, groups, device, lambda action: reporter.phase("step", action))
+        built = build_stages(job, groups, device, lambda action: reporter.phase("step", action), draw=False)
         optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
         reducer = GradientReducer(built.modules, parameter_names(job.model))
     place = groups.coordinates

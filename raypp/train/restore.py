@@ -20,6 +20,7 @@ from raypp.errors import CheckpointError, Problem
 from raypp.records import Event, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
+from raypp.train.build import draw_weights
 from raypp.train.recent import RecentReports
 from raypp.train.restore_memory import load_from_memory
 
@@ -57,7 +58,8 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
 
     From memory when all ranks have a snapshot of a step that is newer than the newest commit, else from the store.
     There rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next
-    older. A run that has checkpoints never starts from nothing, nor from `model.from_hf` again.
+    older. A run that has checkpoints never starts from nothing, nor from `model.from_hf` again. Every weight gets its
+    value here, whatever it was.
 
     Returns:
         The step that was loaded; 0 when the run begins.
@@ -125,9 +127,10 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
 
 
 def _begin(mine: Restorable) -> None:
-    """A run's first weights, when they are not drawn: those of `model.from_hf`."""
+    """A run's first weights: those of `model.from_hf`, or drawn."""
     url = mine.job.model.from_hf
     if url is None:
+        draw_weights(mine.stages, mine.job)
         return
     loaded = load_from_hf(url, mine.stages)
     if mine.seat.rank == 0:

@@ -1,0 +1,46 @@
+"""When a run's first weights are drawn, and that nothing is drawn where something else gives every value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from test_mesh_does_not_change_numbers import document
+from training import seat_of
+
+from raypp.parallel.groups import make_groups
+from raypp.parallel.shard import local_part
+from raypp.spec.load import parse_job
+from raypp.train.build import build_stages, draw_weights
+from raypp.train.process_group import joined, pick_device
+
+pytestmark = pytest.mark.ranks
+
+
+def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Of every parameter: whether it was left alone at first, and whether it has the same bits either way.
+
+    torch fills new memory with NaN, so that a value which nothing gave is seen.
+    """
+    torch.use_deterministic_algorithms(True)
+    job = parse_job(source)
+    seat = seat_of(rank, world, port, job)
+    device = pick_device(seat)
+    with joined(seat, 60):
+        groups = make_groups(seat.mesh_sizes, "cpu", job.mesh.ep)
+        state = torch.get_rng_state()
+        at_once, later = (build_stages(job, groups, device, lambda action: None, draw=draw) for draw in (True, False))
+        expected = [local_part(p).detach().clone() for module in at_once.modules for p in module.parameters()]
+        found = [local_part(p) for module in later.modules for p in module.parameters()]
+        blank = [bool(value.isnan().all()) for value in found]
+        draw_weights(later.modules, job)
+        same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+        assert torch.equal(state, torch.get_rng_state()), "torch's own generator belongs to the training"
+        return list(zip(blank, same, strict=True))
+
+
+def test_weights_drawn_later_are_the_same_bits_and_nothing_is_drawn_before() -> None:
+    for found in run_ranks(2, drawn_at_once_and_later, document(fsdp=2, microbatches=2)):
+        assert len(found) > 5 and all(blank and same for blank, same in found)
