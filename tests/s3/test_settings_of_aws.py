@@ -80,13 +80,12 @@ def test_aws_region_counts_and_is_what_requests_are_signed_for(
     assert "/ap-south-1/s3/" in proxy.seen[-1].headers["authorization"]
 
 
-@pytest.mark.usefixtures("keys")
-def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = proxy.endpoint.rpartition(":")[2]
+@pytest.fixture
+def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names below localhost are this machine's (RFC 6761), also where the resolver does not know that."""
     try:
-        socket.getaddrinfo(f"{BUCKET}.localhost", port)
+        socket.getaddrinfo(f"{BUCKET}.localhost", 80)
     except OSError:
-        # Real clients resolve names through getaddrinfo: the one name that this machine lacks is answered here.
         real = socket.getaddrinfo
         monkeypatch.setattr(
             socket,
@@ -95,6 +94,11 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
                 "127.0.0.1" if str(host).endswith(".localhost") else host, *more, **named
             ),
         )
+
+
+@pytest.mark.usefixtures("keys", "names_below_localhost")
+def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = proxy.endpoint.rpartition(":")[2]
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://localhost:{port}")
     monkeypatch.setenv("RAYPP_S3_ADDRESSING_STYLE", "virtual")
     store = open_store(f"s3://{BUCKET}/virtual")
@@ -106,16 +110,12 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
     assert proxy.seen[-1].target == "/virtual/a/b"
 
 
+@pytest.mark.usefixtures("names_below_localhost")
 def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if server.__class__.__name__ != "CephServer":
         pytest.skip("SeaweedFS knows no domain; the Ceph of these tests is `localhost`")
-    name = f"{BUCKET}.localhost"
-    try:
-        socket.getaddrinfo(name, 80)
-    except OSError:
-        pytest.skip(f"this machine does not resolve {name}")
     for key, value in server.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint.replace("127.0.0.1", "localhost"))
