@@ -33,8 +33,8 @@ _END_TIMEOUT_S = 15.0
 """From when a process was ended to when nobody waits for it any more."""
 
 _OUTCOME_S = 30.0
-_OUTCOME_S_PER_RANK = 0.3
-_LONGEST_OUTCOME_S = 600.0
+_OUTCOME_S_PER_RANK = 3.0
+_FEW_RANKS = 64
 
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
@@ -251,6 +251,8 @@ class Attempt:
         """Hears of ranks that have ended; returns the failures among them."""
         waiting = {rank.pending: rank for rank in self.ranks if not rank.ended and rank.pending is not None}
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s) if waiting else ([], [])
+        if ready:  # others may have ended as well
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
         failures = [self._take_ending(waiting[reference], reference) for reference in ready]
         return [failure for failure in failures if failure is not None]
 
@@ -351,6 +353,6 @@ class Attempt:
 def outcome_patience_s(ranks: int) -> float:
     """How long each of so many ranks may leave the question for its end unanswered before it is asked again.
 
-    A question costs the controller as much as a report.
+    An answer costs the controller a turn, and with it a look at every rank; death is known without being asked for.
     """
-    return min(max(_OUTCOME_S, _OUTCOME_S_PER_RANK * ranks), _LONGEST_OUTCOME_S)
+    return max(_OUTCOME_S, _OUTCOME_S_PER_RANK * (ranks - _FEW_RANKS))

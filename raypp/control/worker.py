@@ -81,6 +81,7 @@ class Worker:
         self._bundle: int | None = None
         self._ending: Ending | None = None
         self._leaving = 0
+        self._asked = 0
         self._relay: Any = None
         self._reporter: ControllerReporter | None = None
         self._thread: threading.Thread | None = None
@@ -161,11 +162,19 @@ class Worker:
     def outcome(self, attempt: int, patience_s: float = 30.0) -> Ending | None:
         """How the life in the seat of an attempt ended; None when it still goes on after `patience_s`.
 
-        May be asked again, also by a later life of the controller.
+        May be asked again, also by a later life of the controller; who asked before for this seat gets no answer then.
         """
         self._lifeline.heard(time.monotonic())
         with self._changed:
-            self._changed.wait_for(lambda: self._ending is not None and self._is_in(attempt), patience_s)
+            asked = self._asked = self._asked + self._is_in(attempt)
+            self._changed.notify_all()
+
+            def over() -> bool:
+                if not self._is_in(attempt):
+                    return self._seat is not None and self._seat.attempt > attempt >= 0
+                return self._ending is not None or self._asked != asked
+
+            self._changed.wait_for(over, patience_s)
             return self._ending if self._is_in(attempt) else None
 
     def leave(self, attempt: int, patience_s: float = 10.0) -> None:
