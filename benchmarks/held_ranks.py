@@ -1,0 +1,295 @@
+"""A real controller, and ranks, idle processes and relays that are simulated around it; for `controller_scale`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+
+from raypp.control import machine as m
+from raypp.control.controller import Controller
+from raypp.control.crew import Crew
+from raypp.control.leader import Leader, start_thread
+from raypp.control.lifeline import asks_every_s
+from raypp.control.messages import Answer, Batch, Parcel, Presence, RunRequest, Standing, Word
+from raypp.control.outbox import Outbox
+from raypp.control.placement import Placement
+from raypp.control.relay import Relay, Sorting
+from raypp.control.relay_tree import Plan, Shape
+from raypp.mesh.geometry import Mesh
+from raypp.records import Coordinates, NodeFacts, Seat, StepReport
+
+DEVICES_PER_NODE = 8
+PARTS = ("data", "negotiate", "pipeline", "reduce", "optimizer", "save")
+
+
+def job_document(ranks: int, url: str) -> dict[str, Any]:
+    """A job of so many ranks; nothing but its mesh, its name and its store matter here."""
+    return {
+        "name": f"held-{ranks}",
+        "model": {
+            "kind": "llama", "num_layers": 8, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 128,
+            "vocab_size": 256,
+        },
+        "data": {"kind": "synthetic", "seq_len": 64},
+        "mesh": {"pp": 4, "fsdp": 5, "dp_replicate": ranks // 20},
+        "pipeline": {"microbatches": 8},
+        "train": {"steps": 10_000_000, "micro_batch_size": 1},
+        "checkpoint": {"url": url},
+        "recovery": {"standby": False},
+    }  # fmt: skip
+
+
+class HeldLeader(Leader):
+    """Leads ranks that are not there: it adopts them as a later life of a controller does, and then is as ever."""
+
+    def __init__(self, request: RunRequest, handle: Any, stand_in: Any) -> None:
+        super().__init__(request, handle, again=False)
+        self._stand_in = stand_in
+
+    def _begin(self) -> None:
+        job = self._job
+        mesh = Mesh.of(job.mesh)
+        self._device = "cpu"
+        self._placement = Placement(f"{self._request.run}-no-group", mesh.world, {"CPU": 1.0})
+        self._crew = Crew(self._request, job, self._handle, self._device)
+        self.record.begin(None, None)
+        attempt = self._new_attempt(1)
+        attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
+        self._attempt = attempt
+        self._start_watch(attempt)
+        self._apply(m.Start(1, None, adopted=True))
+
+
+def _standing(run: str, mesh: Mesh, rank: int) -> Standing:
+    """What a worker in that seat would say of itself."""
+    node = rank // DEVICES_PER_NODE
+    address = f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
+    facts = NodeFacts(f"{node:056x}", address, f"node-{node}", 10_000 + rank, "eth0", rank % DEVICES_PER_NODE)
+    seat = Seat(run, 1, rank, mesh.world, mesh.coordinates(rank), mesh.sizes, node_rank=node, node=address)
+    return Standing(Presence(facts, 29500), rank, seat, ended=False)
+
+
+class StandIn:
+    """The other end of every rank's pending answer: not over yet, as workers say when their patience ends."""
+
+    def __init__(self, ranks: int) -> None:
+        self._first = ranks
+
+    async def outcome(self, attempt: int, patience_s: float) -> None:
+        self._first -= 1
+        # The first questions come all at once; in a run that is older they are spread.
+        await asyncio.sleep(patience_s * random.random() if self._first >= 0 else patience_s)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of the controller's process so far.
+
+    Attributes:
+        cpu_s: CPU seconds of all its threads.
+        leader_s: Of these, the leading thread's.
+        resident: Bytes.
+        calls: Calls it has received from ranks, relays and idle processes.
+        oldest_s: Age of the oldest sign of life now: what the hang watch has to go by.
+    """
+
+    cpu_s: float
+    leader_s: float
+    resident: int
+    calls: int
+    oldest_s: float
+
+
+class HeldController(Controller):
+    """The real controller actor around a `HeldLeader`."""
+
+    def __init__(self, request: RunRequest, stand_in: Any) -> None:
+        self._request = request
+        self._read = threading.Event()
+        self._watched_at = 0.0
+        self._calls = 0
+        self._handle = ray.get_runtime_context().current_actor
+        self._leader = HeldLeader(request, self._handle, stand_in)
+        self._thread = start_thread(self._leader, lambda: None)
+
+    def ready(self) -> str:
+        """The run's state."""
+        return str(self._leader.record.status().state)
+
+    def report(self, batch: Batch) -> Answer:
+        self._calls += 1
+        return super().report(batch)
+
+    def relay(self, parcel: Parcel) -> Word:
+        self._calls += 1
+        return super().relay(parcel)
+
+    def alive(self) -> None:
+        self._calls += 1
+
+    def usage(self) -> Usage:
+        own = next(t for t in psutil.Process().threads() if t.id == self._thread.native_id)
+        watch, now = self._leader._watch, time.monotonic()
+        oldest = max(now - sign.heard for sign in watch._signs) if watch is not None else 0.0
+        resident = psutil.Process().memory_info().rss
+        return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
+
+    def feed(self, ranks: int, period_s: float, seconds: float) -> float:
+        """Hands over the batches of all ranks from inside this process; returns the CPU seconds of the ranks' part."""
+        simulated = [Simulated(rank, 0) for rank in range(ranks)]
+        made, end, begun = 0.0, time.monotonic() + seconds, time.monotonic()
+        done = 0
+        while (now := time.monotonic()) < end:
+            due = int((now - begun) / period_s * ranks)
+            started = time.thread_time()
+            batches = [simulated[number % ranks].batch() for number in range(done, due)]
+            made += time.thread_time() - started
+            done = due
+            answers = [self._leader.take(batch) for batch in batches]
+            started = time.thread_time()
+            for batch, answer in zip(batches, answers, strict=True):
+                simulated[batch.rank].outbox.delivered(batch, answer)
+            made += time.thread_time() - started
+            time.sleep(0.02)
+        return made
+
+
+class Simulated:
+    """One rank's way of telling: always on the move, and with a step each second when it is rank 0.
+
+    Args:
+        first: Its batches and steps are counted from here. What was told before is not written twice, which is cheaper.
+    """
+
+    def __init__(self, rank: int, first: int) -> None:
+        coordinates = Coordinates()
+        self.rank, self.outbox = rank, Outbox(Seat("held", 1, rank, 1, coordinates, coordinates))
+        self._stepped, self._step, self._told = time.monotonic(), first, 0
+        self.outbox._number = first
+
+    def batch(self) -> Batch:
+        self._told += 1
+        if self.rank == 0 and time.monotonic() - self._stepped >= 1.0:
+            self._stepped, self._step = time.monotonic(), self._step + 1
+            parts = dict.fromkeys(PARTS, 0.123456789)
+            self.outbox.add_step(StepReport(self._step, 3.25, 1.5, 65536, 4096, 1.0, 65536.0, 1, 3e-4, parts))
+        return self.outbox.take(f"step {self._told} 1F{self._told % 8}", 0.01)
+
+
+@ray.remote(num_cpus=0)
+class Sender:
+    """A process that sends for many ranks.
+
+    Args:
+        target: Who takes their reports: the controller, or a relay.
+    """
+
+    def __init__(self, target: Any, first: int, count: int, ranks: int) -> None:
+        self._target, self._all = target, ranks
+        self._simulated = [Simulated(first + number, 2_000_000) for number in range(count)]
+
+    async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
+        """Reports for so long; returns how many reports were answered, and the longest time one waited."""
+
+        async def report(batch: Batch) -> Answer:
+            answer: Answer = await self._target.report.remote(batch)
+            return answer
+
+        return await _tell_all([(one, report) for one in self._simulated], self._all, period_s, seconds)
+
+
+@ray.remote(num_cpus=0)
+class Gathered:
+    """A process with all ranks of a run and all its relays, as `RelayTree` would start them."""
+
+    def __init__(self, controller: Any, ranks: int) -> None:
+        self._controller, self._ranks = controller, ranks
+        shape = Shape()
+        plan = Plan.of([str(rank // DEVICES_PER_NODE) for rank in range(ranks)], shape)
+        assert plan is not None, f"{ranks} ranks have no relays"
+        self._levels = [len(level) for level in plan.levels]
+        above: list[Sorting] = []
+        self._relays: list[Sorting] = []
+        for level in reversed(plan.levels):
+            carriers = [above[number // shape.relays_each].take if above else self._up for number in range(len(level))]
+            above = [Sorting([(carrier, 60.0)]) for carrier in carriers]
+            self._relays += above
+        self._simulated = [Simulated(rank, 1_000_000) for rank in range(ranks)]
+        self._ways = [self._directly if rank == 0 else above[plan.relay_of[rank]].report for rank in range(ranks)]
+
+    async def levels(self) -> list[int]:
+        """How many relays there are, lowest level first."""
+        return self._levels
+
+    async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
+        """As `Sender.send`."""
+        working = [asyncio.create_task(relay.hand_on()) for relay in self._relays]
+        told = await _tell_all(list(zip(self._simulated, self._ways, strict=True)), self._ranks, period_s, seconds)
+        for task in working:
+            task.cancel()
+        return told
+
+    async def _up(self, parcel: Parcel) -> Word:
+        word: Word = await self._controller.relay.remote(parcel)
+        return word
+
+    async def _directly(self, batch: Batch) -> Answer:
+        answer: Answer = await self._controller.report.remote(batch)
+        return answer
+
+
+@ray.remote(num_cpus=0)
+class Idlers:
+    """The idle processes of a run, one per node: each asks after its controller now and then."""
+
+    async def ready(self) -> None:
+        """Answers when the process has started."""
+
+    async def ask(self, controller: Any, ranks: int, seconds: float) -> None:
+        between = asks_every_s(ranks) / -(-ranks // DEVICES_PER_NODE)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            await controller.alive.remote()
+            await asyncio.sleep(between)
+
+
+class HeldRelay(Relay):
+    """The real relay actor, which can be asked what it costs."""
+
+    async def cpu_s(self) -> float:
+        return time.process_time()
+
+
+Teller = tuple[Simulated, Callable[[Batch], Awaitable[Answer]]]
+
+
+async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds: float) -> tuple[int, float]:
+    """All ranks report for so long; returns how many reports were answered, and the longest time one waited."""
+    told = [0, 0.0]
+    begun = time.monotonic()
+
+    async def tell(one: Simulated, report: Callable[[Batch], Awaitable[Answer]]) -> None:
+        due = begun + period_s * one.rank / ranks  # spread, as ranks of different nodes are
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            batch, asked = one.batch(), time.monotonic()
+            one.outbox.delivered(batch, await report(batch))
+            told[0], told[1] = told[0] + 1, max(told[1], time.monotonic() - asked)
+            due = max(due + period_s, time.monotonic())
+
+    tasks = [asyncio.create_task(tell(one, report)) for one, report in tellers]
+    done, waiting = await asyncio.wait(tasks, timeout=seconds)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    for task in done:  # which nothing but an error can have ended
+        task.result()
+    return int(told[0]), told[1]
