@@ -164,7 +164,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1000, 10000], help="multiples of 20, from 80")
     arguments.add_argument("--period", type=float, default=1.0, help="seconds between two reports of a rank")
-    arguments.add_argument("--seconds", type=float, default=15.0, help="how long each way is watched")
+    arguments.add_argument("--seconds", type=float, default=12.0, help="how long each way is watched")
     arguments.add_argument("--senders", type=int, default=2, help="processes that send for the ranks")
     given = arguments.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
