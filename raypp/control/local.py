@@ -30,6 +30,7 @@ BUCKET = "raypp"
 # Ray turns 127.0.0.1 and localhost into the machine's outer address; any other loopback address is kept.
 _NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_RAY_GAVE_UP = "timed out during startup"
 _RAY_PATIENCE_S = 180.0  # six seconds on an idle machine; on a crowded one it takes minutes
 
 
@@ -154,7 +155,8 @@ def _start(num_cpus: int) -> LocalCluster:
     (gcs_port, client_port, dashboard_port) = free_ports(3)
     if port_is_free(8265):
         dashboard_port = 8265
-    head = _start_ray_head(home, ray_dir, num_cpus, gcs_port, client_port, dashboard_port)
+    ports = (gcs_port, client_port, dashboard_port)
+    head = _start_ray_head(home, ray_dir, num_cpus, *ports)
     own = OwnProcess.of(head.pid)  # at once: one that ends early is known all the same
     storage: SeaweedServer | None = None
     try:
@@ -171,7 +173,16 @@ def _start(num_cpus: int) -> LocalCluster:
         )
         # Written before all is well, so that `down` ends what a dying `up` leaves.
         write_private(home / "state.json", json.dumps(dataclasses.asdict(cluster), indent=2))
-        _wait_for_ray(cluster, head, home / "ray.log")
+        try:
+            _wait_for_ray(cluster, head, home / "ray.log")
+        except _SlowStartError:
+            own.end(patience_s=10)
+            head.wait()
+            head = _start_ray_head(home, ray_dir, num_cpus, *ports)
+            own = OwnProcess.of(head.pid)
+            cluster = dataclasses.replace(cluster, ray=own)
+            write_private(home / "state.json", json.dumps(dataclasses.asdict(cluster), indent=2))
+            _wait_for_ray(cluster, head, home / "ray.log")
     except BaseException:
         own.end(patience_s=10)
         head.wait()
@@ -225,6 +236,10 @@ def _start_ray_head(
         )
 
 
+class _SlowStartError(UnreachableError):
+    """Ray gave its own head up, which did not start within the 30 s it allows: a crowded machine may need longer."""
+
+
 def _wait_for_ray(cluster: LocalCluster, head: subprocess.Popen[bytes], log: Path) -> None:
     """Until a node is alive and the Jobs service answers."""
     client = cluster.client()
@@ -239,7 +254,8 @@ def _wait_for_ray(cluster: LocalCluster, head: subprocess.Popen[bytes], log: Pat
         if head.poll() is not None or time.monotonic() > end:
             what = "ended at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise UnreachableError(
+            error = _SlowStartError if _RAY_GAVE_UP in tail else UnreachableError
+            raise error(
                 Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "see `raypp doctor`")
             )
         time.sleep(0.1)

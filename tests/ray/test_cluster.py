@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from raypp.control import client, local, runs
@@ -73,3 +79,28 @@ def test_a_state_file_whose_processes_are_gone_counts_for_nothing(
     assert local.down() is False
     monkeypatch.undo()
     assert cluster.dashboard.ray_version(), "a stale state file ended somebody else's processes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY"))}
+    environment["RAYPP_HOME"] = str(tmp_path)
+    raypp = [sys.executable, "-m", "raypp", "local"]
+    up = subprocess.Popen([*raypp, "up"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        frozen = None
+        while frozen is None and up.poll() is None:  # before it has registered: then nobody hears of the node
+            for child in psutil.Process(up.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name() == "raylet":
+                        child.suspend()
+                        frozen = child
+        assert frozen is not None
+        told = up.communicate(timeout=240)[0]
+        assert up.returncode == 0, told
+        log = (tmp_path / "local" / "ray.log").read_text()
+        assert "timed out during startup" not in log, "the log is that of the second head"
+        assert not frozen.is_running()
+    finally:
+        subprocess.run([*raypp, "down"], env=environment, check=True, capture_output=True, timeout=120)
