@@ -43,6 +43,7 @@ BENCHMARKS = (
     Benchmark("memory_tier", 3, "what a snapshot in memory costs, and a restart from it"),
     Benchmark("link_hiding", 12, "what of a slow cable is hidden, against torch's 1F1B and FSDP", root=True),
     Benchmark("pacing", 6, "what a save on a slow cable costs the steps beside it, paced and not", root=True),
+    Benchmark("fsdp_overlap", 4, "how much of FSDP's traffic over a slow cable a step hides", root=True),
     Benchmark("prediction", 7, "predicted step times beside measured ones", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 4, "bytes and loss of compressed messages"),

@@ -36,7 +36,7 @@ def two_hosts(prefix: str) -> Iterator[Hosts]:
 
 
 class Hosts:
-    """Rank r of a program is on host r, on core r."""
+    """Rank r of a program is on host r, on core r; with several ranks per host they take turns: 0, 1, 0, 1."""
 
     def __init__(self, network: Network) -> None:
         self.network, self._port = network, 29700
@@ -46,47 +46,56 @@ class Hosts:
         for host in range(2):
             self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
 
-    def run(self, module: str, arguments: Sequence[str], more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """What both ranks of a module measured, with `sent`: bytes that left each host through its card.
+    def run(
+        self, module: str, arguments: Sequence[str], more: Mapping[str, str] | None = None, per_host: int = 1
+    ) -> list[dict[str, Any]]:
+        """What all ranks of a module measured, with `sent`: bytes that left the rank's host through its card.
 
         Args:
             module: `benchmarks.timed_rank`, or another that reads torchrun's variables and writes to BENCH_OUT.
             arguments: Its arguments.
             more: Environment on top.
+            per_host: Ranks on each host.
 
         Raises:
-            SystemExit: A rank failed; the end of what both said is told.
+            SystemExit: A rank failed; the end of what all said is told.
         """
         self._port += 1
         sent = [self._sent(host) for host in range(2)]
         with tempfile.TemporaryDirectory() as folder:
             ranks = []
-            for host in range(2):
-                pinned = ["taskset", "-c", str(host % (os.cpu_count() or 1)), sys.executable, "-m", module, *arguments]
-                with Path(f"{folder}/said.{host}").open("wb") as said:
-                    environment = self._environment(host, folder) | dict(more or {})
-                    command = self.network.command(host, pinned)
+            for rank in range(2 * per_host):
+                core = str(rank % 2 % (os.cpu_count() or 1))
+                pinned = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
+                with Path(f"{folder}/said.{rank}").open("wb") as said:
+                    environment = self._environment(rank, per_host, folder) | dict(more or {})
+                    command = self.network.command(rank % 2, pinned)
                     ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
             end = time.monotonic() + PATIENCE_S
-            for rank in ranks:
-                rank.wait(max(1.0, end - time.monotonic()))
-            if any(rank.returncode for rank in ranks):
-                said_by = [Path(f"{folder}/said.{host}").read_text(errors="replace")[-3000:] for host in range(2)]
-                raise SystemExit(f"{module} {' '.join(arguments)}\nrank 0: {said_by[0]}\nrank 1: {said_by[1]}")
-            found: list[dict[str, Any]] = [json.loads(Path(f"{folder}/out.{host}").read_text()) for host in range(2)]
-        for host, figures in enumerate(found):
-            figures["sent"] = self._sent(host) - sent[host]
+            for process in ranks:
+                process.wait(max(1.0, end - time.monotonic()))
+            if any(process.returncode for process in ranks):
+                told = [f"{module} {' '.join(arguments)}"]
+                for rank in range(len(ranks)):
+                    told.append(f"rank {rank}: {Path(f'{folder}/said.{rank}').read_text(errors='replace')[-3000:]}")
+                raise SystemExit("\n".join(told))
+            found: list[dict[str, Any]] = [
+                json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(len(ranks))
+            ]
+        for rank, figures in enumerate(found):
+            figures["sent"] = self._sent(rank % 2) - sent[rank % 2]
         return found
 
     def _sent(self, host: int) -> int:
         """Bytes the switch has received from a host."""
         return int(Path(f"/sys/class/net/{self.network.cable(host)}/statistics/rx_bytes").read_text())
 
-    def _environment(self, host: int, folder: str) -> dict[str, str]:
+    def _environment(self, rank: int, per_host: int, folder: str) -> dict[str, str]:
         return {
-            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(host), "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": self.network.address(0),
-            "MASTER_PORT": str(self._port), "BENCH_OUT": f"{folder}/out", "BENCH_STORE": f"{folder}/store",
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
+            "WORLD_SIZE": str(2 * per_host), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": str(per_host),
+            "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port), "BENCH_OUT": f"{folder}/out",
+            "BENCH_STORE": f"{folder}/store",
         }  # fmt: skip
 
 
