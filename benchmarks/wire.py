@@ -137,6 +137,8 @@ def plot(found: dict[str, dict[str, Any]]) -> str:
         for value in (low, (low + high) / 2, high):
             y = top + height * (high - value) / (high - low)
             parts.append(f'<text x="46" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        for x, anchor, text in ((50, "start", "step 1"), (50 + width, "end", f"step {len(exact)}")):
+            parts.append(f'<text x="{x}" y="{top + height + 13}" text-anchor="{anchor}">{text}</text>')
         for (name, curve), colour in zip(lines.items(), COLOURS, strict=False):
             points = " ".join(
                 f"{50 + width * i / max(1, len(curve) - 1):.1f},{top + height * (high - v) / (high - low):.1f}"
