@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.kept import Kept, add_resume
 from benchmarks.timed_rank import job_of
-from benchmarks.two_hosts import Hosts, step_seconds, two_hosts
+from benchmarks.two_hosts import Hosts, spread, step_seconds, two_hosts
 from cluster.testbed import why_not
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
@@ -93,9 +93,9 @@ def mean_of(answers: list[dict[str, Any]]) -> Costs:
     return Costs(layer, first, last, of("optimizer_s"), of("step_s"), of("copy_s"), measured=True)
 
 
-def rows_of(settings: list[str]) -> str:
-    """The setting of a configuration that costs depend on."""
-    return next((setting for setting in settings if setting.startswith("train.micro_batch_size")), "")
+def rows_of(index: int) -> str:
+    """The setting of a configuration that costs depend on, or nothing."""
+    return next((setting for setting in CONFIGURATIONS[index][0] if setting.startswith("train.micro_batch_size")), "")
 
 
 def run(hosts: Hosts, settings: list[str], mbit: float | None, steps: int) -> dict[str, Any]:
@@ -113,42 +113,36 @@ def predicted(settings: list[str], mbit: float | None, costs: Costs) -> Forecast
     return forecast(job_of(settings, world=2, steps=1), machines, costs)
 
 
-def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> list[tuple[str, float | None, float, Forecast]]:
-    """All configurations: name, cable, measured seconds (median of the rounds), forecast (by the costs around them)."""
-    all_have = list(options.set)
-    seconds: dict[int, list[float]] = {}
-    costs: dict[int, list[dict[str, Any]]] = {}
+def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
+    """By configuration, for every round: seconds measured, and predicted with the costs measured around that run."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    blocks = [options.only[start : start + BLOCK] for start in range(0, len(options.only), BLOCK)]
     for number in range(options.rounds):
-        for start in range(0, len(options.only), BLOCK):
-            block = options.only[start : start + BLOCK]
-            kinds = {rows_of(CONFIGURATIONS[index][0]) for index in block}
 
-            def costs_now(when: str, kinds: set[str] = kinds) -> dict[str, Any]:
-                return {
-                    one: kept.once(
-                        f"{when}: costs {one}", partial(measured_costs, [*all_have, *([one] if one else [])])
-                    )
-                    for one in sorted(kinds)
-                }
+        def costs_at(border: int, number: int = number) -> dict[str, list[dict[str, Any]]]:
+            """Costs between two blocks, of the kinds that either needs."""
+            found = {}
+            for own in sorted({rows_of(index) for block in blocks[max(0, border - 1) : border + 1] for index in block}):
+                once = partial(measured_costs, [*options.set, *own.split()])
+                found[own] = kept.once(f"round {number}, costs {border} {own}", once)
+            return found
 
-            before = costs_now(f"round {number}, before {start}")
+        before = costs_at(0)
+        for position, block in enumerate(blocks):
+            seconds = {}
             for index in block:
                 settings, mbit = CONFIGURATIONS[index]
-                found = kept.once(
-                    f"round {number}: {index}", partial(run, hosts, [*all_have, *settings], mbit, options.steps)
-                )
-                seconds.setdefault(index, []).append(found["seconds"])
-                print(f"{', '.join(settings)} at {mbit}: {found['seconds']:.3f} s", flush=True)
-            after = costs_now(f"round {number}, after {start}")
+                once = partial(run, hosts, [*options.set, *settings], mbit, options.steps)
+                seconds[index] = kept.once(f"round {number}: {index}", once)["seconds"]
+                print(f"{', '.join(settings)} at {mbit}: {seconds[index]:.3f} s", flush=True)
+            after = costs_at(position + 1)
             for index in block:
-                own = rows_of(CONFIGURATIONS[index][0])
-                costs.setdefault(index, []).extend([*before[own], *after[own]])
-    rows = []
-    for index in options.only:
-        settings, mbit = CONFIGURATIONS[index]
-        cast = predicted([*all_have, *settings], mbit, mean_of(costs[index]))
-        rows.append((", ".join(settings), mbit, statistics.median(seconds[index]), cast))
-    return rows
+                settings, mbit = CONFIGURATIONS[index]
+                costs = mean_of([*before[rows_of(index)], *after[rows_of(index)]])
+                cast = predicted([*options.set, *settings], mbit, costs)
+                found.setdefault(index, []).append((seconds[index], cast.step_s))
+            before = after
+    return found
 
 
 def main() -> None:
@@ -172,16 +166,20 @@ def main() -> None:
         raise SystemExit(why)
     kept = Kept("prediction", {"steps": options.steps, "set": options.set}, resume=options.resume)
     with two_hosts("pr") as hosts:
-        rows = measure(hosts, kept, options)
-    print(f"\n{kept.begun}\n")
+        found = measure(hosts, kept, options)
+    print(f"\n{kept.begun}; rounds: {options.rounds}\n")
     print("| configuration | cable | measured, s | predicted, s | predicted ÷ measured |")
     print("|---|---|---|---|---|")
-    for name, mbit, seconds, cast in rows:
+    errors = []
+    for index, pairs in found.items():
+        settings, mbit = CONFIGURATIONS[index]
+        ratios = [guess / seconds for seconds, guess in pairs]
+        errors.append(abs(statistics.median(ratios) - 1))
+        seconds, guess = (statistics.median(pair[column] for pair in pairs) for column in range(2))
         cable = f"{mbit:g} Mbit/s" if mbit else "no limit"
-        print(f"| {name} | {cable} | {seconds:.3f} | {cast.step_s:.3f} | {cast.step_s / seconds:.2f} |")
-    errors = [abs(cast.step_s / seconds - 1) for _, _, seconds, cast in rows]
+        print(f"| {', '.join(settings)} | {cable} | {seconds:.3f} | {guess:.3f} | {spread(ratios)} |")
     near = sum(error <= GOAL for error in errors)
-    print(f"\nwithin {GOAL:.0%}: {near} of {len(rows)}; median error {statistics.median(errors):.0%}, "
+    print(f"\nwithin {GOAL:.0%}: {near} of {len(errors)}; median error {statistics.median(errors):.0%}, "
           f"largest {max(errors):.0%}")  # fmt: skip
 
 
