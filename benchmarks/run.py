@@ -46,7 +46,7 @@ BENCHMARKS = (
     Benchmark("fsdp_overlap", 4, "how much of FSDP's traffic over a slow cable a step hides", root=True),
     Benchmark("prediction", 7, "predicted step times beside measured ones", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
-    Benchmark("wire", 4, "bytes and loss of compressed messages"),
+    Benchmark("wire", 7, "bytes and loss of compressed messages"),
     Benchmark("recovery", 8, "from a kill to the next step, against a cold start"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many it holds"),
 )
