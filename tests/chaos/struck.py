@@ -2,10 +2,11 @@
 
 The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (of `resources.env`). A rank comes by its
 moments as it lives: by what it reports (phases and actions of the schedule), by torch's hook before an optimizer's
-step, and by the two functions that send a save's bytes and its COMMIT, which are called through. The first strike of
-the plan that has not fallen waits for its rank, moment and step; when they are there the rank puts down what it is
-about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a hang. For what must come from outside (the
-controller's end, the store's silence) it waits at the very moment until the test has done it and says so in `done-N`.
+step, and by functions that are called through: those that send a save's bytes and its COMMIT, and the one that hands
+out a step's gradients. The first strike of the plan that has not fallen waits for its rank, moment and step; when they
+are there the rank puts down what it is about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a
+hang. For what must come from outside (the controller's end, the store's silence) it waits at the very moment until the
+test has done it and says so in `done-N`.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
 
     import raypp.checkpoint.save as saving
     from raypp.train import rank
+    from raypp.train.reduce import GradientReducer
 
     fate = Fate(job, seat)
-    upload, commit = saving.upload_snapshot, saving.write_commit
+    upload, commit, gradients = saving.upload_snapshot, saving.write_commit, GradientReducer.gradients
 
     def struck_upload(*arguments: Any, **more: Any) -> Any:
         fate.at("save", arguments[4]["step"])
@@ -84,17 +86,24 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
         commit(store, what)
         fate.at("committed", what.step)
 
-    def before_update(optimizer: Any, *_: Any) -> None:
-        fate.optimizer = optimizer
+    def struck_gradients(reducer: Any) -> Any:
+        found = gradients(reducer)
+        if fate.poisoned:
+            found[0].fill_(float("nan"))
+        return found
+
+    def before_update(*_: Any) -> None:
         fate.at("optimizer", fate.step)
 
     hook = register_optimizer_step_pre_hook(before_update)
     saving.upload_snapshot, saving.write_commit = struck_upload, struck_commit
+    GradientReducer.gradients = struck_gradients  # type: ignore[method-assign]
     try:
         return rank.run_rank(job, seat, Witness(reporter, fate))
     finally:
         hook.remove()
         saving.upload_snapshot, saving.write_commit = upload, commit
+        GradientReducer.gradients = gradients  # type: ignore[method-assign]
 
 
 class Witness:
@@ -122,7 +131,7 @@ class Fate:
         self._lock = threading.Lock()
         self.step = 0
         self._first: int | None = None
-        self.optimizer: Any = None
+        self.poisoned = False
         put(self._directory / f"pid-{seat.rank}", {"pid": os.getpid()})
 
     def sees(self, phase: str, detail: str) -> None:
@@ -186,10 +195,7 @@ class Fate:
                 while True:
                     time.sleep(0.1)
             case "nan":
-                for group in self.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.fill_(float("nan"))
+                self.poisoned = True  # while backwards are under way, sharded gradients are nowhere to be reached
 
 
 def write_plan(directory: Path, strikes: list[Strike]) -> None:
