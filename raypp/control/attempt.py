@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raypp.control.crew import Crew, Member
-from raypp.control.inquest import inquest
+from raypp.control.inquest import inquest, raylet_ended
 from raypp.control.machine import AttemptGone, Finished, NoResources, RankFailed, Seated
 from raypp.control.messages import Batch, Ending, Presence, Standing
 from raypp.control.placement import Placement, all_nodes
@@ -26,6 +26,7 @@ from raypp.spec.job import Job
 _START_TIMEOUT_S = 180.0
 _KNOWN_TIMEOUT_S = 10.0
 _WITNESS_GRACE_S = 1.0
+_ASK_NODE_S = 2.0
 _LEAVE_S = 5.0
 _IMPORT_S = 40.0
 """A rank that has not begun yet cannot leave before it has imported all it needs; a new process would, too."""
@@ -72,6 +73,8 @@ class Attempt:
     _suspects: frozenset[int] = frozenset()
     _explained: bool = False
     """Evidence was told that is more than that of a witness."""
+    _asked: dict[str, float] = field(default_factory=dict)
+    """When each node was last asked whether Ray's process on it lives."""
     _since: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -260,6 +263,8 @@ class Attempt:
         try:
             ending = cast("Ending | None", ray.get(reference))
         except ActorUnavailableError:
+            if (failure := self._lost_with_raylet(rank)) is not None:
+                return failure
             ending = None  # the connection to it broke; asking again tells whether it lives
         except RayError as error:
             return self._died(rank, error)
@@ -277,6 +282,19 @@ class Attempt:
 
     def _outcome(self, rank: Rank) -> Any:
         return rank.actor.outcome.remote(self.number, outcome_patience_s(len(self.ranks)))
+
+    def _lost_with_raylet(self, rank: Rank) -> RankFailure | None:
+        """A rank that does not answer, when Ray's process on its node has ended; Ray says so seconds later only."""
+        asked_at = self._asked.get(rank.node_id)
+        if asked_at is not None and time.monotonic() - asked_at < _ASK_NODE_S:
+            return None
+        death = raylet_ended(rank)
+        if death is None:
+            self._asked[rank.node_id] = time.monotonic()  # a silent host takes long to ask: once for all its ranks
+            return None
+        rank.failed, rank.state = True, "dead"
+        self.crew.seated.pop(rank.bundle, None)
+        return rank.failure(death.kind, death.cause)
 
     def _release_failures(self) -> list[AttemptEvent]:
         """Failures, but a mere witness's only after a while: whoever really died is often told a little later."""

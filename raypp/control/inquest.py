@@ -29,17 +29,33 @@ def inquest(rank: Rank, ray_words: str, crew: Crew) -> Death:
     Args:
         ray_words: The error Ray raised for the actor.
     """
-    node = next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
+    node = _node_of(rank)
     if node is not None and not node["Alive"] and node.get("DeathReason") in _WANTED_NODE_ENDS:
         return Death("preempted", f"its node {rank.node} was taken away")
     host = None if node is None else traces.host_answers(rank.node, int(node["NodeManagerPort"]))
     if node is not None and host is None:
-        return Death("raylet_lost", f"Ray's process on its node {rank.node} ended; the host itself is there")
+        return _raylet_lost(rank)
     if node is None or not node["Alive"]:
         return Death("node_lost", f"its node {rank.node} is lost: {_seen(host)}")
     if host is False:
         return Death("node_lost", f"its node {rank.node} does not answer any more; Ray has not yet given it up")
     return cause_of_death(rank.pid, ray_words, _remains(rank, crew))
+
+
+def raylet_ended(rank: Rank) -> Death | None:
+    """How a rank died that does not answer, when Ray's process on its node has ended: no rank outlives that."""
+    node = _node_of(rank)
+    if node is None or traces.host_answers(rank.node, int(node["NodeManagerPort"])) is not None:
+        return None
+    return _raylet_lost(rank)
+
+
+def _raylet_lost(rank: Rank) -> Death:
+    return Death("raylet_lost", f"Ray's process on its node {rank.node} ended; the host itself is there")
+
+
+def _node_of(rank: Rank) -> dict[str, Any] | None:
+    return next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
 
 
 def _seen(host: bool | None) -> str:

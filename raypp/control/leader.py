@@ -31,7 +31,7 @@ from raypp.control.record import RunRecord
 from raypp.control.watch import HangWatch
 from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policy import Policy
+from raypp.recovery.policy import NODE_KINDS, Policy
 from raypp.recovery.recall import failed_attempts, last_shape
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
@@ -342,6 +342,9 @@ class Leader:
                 self.record.event(seated)
             self._start_watch(attempt)
         elif isinstance(event, m.AttemptGone):
+            if attempt is not None:
+                lost = {one.rank for one in self.machine.failures if one.kind in NODE_KINDS}
+                self._placement.doubts.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
             self._watch = None
             if self._notices.over():

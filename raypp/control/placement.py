@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from raypp.control.bundles import all_nodes as all_nodes
 from raypp.control.bundles import existing_group, make_group, places
+from raypp.control.doubts import Doubts
 from raypp.control.spares import Spares
 
 _PLACEMENT_TIMEOUT_S = 300.0
@@ -41,6 +42,7 @@ class Placement:
     asked_at: float = 0.0
     infeasible_since: float | None = None
     beside: Spares = field(init=False)
+    doubts: Doubts = field(default_factory=Doubts)
     _used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -58,16 +60,18 @@ class Placement:
         self.asked_at = time.monotonic()
         self.infeasible_since = None
         if self.group is None:
-            self.group = make_group(self.name, self.world, self.bundle, self.left_out)
+            self.group = make_group(self.name, self.world, self.bundle, self.left_out | self.doubts.lost())
 
     def hold_spares(self) -> None:
         """Asks for the spares, unless they are held or asked for already."""
         self.beside.hold(self._used, self.left_out)
 
     def nodes(self) -> list[str] | None:
-        """The node of each bundle; None while not all are placed."""
+        """The node of each bundle; None while not all are placed, or one is on a node whose loss Ray has yet to see."""
         table = self._table()
         where = _where(table)
+        lost = self.doubts.lost()
+        where = {bundle: node for bundle, node in where.items() if node not in lost}
         if table.get("state") == "CREATED" and len(where) == self.world:
             self._used = set(where.values())
             return [where[index] for index in range(self.world)]
@@ -86,7 +90,7 @@ class Placement:
             avoided: More nodes to leave out, by id.
         """
         held = Counter(_where(self._table()).values()) + self.beside.where()
-        return places(self.bundle, held, self.left_out | avoided)
+        return places(self.bundle, held, self.left_out | avoided | self.doubts.lost())
 
     def hopeless(self) -> str | None:
         """Why waiting on makes no sense, or None."""

@@ -17,8 +17,8 @@ _BLAMELESS_KINDS = ("preempted",)
 # The same again at the same step is no bad luck.
 _DETERMINISTIC_KINDS = ("raised", "nonfinite", "out_of_memory")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-# What is a node's own doing, and no rank's.
-_NODE_KINDS = ("node_lost", "raylet_lost")
+NODE_KINDS = ("node_lost", "raylet_lost")
+"""What is a node's own doing, and no rank's."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for end in history:
-        lost = {failure.node for failure in end.failures if failure.kind in _NODE_KINDS and failure.node}
+        lost = {failure.node for failure in end.failures if failure.kind in NODE_KINDS and failure.node}
         for node in lost:
             counts[node] = counts.get(node, 0) + 1
     return {node: count for node, count in counts.items() if count >= times}
