@@ -39,6 +39,8 @@ RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 _CUT_EVERY_S = 0.05
 _LAST_SAVE_S = 120.0
 _OTHERS_LAST_SAVE_S = 5.0
+_INNOCENT_KINDS = ("lost_peer", "nonfinite")
+"""Failures after which a process is as good as before: a peer's, and one that all ranks found in a sum and ended by."""
 _OWN_THREADS = "raypp-"
 _LASTING_THREADS = "raypp-memory"
 """Threads of the runtime that may outlive a seat: they serve snapshots to whoever sits next."""
@@ -245,7 +247,7 @@ class Worker:
 
     def _usable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
         """Whether nothing of this seat is left that could reach into the next one."""
-        if isinstance(result, RankFailure) and result.kind != "lost_peer":
+        if isinstance(result, RankFailure) and result.kind not in _INNOCENT_KINDS:
             return False, f"it failed by itself ({result.kind})"
         left = [
             thread.name

@@ -19,11 +19,18 @@ _left: set[int] = set()
 _go = threading.Event()
 
 
+class NonFiniteError(Exception):
+    """Known by its name."""
+
+
 def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
-    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5 is fine."""
+    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5 is fine, 6 is not
+    finite."""
     reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
     if seat.attempt == 3:
         raise DataError("all wrong")
+    if seat.attempt == 6:
+        raise NonFiniteError("step 3: the loss is nan")
     if seat.attempt == 4:
         threading.Thread(target=_go.wait, args=(20,), name="raypp-save-7", daemon=True).start()
     while seat.attempt <= 2:
@@ -81,3 +88,9 @@ def test_a_process_that_failed_by_itself_or_is_still_at_work_takes_no_other_seat
     _begin(worker, 4)
     ending = _ending(worker, 4)
     assert not ending.usable and "raypp-save-7" in ending.why
+
+
+def test_a_process_whose_step_was_not_finite_takes_another_seat(worker: Worker) -> None:
+    _begin(worker, 6)
+    ending = _ending(worker, 6)
+    assert isinstance(ending.result, RankFailure) and (ending.result.kind, ending.usable) == ("nonfinite", True)
