@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from raypp.errors import CheckpointError, Problem
@@ -80,13 +81,78 @@ class FileHeader:
 
 
 def block_digest(data: memoryview) -> str:
-    return f"{zlib.crc32(data):0{_DIGITS}x}"
+    return _spelt(zlib.crc32(data))
 
 
-def encode_header(entries: list[TensorEntry], data: memoryview, about: dict[str, Any]) -> bytes:
+def _spelt(crc: int) -> str:
+    return f"{crc:0{_DIGITS}x}"
+
+
+class BlockSums:
+    """The CRC-32 of every block of a data section, each computed by whichever thread asks first.
+
+    Args:
+        data: The section; must not change.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._crcs: list[int | None] = [None] * -(-len(data) // BLOCK_BYTES)
+
+    def digests(self) -> str:
+        """Of all blocks, as the header spells them."""
+        return "".join(_spelt(self._block(index)) for index in range(len(self._crcs)))
+
+    def crc32(self, start: int, end: int, before: int = 0) -> int:
+        """The CRC-32 of bytes [start, end) of the section, after others whose CRC-32 is `before`.
+
+        Whole blocks are not read again: the sum of two pieces follows from theirs.
+        """
+        crc, place = before, start
+        while place < end:
+            upto = min(end, place - place % BLOCK_BYTES + BLOCK_BYTES)
+            if upto - place == BLOCK_BYTES:
+                crc = _after_block(crc) ^ self._block(place // BLOCK_BYTES)
+            else:
+                crc = zlib.crc32(self._data[place:upto], crc)
+            place = upto
+        return crc
+
+    def _block(self, index: int) -> int:
+        crc = self._crcs[index]
+        if crc is None:
+            crc = zlib.crc32(self._data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
+            self._crcs[index] = crc
+        return crc
+
+
+def _after_block(crc: int) -> int:
+    """What a CRC-32 contributes to that of the bytes it stands for and a block after them: it is linear in its bits, so
+    a table for each of its bytes says it."""
+    first, second, third, fourth = _tables()
+    return first[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ fourth[crc >> 24]
+
+
+@cache
+def _tables() -> tuple[list[int], ...]:
+    block = bytes(BLOCK_BYTES)
+    nothing = zlib.crc32(block)
+    bits = [zlib.crc32(block, 1 << bit) ^ nothing for bit in range(32)]
+    tables = []
+    for place in range(0, 32, 8):
+        table = [0] * 256
+        for bit in range(8):
+            for low in range(1 << bit):
+                table[1 << bit | low] = table[low] ^ bits[place + bit]
+        tables.append(table)
+    return tuple(tables)
+
+
+def encode_header(
+    entries: list[TensorEntry], data: memoryview, about: dict[str, Any], sums: BlockSums | None = None
+) -> bytes:
     """Length field and header of a file with these entries over this data section."""
-    blocks = "".join(block_digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
-    return _encode(entries, blocks, about)
+    return _encode(entries, (sums or BlockSums(data)).digests(), about)
 
 
 def header_size(entries: list[TensorEntry], data_size: int, about: dict[str, Any]) -> int:

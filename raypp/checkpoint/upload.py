@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.snapshot import Snapshot
-from raypp.checkpoint.tensor_file import encode_header, header_size
+from raypp.checkpoint.tensor_file import BlockSums, encode_header, header_size
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.pace import Abandoned, Pace
 from raypp.storage.source import MemorySource
@@ -45,7 +46,7 @@ def upload_snapshot(
     data = snapshot.data()
     sums = _Checksums(snapshot, data, about)
     sizes = (header_size(snapshot.entries, len(data), about), len(data))
-    source = MemorySource(sizes, lambda index: data if index else sums.header(), pace)
+    source = MemorySource(sizes, lambda index: data if index else sums.header(), pace, sums.crc32)
     try:
         for left in reversed(range(tries)):
             try:
@@ -77,6 +78,7 @@ class _Checksums:
 
     def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any]) -> None:
         self._entries, self._data, self._about = snapshot.entries, data, about
+        self._blocks = BlockSums(data)
         self._header: bytes | None = None
         self._digest = hashlib.sha256()
         self._error: Exception | None = None
@@ -87,7 +89,7 @@ class _Checksums:
 
     def _run(self) -> None:
         try:
-            self._header = encode_header(self._entries, self._data, self._about)
+            self._header = encode_header(self._entries, self._data, self._about, self._blocks)
             self._has_header.set()
             self._digest.update(self._header)
             for start in range(0, len(self._data), _HASHED_AT_ONCE):
@@ -105,6 +107,12 @@ class _Checksums:
         if self._header is None:
             raise self._error or Abandoned()
         return memoryview(self._header)
+
+    def crc32(self, index: int, start: int, end: int, before: int) -> int:
+        """For `MemorySource`: the header is its buffer 0, the data 1."""
+        if index:
+            return self._blocks.crc32(start, end, before)
+        return zlib.crc32(self.header()[start:end], before)
 
     def sha256(self) -> str:
         """Of header and data, hex; waits for it."""

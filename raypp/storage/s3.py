@@ -26,7 +26,7 @@ from raypp.storage.s3_errors import (
     status_of,
     translated,
 )
-from raypp.storage.s3_parts import PartBody, put_source
+from raypp.storage.s3_parts import PartBody
 from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
 from raypp.storage.source import MemorySource
@@ -124,9 +124,9 @@ class S3Store:
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
         if size <= self.part_bytes and isinstance(chunks, MemorySource):
-            name, source = self.name_of(key), chunks
-            sums = self.sums.of(PartBody(source, 0, source.size))
-            self.ask(key, lambda client: put_source(client, self.bucket, name, source, **sums))
+            name, body = self.name_of(key), PartBody(chunks, 0, chunks.size)
+            sums = self.sums.of(body)
+            self.ask(key, partial(_send, operation="put_object", Bucket=self.bucket, Key=name, Body=body, **sums))
         elif size <= self.part_bytes:
             self.put(key, joined(key, chunks, size))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,6 +30,9 @@ class PartBody:
         self._views = source.views(start, end)
         self._place = 0
         self.sending = False
+        self.summed = False
+        """Its CRC-32 is said in a header to a server that compares it: then the signature leaves the body out. Signing
+        it costs a SHA-256 of every byte on both sides, more than everything else together."""
 
     def __len__(self) -> int:
         return self._end - self._start
@@ -39,6 +43,9 @@ class PartBody:
     def seek(self, offset: int, whence: int = 0) -> int:
         self._place = offset + (0, self._place, len(self))[whence]
         return self._place
+
+    def crc32(self) -> int:
+        return self._source.crc32(self._start, self._end)
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
         """The next piece, a view. While sending it is of the pace's size, whatever was asked for: boto3's HTTP client
@@ -91,12 +98,6 @@ def send_parts(
         return [futures[index].result() for index in range(len(starts))]
 
 
-def put_source(client: S3Client, bucket: str, name: str, source: MemorySource, **more: Any) -> None:
-    """Writes a small object in one request, at the source's pace. `more` is said to put_object, too."""
-    body: Any = PartBody(source, 0, source.size)
-    client.put_object(Bucket=bucket, Key=name, Body=body, **more)
-
-
 def prepare_client(client: S3Client) -> None:
     """Makes a client send `PartBody`s at their pace, with low priority where the operating system allows it.
 
@@ -131,6 +132,11 @@ def _signing(request: Any, **_others: Any) -> None:
     if isinstance(request.data, PartBody):
         request.data.seek(0)  # it may be a part's second try
         request.data.sending = False
+        if request.data.summed:
+            # botocore has this setting for a whole client only; the context is the request's own.
+            config = copy.copy(request.context["client_config"])
+            config.s3 = {**(config.s3 or {}), "payload_signing_enabled": False}
+            request.context["client_config"] = config
 
 
 def _sending(request: Any, **_others: Any) -> None:
