@@ -69,7 +69,7 @@ class Costs:
         last: The last norm, the projection and the loss.
         optimizer_s: Of one parameter: gradient norm, scaling, update.
         step_s: Of a step, whatever its size: reading, agreeing.
-        copy_s: Of one byte of a message, taken from the compute of either side.
+        copy_s: Of one byte of a message, taken from the compute of either side; on CPUs only, where gloo does it.
         measured: True when these are times of a clock.
         source: Where they come from, for people.
     """

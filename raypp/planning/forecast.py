@@ -105,7 +105,7 @@ def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0)
     memory = tuple(rank_memory(job, stages, cut, timeline.in_flight) for stages in placement)
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
-    unshard, reduce = collectives(job, machines, mesh, seats, parameters)
+    unshard, reduce = collectives(job, machines, mesh, seats, parameters, gloo=costs.copy_s > 0)
     slowest = min(node.speed for node in seats)
     share = job.mesh.fsdp * job.mesh.cp
     parts = {

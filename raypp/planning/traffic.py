@@ -100,11 +100,12 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 
 
 def collectives(
-    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int]
+    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int], *, gloo: bool = False
 ) -> tuple[float, float]:
     """Seconds of gathering the weights and of reducing the gradients in a step, by the stage that takes longest.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum twice as many.
+    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum that all ranks get twice as many. On
+    gloo (CPUs) each rank's share of the sums is such a sum, too, of which it keeps its part (counted at a card).
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
@@ -114,7 +115,7 @@ def collectives(
         part = (shards - 1) / shards * largest
         times = 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
         unshard = times * _over(rate, part * activation_bytes(job))
-        reduce += _over(rate, part * (2 if job.train.reduce_dtype == "bf16" else _FP32))
+        reduce += _over(rate, part * (2 if gloo else 1) * (2 if job.train.reduce_dtype == "bf16" else _FP32))
     if job.mesh.dp_replicate > 1:
         rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
         reduce += _over(rate, 2 * (count - 1) / count * largest / shards * _FP32)

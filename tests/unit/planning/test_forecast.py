@@ -1,6 +1,7 @@
 """A step on given machines: what is counted, what is named, what would help."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from planned_jobs import job_with
@@ -59,6 +60,13 @@ def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
     assert slow.parts["unshard"] > 0 and slow.parts["reduce"] == pytest.approx(slow.parts["unshard"])  # both fp32
     again = job_with(mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True}, pipeline={"microbatches": 4})
     assert forecast(again, Machines.alike(2, 1, 1.0), UNIT).parts["unshard"] == pytest.approx(8 * slow.parts["unshard"])
+
+
+def test_on_gloo_the_sums_of_gradients_send_twice_as_much():
+    """Measured: its reduce-scatter of n bytes between two ranks sends n bytes each way, its all-gather n / 2."""
+    job = job_with(mesh={"pp": 1, "fsdp": 2}, pipeline={"microbatches": 4})
+    on_cpu = forecast(job, Machines.alike(2, 1, 1.0), replace(UNIT, copy_s=1e-12))
+    assert on_cpu.parts["reduce"] == pytest.approx(2 * on_cpu.parts["unshard"])
 
 
 def test_auto_looks_ahead_where_the_link_is_slow_and_only_there():
