@@ -129,7 +129,7 @@ class RunRecord:
         self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
     ) -> None:
         """Makes the status say how machine and ranks stand. Without ranks the last ones stay, as they ended."""
-        shown = tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
+        shown = _rank_status(ranks, self._status.ranks)
         if not shown:
             over = {"done": "done"}
             shown = tuple(
@@ -185,6 +185,19 @@ class RunRecord:
 
     def _url_of(self, step: int | None) -> str | None:
         return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"
+
+
+def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
+    """How the ranks stand. What has not changed is not made again: thousands of ranks are asked for in each turn."""
+    if len(before) != len(ranks):
+        return tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
+    return tuple(
+        old
+        if (old.state, old.pid, old.node, old.rank, old.coordinates)
+        == (one.state, one.pid, one.node, one.rank, one.coordinates)
+        else RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state)
+        for one, old in zip(ranks, before, strict=True)
+    )
 
 
 def _key(event: Event) -> tuple[Any, ...]:
