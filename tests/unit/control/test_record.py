@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from raypp.control.machine import Machine
 from raypp.control.record import RunRecord
+from raypp.control.seats import Rank
 from raypp.observe.reader import RunReader
 from raypp.observe.status import RunStatus
-from raypp.records import Event, StepReport
+from raypp.records import Coordinates, Event, StepReport
+from raypp.recovery.policy import Policy
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
@@ -43,3 +46,17 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     reader = RunReader(store, "told")
     assert [row["step"] for row in reader.history()] == [1, 2, 3]
     assert [one.kind for one in reader.events()] == ["committed"]
+
+
+def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
+    record = _record(DirectoryStore(tmp_path), "c-1")
+    record.begin(None, None)
+    ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", "10.0.0.1", 100 + n, "step") for n in range(3)]
+    machine = Machine(policy=Policy(3))
+    record.show(machine, ranks)
+    ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
+    record.show(machine, ranks)
+    told = [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in record.status().ranks]
+    assert told == [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks]
+    record.show(machine, ranks[:2])
+    assert len(record.status().ranks) == 2
