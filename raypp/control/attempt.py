@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raypp.control.crew import Crew, Member
-from raypp.control.inquest import inquest, raylet_ended
+from raypp.control.inquest import inquest, raylet_ended, unseen_death
 from raypp.control.machine import AttemptGone, Finished, NoResources, RankFailed, Seated
 from raypp.control.messages import Batch, Ending, Presence, Standing
 from raypp.control.placement import Placement, all_nodes
@@ -104,8 +104,8 @@ class Attempt:
                 rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
                 if seated and (told := seated.get(number)) is not None:
                     rank.node, rank.pid = told.node or "", int(told.details["pid"])
-                cause = "its process was gone when the controller came back"
-                self._held.append(RankFailed(rank.failure("killed", cause)))
+                death = unseen_death(rank)
+                self._held.append(RankFailed(rank.failure(death.kind, death.cause)))
                 continue
             actor, standing = by_rank[number]
             assert standing.seat is not None and standing.bundle is not None

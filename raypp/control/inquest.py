@@ -50,6 +50,13 @@ def raylet_ended(rank: Rank) -> Death | None:
     return _raylet_lost(rank)
 
 
+def unseen_death(rank: Rank) -> Death:
+    """How a rank died that was gone when the controller came back; of its place only the address is known."""
+    if rank.node and not any(node["Alive"] and node["NodeManagerAddress"] == rank.node for node in all_nodes()):
+        return Death("node_lost", f"its node {rank.node} was lost while no controller was there")
+    return Death("killed", "its process was gone when the controller came back")
+
+
 def _raylet_lost(rank: Rank) -> Death:
     return Death("raylet_lost", f"Ray's process on its node {rank.node} ended; the host itself is there")
 
