@@ -1,212 +1,98 @@
 """One rank of the save benchmark: a process that does as it is told on stdin and answers in JSON, line by line.
 
-`python -m benchmarks.save_rank WRITER RANK WORLD PORT MEGABYTES`; the S3 server is in the environment.
+`python -m benchmarks.save_rank WRITER RANK WORLD PORT MEGABYTES`; the S3 server is in the environment. A line is
+`save N` (one save, nothing beside it) or `train N` (one save, and training goes on until it is durable).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-BUCKET = "bench"
-PART_BYTES, IN_FLIGHT = 16 << 20, 4
-WIDTH = 1024
-Answer = dict[str, Any]
+from benchmarks.save_writers import WIDTH, WRITERS, Answer, Place, Writer, state_bytes, step
 
-
-def layers(megabytes: int, rank: int) -> nn.Module:
-    """Square matrices of 4 MiB; with AdamW's state each is 12 MiB. Named by a global number."""
-    count = max(1, round(megabytes / 12.6))
-    stage = nn.Module()
-    for index in range(rank * count, (rank + 1) * count):
-        stage.add_module(f"layer{index}", nn.Linear(WIDTH, WIDTH, bias=False))
-    return stage
-
-
-def trained(stage: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(stage.parameters(), fused=True)
-    step(stage, optimizer, torch.ones(1, WIDTH))
-    return optimizer
-
-
-def step(stage: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    for layer in stage.children():
-        x = torch.tanh(layer(x))
-    x.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+_STEP_S = 0.5
+_MOST_STEPS = 40
 
 
 def memory() -> tuple[int, int]:
     """Resident bytes now, and the most since `forget_peak`."""
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if line.startswith("Vm"))  # noqa: PTH123, SIM115
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if line[:2] == "Vm")
     return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
 
 
 def forget_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123
-        file.write("5")
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-def raypp_writer(rank: int, world: int, port: int, stage: nn.Module, run: str) -> tuple[Any, torch.optim.Optimizer]:
-    from raypp.checkpoint.announce import StoreAnnouncements
-    from raypp.checkpoint.save import CheckpointSaver
-    from raypp.records import Coordinates, Seat
-    from raypp.storage import open_store
-
-    server = dist.TCPStore(
-        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    told: list[Any] = []
-
-    class Keep:
-        def event(self, event: Any) -> None:
-            told.append(event)
-
-        def phase(self, *_: Any) -> None: ...
-
-    seat = Seat(run, 1, rank, world, Coordinates(pp=rank), Coordinates(world, 1, 1, 1))
-    saver = CheckpointSaver(
-        open_store(f"s3://{BUCKET}/raypp"),
-        run,
-        {},
-        seat,
-        StoreAnnouncements(server, 1),
-        Keep(),
-        keep=1,  # type: ignore[arg-type]
-    )
-    saver.told, saver.server = told, server  # type: ignore[attr-defined]
-    return saver, trained(stage)
+def save(writer: Writer, number: int) -> Answer:
+    """Seconds until it is durable, CPU seconds of this process, and the peak of its memory as a share of its state."""
+    forget_peak()
+    before, cpu, started = memory()[0], time.process_time(), time.perf_counter()
+    writer.begin(number)
+    facts = writer.finish()
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    state = state_bytes(writer.stage)
+    return {"seconds": seconds, "cpu": cpu, "extra": (memory()[1] - before) / state, "state": state, **facts}
 
 
-def raypp(rank: int, world: int, port: int, megabytes: int) -> Callable[[int], Answer]:
-    stage = layers(megabytes, rank)
-    saver, optimizer = raypp_writer(rank, world, port, stage, "upload")
-    state = 3 * sum(p.numel() * 4 for p in stage.parameters())
+class Training:
+    """Steps of about half a second beside which saves go on."""
 
-    def save(number: int) -> Answer:
-        forget_peak()
-        before = memory()[0]
-        saver.save(number, [stage], optimizer, {})
-        committed = saver.wait()
-        facts = [event.details for event in saver.told if event.kind == "committed"][-1:] if rank == 0 else []
-        return {"committed": committed, "extra": (memory()[1] - before) / state, "facts": facts, "state": state}
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._x = torch.ones(64, WIDTH)
+        self._step()
+        cpu = time.thread_time()
+        self._step()
+        self._x = torch.ones(max(64, int(64 * _STEP_S / (time.thread_time() - cpu))), WIDTH)
 
-    return save
-
-
-def boto3_parts(rank: int, world: int, port: int, megabytes: int) -> Callable[[int], Answer]:
-    """What anyone would write: parts of one buffer by `upload_part`, so many threads, boto3's own settings."""
-    import boto3
-    from botocore.config import Config
-
-    client = boto3.client("s3", region_name="us-east-1", config=Config(s3={"addressing_style": "path"}))
-    data = bytes(torch.randint(0, 255, (megabytes * 1_000_000,), dtype=torch.uint8).numpy())
-    place = {"Bucket": BUCKET, "Key": f"raw/{rank}"}
-
-    def save(number: int) -> Answer:
-        upload = client.create_multipart_upload(**place)["UploadId"]
-
-        def send(index: int) -> Answer:
-            body = data[index * PART_BYTES : (index + 1) * PART_BYTES]
-            answer = client.upload_part(**place, UploadId=upload, PartNumber=index + 1, Body=body)
-            sums = {key: answer[key] for key in answer if key.startswith("Checksum") and key != "ChecksumType"}
-            return {"PartNumber": index + 1, "ETag": answer["ETag"], **sums}
-
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            parts = list(pool.map(send, range(-(-len(data) // PART_BYTES))))
-        client.complete_multipart_upload(**place, UploadId=upload, MultipartUpload={"Parts": parts})
-        return {}
-
-    return save
-
-
-def dcp(rank: int, world: int, port: int, megabytes: int, writer: Callable[[str], Any]) -> Callable[[int], Answer]:
-    import torch.distributed.checkpoint as checkpoint
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    stage = layers(megabytes, rank)
-    optimizer = trained(stage)
-    state = dict(stage.state_dict())
-    for name, parameter in stage.named_parameters():
-        state |= {f"optim/{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-
-    def save(number: int) -> Answer:
-        checkpoint.save(state, storage_writer=writer(str(number)))
-        return {}
-
-    return save
-
-
-def s3torchconnector(rank: int, world: int, port: int, megabytes: int) -> Callable[[int], Answer]:
-    from s3torchconnector import S3ClientConfig
-    from s3torchconnector.dcp import S3StorageWriter
-
-    endpoint = os.environ["AWS_ENDPOINT_URL_S3"]
-    os.environ["AWS_ENDPOINT_URL"] = endpoint
-    config = S3ClientConfig(force_path_style=True, part_size=PART_BYTES)
-    return dcp(
-        rank, world, port, megabytes,
-        lambda name: S3StorageWriter("us-east-1", f"s3://{BUCKET}/s3tc/{name}", s3client_config=config),
-    )  # fmt: skip
-
-
-def fsspec(rank: int, world: int, port: int, megabytes: int) -> Callable[[int], Answer]:
-    from torch.distributed.checkpoint import FsspecWriter
-
-    options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL_S3"], "default_block_size": PART_BYTES}
-    return dcp(
-        rank, world, port, megabytes, lambda name: FsspecWriter(f"s3://{BUCKET}/fsspec/{name}", **options)
-    )  # fmt: skip
-
-
-def training(rank: int, world: int, port: int, megabytes: int) -> Callable[[int], Answer]:
-    """Steps of about a second, in which a save begins or not: how long each took."""
-    stage = layers(megabytes, rank)
-    saver, optimizer = raypp_writer(rank, world, port, stage, "training")
-    begun = time.perf_counter()
-    step(stage, optimizer, torch.ones(64, WIDTH))
-    rows = max(64, int(64 * 1.0 / (time.perf_counter() - begun)))
-    x = torch.ones(rows, WIDTH)
-
-    def save(number: int) -> Answer:
-        saver.wait()
-        plain = []
-        for _ in range(2):
-            started = time.perf_counter()
-            step(stage, optimizer, x)
-            plain.append(time.perf_counter() - started)
-        saver.save(number, [stage], optimizer, {})
+    def _step(self) -> float:
         started = time.perf_counter()
-        step(stage, optimizer, x)
-        beside = time.perf_counter() - started
-        stall, begin = saver.last_stall_s, saver._before_s
-        saver.wait()
-        return {"stall": stall, "begin": begin, "plain": min(plain), "beside": beside}
+        step(self.writer.stage, self.writer.optimizer, self._x)
+        return time.perf_counter() - started
 
-    return save
+    def save(self, number: int) -> Answer:
+        """A step's time without a save; how long training stood still; what the save cost training in all: the time
+        until it was durable, less what the steps done meanwhile take alone."""
+        writer = self.writer
+        alone = [self._step() for _ in range(3)]
+        started = time.perf_counter()
+        writer.begin(number)
+        begin = time.perf_counter() - started
+        steps = [self._step()]
+        while writer.busy() and len(steps) < _MOST_STEPS:
+            steps.append(self._step())
+        elapsed, stall = time.perf_counter() - started, begin + writer.held_s()
+        writer.finish()
+        # Before and after: the machine's speed drifts.
+        plain = statistics.median([*alone, *(self._step() for _ in range(3))])
+        lost = elapsed - len(steps) * plain
+        return {"plain": plain, "begin": begin, "stall": stall, "lost": lost, "beside": steps[0]}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    writer, numbers = sys.argv[1], [int(text) for text in sys.argv[2:]]
-    writers = {f.__name__: f for f in (raypp, boto3_parts, s3torchconnector, fsspec, training)}
-    save = writers[writer](*numbers)
-    print(json.dumps({"ready": True}), flush=True)
+    name, numbers = sys.argv[1], [int(text) for text in sys.argv[2:]]
+    # What libraries print must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    writer, training = WRITERS[name](Place(*numbers)), None
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        started = time.perf_counter()
-        answer = save(int(line))
-        print(json.dumps({"seconds": time.perf_counter() - started, **answer}), flush=True)
+        what, number = line.split()
+        if what == "train":
+            training = training or Training(writer)
+            answer = training.save(int(number))
+        else:
+            answer = save(writer, int(number))
+        print(json.dumps(answer), file=answers, flush=True)
     # Destroying a group whose peer is gone already may hang; nothing is left to be said.
     os._exit(0)
 

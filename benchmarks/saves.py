@@ -1,112 +1,53 @@
 """What a save costs, beside what others' do: `python -m benchmarks.saves`.
 
-One real S3 server on loopback, two ranks as processes, all writers in every round in turn, medians over the rounds: the
-stop per save, the upload beside raw boto3 and beside DCP's writers, what a load onto other meshes reads, and memory.
+One real S3 server on loopback, ranks as processes, all writers in every round in turn, medians over the rounds: what
+training loses, the upload and its CPU beside raw boto3 and DCP's writers, what a load onto other meshes reads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.foreign_writers import python_with_writers
 from benchmarks.recut_bytes import recut_table
-from benchmarks.surroundings import describe, free_port
+from benchmarks.save_teams import Answers, Teams
+from benchmarks.save_writers import WRITERS
+from benchmarks.surroundings import describe
 from raypp.storage.seaweed import SeaweedServer
 
 WORLD = 2
-OWN = ("raypp", "boto3_parts")
-FOREIGN = ("s3torchconnector", "fsspec")
 
 
-class Ranks:
-    """The processes of one writer, which wait until they are told to save."""
-
-    def __init__(self, python: str, writer: str, world: int, megabytes: int, environment: dict[str, str]) -> None:
-        port = free_port()
-        self.processes = [
-            subprocess.Popen(
-                [python, "-m", "benchmarks.save_rank", writer, str(rank), str(world), str(port), str(megabytes)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, stderr=subprocess.DEVNULL,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        self._answers(writer)
-
-    def save(self, number: int) -> list[dict[str, Any]]:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{number}\n")
-            process.stdin.flush()
-        return self._answers("save")
-
-    def _answers(self, what: str) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
-        if not all(lines):
-            raise RuntimeError(f"{what}: a rank ended")
-        return [json.loads(line) for line in lines]
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.stdin.close()  # type: ignore[union-attr]
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def medians(found: list[Answers], key: str) -> float:
+    """Of the slowest rank."""
+    return statistics.median(max(answer[key] for answer in answers) for answers in found)
 
 
-def uploads(rounds: int, megabytes: int, environment: dict[str, str], server: SeaweedServer) -> list[str]:
-    python, said = python_with_writers()
-    pythons = dict.fromkeys(OWN, sys.executable) | (dict.fromkeys(FOREIGN, str(python)) if python else {})
-    teams: dict[str, Ranks] = {}
-    lines = [f"(other writers: {said})", ""]
-    seconds: dict[str, list[float]] = {}
-    rates: list[float] = []
-    extra: list[float] = []
-    try:
-        for writer, interpreter in pythons.items():
-            try:
-                teams[writer] = Ranks(interpreter, writer, WORLD, megabytes, environment)
-            except RuntimeError as error:
-                lines.append(f"{writer}: skipped, {error}")
-        for number in range(rounds + 1):
-            for writer in (list(teams)[number % len(teams) :] + list(teams))[: len(teams)]:
-                answers = teams[writer].save(number + 1)
-                if number:  # the first one takes memory, opens connections, grows the server's volumes
-                    seconds.setdefault(writer, []).append(max(answer["seconds"] for answer in answers))
-                if writer == "raypp":
-                    extra.append(max(answer["extra"] for answer in answers))
-                    state = sum(answer["state"] for answer in answers)
-                    rates += [fact["upload_s"] for fact in answers[0]["facts"]][: bool(number)]
-            clear(server)
-    finally:
-        for team in teams.values():
-            team.end()
-    seconds["raypp, upload only"] = rates
-    raw, whole = seconds["boto3_parts"], seconds["raypp"]
-    lines += [
-        "| writer | s, median | MB/s | raypp's save ÷ it, in speed | raypp's upload ÷ it |",
-        "|---|---|---|---|---|",
-    ]
-    for writer, found in seconds.items():
-        saves = statistics.median(a / b for a, b in zip(found, whole, strict=True))
-        sends = statistics.median(a / b for a, b in zip(found, rates, strict=True))
-        middle = statistics.median(found)
-        lines.append(f"| {writer} | {middle:.2f} | {state / 1e6 / middle:.0f} | {saves:.2f} | {sends:.2f} |")
-    share = statistics.median(a / b for a, b in zip(raw, rates, strict=True))
-    lines += [
-        "",
-        f"upload ÷ raw boto3: {share:.2f} (goal ≥ 0.90) · peak extra host memory ÷ state: first save {extra[0]:.2f}, "
-        f"most {max(extra):.2f} (goal ≤ 1.10; later saves use the first one's buffer again)",
-    ]
-    return lines
+def ratios(theirs: list[float], ours: list[float]) -> float:
+    """The median over the rounds of theirs ÷ ours."""
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def in_turns(what: str, rounds: int, teams: Teams, server: SeaweedServer) -> dict[str, list[Answers]]:
+    """By writer, the answers of every round; of writers that did not fail. The first is one more than asked for: it
+    takes memory, opens connections and grows the server's volumes."""
+    found: dict[str, list[Answers]] = {}
+    for _ in range(rounds + 1):
+        for name, answers in teams.round(what).items():
+            found.setdefault(name, []).append(answers)
+        clear(server)
+    if len(found.get("raypp", ())) != rounds + 1:
+        raise RuntimeError("\n".join(teams.lines))
+    return {name: answers for name, answers in found.items() if len(answers) == rounds + 1}
+
+
+def warm(found: dict[str, list[Answers]]) -> dict[str, list[Answers]]:
+    """Without the first round."""
+    return {name: answers[1:] for name, answers in found.items()}
 
 
 def clear(server: SeaweedServer) -> None:
@@ -115,21 +56,93 @@ def clear(server: SeaweedServer) -> None:
         store.delete([info.key for info in store.list("")])
 
 
-def stalls(rounds: int, megabytes: int, environment: dict[str, str]) -> list[str]:
+def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
+    """Saves with nothing beside them: seconds until they are durable, and CPU."""
+    everything = in_turns("save", rounds, teams, server)
+    found = warm(everything)
+    seconds = {name: [max(a["seconds"] for a in one) for one in answers] for name, answers in found.items()}
+    whole, alone = seconds["raypp"], [one[0]["facts"][0]["upload_s"] for one in found["raypp"]]
+    gigabytes = sum(answer["state"] for answer in found["raypp"][0]) / 1e9
+    client = {name: [sum(a["cpu"] for a in one) / gigabytes for one in answers] for name, answers in found.items()}
+    lines = [
+        "| writer | s, median | MB/s | CPU s per GB: ranks | server | cores busy | raypp's save ÷ it, in speed "
+        "| raypp's upload ÷ it | its CPU ÷ raypp's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, answers in found.items():
+        server_s = statistics.median(one[0]["server"] / gigabytes for one in answers)
+        own_s, middle = statistics.median(client[name]), statistics.median(seconds[name])
+        busy = (own_s + server_s) * gigabytes / middle
+        lines.append(
+            f"| {name} | {middle:.2f} | {gigabytes * 1e3 / middle:.0f} | {own_s:.2f} | {server_s:.2f} | {busy:.2f} "
+            f"| {ratios(seconds[name], whole):.2f} | {ratios(seconds[name], alone):.2f} "
+            f"| {ratios(client[name], client['raypp']):.2f} |"
+        )
+    lines += ["", *bound(found, seconds, gigabytes)]
+    extra = [max(answer["extra"] for answer in one) for one in everything["raypp"]]
+    lines += [
+        "",
+        f"raypp's upload alone: {statistics.median(alone):.2f} s, the rest of its save is the copy and the commit.",
+    ]
+    lines.append(f"Peak extra host memory ÷ state: {max(extra):.2f} (goal ≤ 1.10).")
+    if "boto3_parts" in seconds:
+        lines.append(f"Upload ÷ raw boto3: {ratios(seconds['boto3_parts'], alone):.2f} (goal ≥ 0.90).")
+    for name in ("s3torchconnector", "fsspec"):
+        if name in seconds:
+            lines.append(f"Upload ÷ DCP's {name} writer: {ratios(seconds[name], alone):.2f} (goal ≥ 1.5).")
+    return lines
+
+
+def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], gigabytes: float) -> list[str]:
+    """What the server's own CPU leaves possible on this machine."""
+    least = min(one[0]["server"] for answers in found.values() for one in answers) / gigabytes
+    cores = os.cpu_count() or 1
+    lines = [
+        f"The server spends at least {least:.1f} CPU s per GB, whoever writes: with a writer that costs nothing these "
+        f"{cores} cores would take {cores * 1e3 / least:.0f} MB/s, when they do nothing else."
+    ]
+    for name in ("s3torchconnector", "fsspec"):
+        if name in seconds:
+            most = statistics.median(seconds[name]) / (gigabytes * least / cores)
+            lines.append(f"So nothing here can be more than {most:.2f} × as fast as DCP's {name} writer.")
+    return lines
+
+
+def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
+    """Saves beside which training goes on, if the writer lets it."""
+    found = warm(in_turns("train", rounds, teams, server))
+    lines = [
+        "| writer | step, s | training stands still, ms, median (longest) | a save costs training in all, s "
+        "| stands still ÷ raypp | in all ÷ raypp |",
+        "|---|---|---|---|---|---|",
+    ]
+    own = {key: [max(a[key] for a in one) for one in found["raypp"]] for key in ("stall", "lost")}
+    for name, answers in found.items():
+        still, lost = ([max(a[key] for a in one) for one in answers] for key in ("stall", "lost"))
+        middle = statistics.median(still) * 1e3
+        lines.append(
+            f"| {name} | {medians(answers, 'plain'):.2f} | {middle:.0f} ({max(still) * 1e3:.0f}) "
+            f"| {statistics.median(lost):.2f} | {ratios(still, own['stall']):.1f} | {ratios(lost, own['lost']):.2f} |"
+        )
+    return lines
+
+
+def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: SeaweedServer) -> list[str]:
+    """raypp's own, of a larger state."""
     lines = [
         "| ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step "
         "| stop ÷ step | of training, saved every 100 steps | step beside a save ÷ step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for world in (1, 2):
-        team = Ranks(sys.executable, "training", world, megabytes // world, environment)
+        teams = Teams(["raypp"], world, megabytes // world, environment, server.pid)
         try:
-            found = [max(team.save(number), key=lambda a: a["stall"]) for number in range(1, rounds + 2)][1:]
+            found = warm(in_turns("train", rounds, teams, server))["raypp"]
         finally:
-            team.end()
-        stall, step = (statistics.median(a[key] for a in found) for key in ("stall", "plain"))
-        begin, longest = statistics.median(a["begin"] for a in found), max(a["stall"] for a in found)
-        beside = statistics.median(a["beside"] / a["plain"] for a in found)
+            teams.end()
+        stall, step, begin = (medians(found, key) for key in ("stall", "plain", "begin"))
+        longest = max(answer["stall"] for answers in found for answer in answers)
+        beside = statistics.median(max(a["beside"] / a["plain"] for a in answers) for answers in found)
         lines.append(
             f"| {world} | {megabytes // world} | {step:.2f} | {stall * 1e3:.1f} ({longest * 1e3:.1f}) "
             f"| {begin * 1e3:.1f} | {stall / step:.2%} | {stall / step / 100:.4%} | {beside:.2f} |"
@@ -137,12 +150,28 @@ def stalls(rounds: int, megabytes: int, environment: dict[str, str]) -> list[str
     return lines
 
 
+def beside_others(options: Any, environment: dict[str, str], server: SeaweedServer) -> list[str]:
+    teams = Teams(options.writers, WORLD, options.megabytes, environment, server.pid)
+    try:
+        print("\n".join(uploads(teams, options.rounds, server)), "\n", flush=True)
+        lines = [f"Training of {WORLD} ranks that saves, {options.megabytes} MB of state each:", ""]
+        lines += losses(teams, options.trains, server)
+        return [*lines, "", *teams.lines]
+    finally:
+        teams.end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of uploads")
+    parser.add_argument("--trains", type=int, default=2, help="rounds of saves beside which training goes on")
     parser.add_argument("--megabytes", type=int, default=200, help="per rank, uploads")
     parser.add_argument("--state", type=int, default=1000, help="MB of all ranks, stops")
     parser.add_argument("--saves", type=int, default=3, help="measured saves, stops")
+    parser.add_argument("--writers", nargs="+", choices=list(WRITERS), default=list(WRITERS))
+    parser.add_argument(
+        "--only", nargs="+", choices=("stops", "uploads", "loads"), default=["stops", "uploads", "loads"]
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = SeaweedServer.start(Path(folder), buckets=("bench",))
@@ -153,12 +182,14 @@ def main() -> None:
             }  # fmt: skip
             os.environ.update(server.environment())
             print(describe(), "\n")
-            for title, lines in (
-                ("Stop per save", lambda: stalls(options.saves, options.state, environment)),
-                ("Uploads", lambda: uploads(options.rounds, options.megabytes, environment, server)),
-                ("Bytes of a load", lambda: recut_table(f"{folder}/recut")),
+            for name, title, lines in (
+                ("stops", "Stop per save", lambda: stalls(options.saves, options.state, environment, server)),
+                ("uploads", "Beside other writers", lambda: beside_others(options, environment, server)),
+                ("loads", "Bytes of a load", lambda: recut_table(f"{folder}/recut")),
             ):
-                print(f"### {title}\n\n" + "\n".join(lines()), "\n", flush=True)
+                if name in options.only:
+                    print(f"### {title}\n", flush=True)
+                    print("\n".join(lines()), "\n", flush=True)
         finally:
             server.stop()
 
