@@ -41,13 +41,13 @@ def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, varian
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     hosts.set_cable(options.cable_mbps)
-    url = f"s3://{BUCKET}/{VARIANTS.index(variant)}-{number}"
-    more = {**server.environment(), "BENCH_STORE": url}
+    # Without a save in the middle the one at the end goes into a directory, so that nothing of it is on the cable.
+    more = {**server.environment(), "BENCH_STORE": f"s3://{BUCKET}/{VARIANTS.index(variant)}-{number}"} if saves else {}
     ranks = hosts.run("benchmarks.timed_rank", [*words, "--steps", str(half + options.steps)], more)
     wall = ranks[0]["wall"]
     commits = [event["details"] for event in ranks[0]["events"] if event["kind"] == "committed"]
     found = {"before": wall[WARM:half], "after": wall[half:], "commit": commits[0] if saves else None}
-    found["mb"] = [rank["sent"] / (half + options.steps) / 1e6 for rank in ranks]
+    found["mb"] = [rank["sent"] / 1e6 for rank in ranks]
     print(f"{variant}: {statistics.median(found['before']):.3f} s per step before, "
           f"{statistics.mean(found['after']):.3f} s after", flush=True)  # fmt: skip
     return found
@@ -66,7 +66,7 @@ def row(variant: str, runs: list[dict[str, Any]], none: list[dict[str, Any]]) ->
     commits = [one["commit"] for one in runs if one["commit"]]
     upload = f"{statistics.median(c['bytes'] / 1e6 for c in commits):.0f} MB, " if commits else ""
     upload += f"{statistics.median(c['seconds'] for c in commits):.1f} s" if commits else "–"
-    size = " / ".join(f"{statistics.median(one['mb'][host] for one in runs):.1f}" for host in range(2))
+    size = " / ".join(f"{statistics.median(one['mb'][host] for one in runs):.0f}" for host in range(2))
     seconds = statistics.median(base)
     return (f"| {variant} | {seconds:.3f} | {spread(mean)} | {spread(slowest)} | {statistics.median(extra):.1f} "
             f"| {upload} | {spread(whole)} | {size} |")  # fmt: skip
@@ -99,9 +99,12 @@ def main() -> None:
             server.stop()
     print(f"\n{kept.begun}\n")
     print(f"pp 2, m = {options.microbatches}, fp32, one core each, cables of {options.cable_mbps:g} Mbit/s; ", end="")
-    print(f"paced: max_upload_mbps {options.upload_mbps:g}; {options.steps} steps from the save's beginning on")
+    print(
+        f"paced: max_upload_mbps {options.upload_mbps:g}; {options.steps} steps from the save's beginning on; the bytes"
+    )
+    print("of the runs with saves are those of two, of which the second is after the last step")
     print("\n| variant | s per step before | step after ÷ before, mean | slowest | s that the save cost | save "
-          "| all steps ÷ no save | MB per step a host sends |")  # fmt: skip
+          "| all steps ÷ no save | MB each host sent |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|")
     for variant in wanted:
         print(row(variant, found[variant], found[NO_SAVE]))

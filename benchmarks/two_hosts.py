@@ -94,6 +94,7 @@ class Hosts:
         return {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
             "WORLD_SIZE": str(2 * per_host), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": str(per_host),
+            "GROUP_RANK": str(rank % 2),
             "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port), "BENCH_OUT": f"{folder}/out",
             "BENCH_STORE": f"{folder}/store",
         }  # fmt: skip
