@@ -32,7 +32,7 @@ from raypp.control.watch import HangWatch
 from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policy import NODE_KINDS, Policy
-from raypp.recovery.recall import failed_attempts, last_shape
+from raypp.recovery.recall import failed_attempts, last_device, last_shape
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
 
@@ -418,11 +418,15 @@ class Leader:
         wanted = self._job.resources.device
         if wanted != "auto":
             return wanted
+        # A later life must not choose anew: with a node the devices that the first one counted may be gone.
+        known = last_device(self.record.earlier_events()) if self._again else None
+        if known is not None:
+            return known
         gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
         elastic = self._job.recovery.elastic_options
         device = "cuda" if gpus >= (elastic.min_ranks if elastic else self._job.mesh.world) else "cpu"
         told = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks"
-        self.record.event(Event("device_chosen", told))
+        self.record.event(Event("device_chosen", told, details={"device": device}))
         return device
 
     # The end --------------------------------------------------------------------------------------

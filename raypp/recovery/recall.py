@@ -40,6 +40,12 @@ def last_shape(events: Iterable[Event]) -> Shape | None:
     return shape
 
 
+def last_device(events: Iterable[Event]) -> str | None:
+    """The device that was chosen when the run was last submitted; None: nobody had to choose."""
+    chosen = [event.details.get("device") for event in events if event.kind == "device_chosen"]
+    return str(chosen[-1]) if chosen and chosen[-1] else None
+
+
 def _failure(event: Event) -> RankFailure:
     facts = event.details
     rank = -1 if event.rank is None else event.rank

@@ -84,6 +84,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     assert [row["step"] for row in run.reader.history()] == list(range(1, 151))
     committed = [event.step for event in run.reader.events() if event.kind == "committed"]
     assert committed == list(range(5, 151, 5))
+    assert run.kinds().count("device_chosen") == 1
     adopted = next(event for event in run.reader.events() if event.kind == "controller_restarted")
     assert sorted(adopted.details["pids"]) == sorted(before)
     assert run.exit_code() == 0

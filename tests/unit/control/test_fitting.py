@@ -11,7 +11,7 @@ from raypp.control.shapes import reshape_event, reshaped, shape_of
 from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
-from raypp.recovery.recall import last_shape
+from raypp.recovery.recall import last_device, last_shape
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 
@@ -65,6 +65,12 @@ def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
     assert last_shape(told) == half
     assert last_shape([*told, Event("submitted", "")]) is None
     assert "pp 2 × dp_replicate 2 (4 ranks" in told[1].message and "pp 2 (2 ranks, 8 microbatches)" in told[1].message
+
+
+def test_a_later_life_uses_the_device_that_the_first_one_chose() -> None:
+    told = [Event("device_chosen", "", details={"device": device}) for device in ("cpu", "cuda")]
+    assert last_device([told[0], Event("submitted", ""), told[1], Event("submitted", "")]) == "cuda"
+    assert last_device([Event("submitted", "")]) is None
 
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
