@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from raypp.control.clusters import Cluster
+from raypp.errors import UnreachableError
 
 CPUS = 40
 """Of each: ranks that ask for 20 CPUs fit twice, and never on the head."""
@@ -54,14 +55,17 @@ class ExtraNodes:
     def __exit__(self, *_: object) -> None:
         for node in self._nodes:
             node.kill()
-        self._wait(lambda: not (self._alive().keys() & {node.node_id for node in self._nodes}), "the end of the nodes")
+        with contextlib.suppress(UnreachableError):  # a head that is gone knows no nodes
+            ended = {node.node_id for node in self._nodes} & self._alive().keys()
+            self._wait(lambda: not (self._alive().keys() & ended), "the end of the nodes")
         self._directory.cleanup()
 
     def add(self, *hosts: int) -> list[Node]:
         """Starts nodes 127.0.0.HOST and waits until the cluster has them."""
         started = []
         for host in hosts:  # one after the other: started at once they take each other's ports
-            before = self._alive().keys()
+            before: set[str] = set()
+            self._wait(lambda before=before: before.update(self._alive()) or True, "an answer of the dashboard")
             node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
             self._nodes.append(node)
             started.append(node)
@@ -109,7 +113,10 @@ class ExtraNodes:
 
     def _wait(self, condition: Any, what: str) -> None:
         end = time.monotonic() + _PATIENCE_S
-        while not condition():
+        while True:
+            with contextlib.suppress(UnreachableError):  # a busy dashboard breaks off connections
+                if condition():
+                    return
             if time.monotonic() > end:
                 embedded = self._cluster.embedded
                 logs = {path.name: path.read_text()[-2000:] for path in Path(embedded.ray_dir).glob("node-*.log")}  # type: ignore[union-attr]
