@@ -91,10 +91,11 @@ class Raypp:
             "127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.events: list[Any] = []
-        seat = Seat("run", 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1))
+        run = f"run-{place.port}"  # each team its own
+        seat = Seat(run, 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1))
         self._begin_s = 0.0
         self.saver = CheckpointSaver(
-            open_store(f"s3://{BUCKET}/raypp"), "run", {}, seat, StoreAnnouncements(self.server, 1),
+            open_store(f"s3://{BUCKET}/raypp"), run, {}, seat, StoreAnnouncements(self.server, 1),
             self, keep=1,  # type: ignore[arg-type]
         )  # fmt: skip
 
