@@ -30,7 +30,7 @@ BUCKET = "raypp"
 # Ray turns 127.0.0.1 and localhost into the machine's outer address; any other loopback address is kept.
 _NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
-_RAY_GAVE_UP = "timed out during startup"
+_RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
 _RAY_PATIENCE_S = 180.0  # six seconds on an idle machine; on a crowded one it takes minutes
 
 
@@ -254,7 +254,7 @@ def _wait_for_ray(cluster: LocalCluster, head: subprocess.Popen[bytes], log: Pat
         if head.poll() is not None or time.monotonic() > end:
             what = "ended at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            error = _SlowStartError if _RAY_GAVE_UP in tail else UnreachableError
+            error = _SlowStartError if any(words in tail for words in _RAY_GAVE_UP) else UnreachableError
             raise error(
                 Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "see `raypp doctor`")
             )
