@@ -22,6 +22,7 @@ from typing import Any
 
 from raypp.checkpoint.memory_files import CONTROL_BYTES, keeper
 from raypp.checkpoint.memory_slot import Slot, checksum
+from raypp.storage.pace import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ _IO_S = 60.0
 _HELLO_S = 5.0
 _CONNECT_S = 2.0
 _RETRY_S = (0.2, 1.0, 5.0, 30.0)
-_REST = 1.0
-"""After a copy the sender pauses this many times as long as it took: at most half of the time is spent sending."""
+_REST = 3.0
+"""Without a cap the sender pauses this many times as long as a piece took: a copy takes a quarter of the link, and what
+training sends waits for one piece at most."""
+_PIECE_BYTES = 1 << 20
+_BUFFER_BYTES = 128 << 10
+"""Of the sender's socket: small beside a piece, whose time would otherwise be that of a copy into the buffer."""
 _NONCE = 32
 _HELLO = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<QQII")
@@ -168,16 +173,18 @@ class CopySender:
         rank: This rank.
         partner: Address and port.
         secret: The attempt's.
+        pace: A cap, shared with the uploads.
     """
 
-    def __init__(self, rank: int, partner: tuple[str, int], secret: bytes) -> None:
+    def __init__(self, rank: int, partner: tuple[str, int], secret: bytes, pace: Pace | None = None) -> None:
         self._rank, self._partner, self._secret = rank, partner, secret
+        self._pace = (pace or Pace()).shared(lambda: self._closed)
         self._wake = threading.Condition()
         self._slot: Slot | None = None
         self._closed = False
         self._socket: socket.socket | None = None
         self.arrived: int | None = None
-        """The last step whose copy is whole over there, and after which the link has rested."""
+        """The last step whose copy is whole over there."""
         self.error = ""
         self._thread = threading.Thread(target=self._run, name="raypp-copy", daemon=True)
         self._thread.start()
@@ -208,9 +215,10 @@ class CopySender:
             if closed or slot is None:
                 self._drop()
                 return
-            started = time.monotonic()
             try:
                 step = self._send(slot)
+            except Abandoned:
+                continue
             except (OSError, ValueError) as error:
                 self._drop()
                 self.error = str(error)
@@ -218,7 +226,6 @@ class CopySender:
                 failures += 1
                 continue
             failures, self.error = 0, ""
-            self._pause(_REST * (time.monotonic() - started))
             with self._wake:
                 if self._slot is slot:
                     self._slot = None
@@ -238,11 +245,23 @@ class CopySender:
         step, size = int(control["step"]), int(control["data_size"])
         text = json.dumps(control).encode()
         self._socket.sendall(_FRAME.pack(step, size, len(text), len(tail)) + text + tail)
-        self._socket.sendall(slot.memory(size).numpy().data)
+        self._send_pieces(self._socket, slot.memory(size).numpy().data)
         answered, fine = _ANSWER.unpack(_read(self._socket, _ANSWER.size))
         if answered != step or not fine:
             raise ValueError(f"the copy of step {step} arrived damaged")
         return step
+
+    def _send_pieces(self, connection: socket.socket, data: memoryview) -> None:
+        """Raises Abandoned when the tier is closed."""
+        capped = self._pace.bytes_per_s > 0
+        while data:
+            piece = data[: self._pace.piece_bytes if capped else _PIECE_BYTES]
+            self._pace.take(len(piece))
+            started = time.monotonic()
+            connection.sendall(piece)
+            data = data[len(piece) :]
+            if not capped and data:
+                self._pause(_REST * (time.monotonic() - started))
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
@@ -251,6 +270,7 @@ class CopySender:
         try:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_PRIORITY)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             _introduce(connection, self._secret, self._rank)
             connection.settimeout(_IO_S)
         except BaseException:

@@ -28,6 +28,7 @@ from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError
 from raypp.records import Event, Reporter, Seat
+from raypp.storage.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,18 @@ class MemoryTier:
         seat: This rank's place.
         every: checkpoint.memory_every_steps.
         reporter: Where events go: memory_tier, memory_tier_reduced, memory_tier_off.
+        pace: How fast copies may go to the partner.
     """
 
-    def __init__(self, life: RunLife, seat: Seat, every: int | Literal["auto"], reporter: Reporter) -> None:
-        self.life, self.seat = life, seat
+    def __init__(
+        self,
+        life: RunLife,
+        seat: Seat,
+        every: int | Literal["auto"],
+        reporter: Reporter,
+        pace: Pace | None = None,
+    ) -> None:
+        self.life, self.seat, self._pace = life, seat, pace or Pace()
         self._stock = MemoryStock(life, seat)
         self.directory = self._stock.directory
         self.trouble = 0
@@ -116,7 +125,7 @@ class MemoryTier:
         if partner is not None:
             there = addresses[partner]
             assert there is not None
-            self._sender = CopySender(self.seat.rank, there, self.life.secret)
+            self._sender = CopySender(self.seat.rank, there, self.life.secret, self._pace)
         elif self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -49,7 +49,7 @@ class CheckpointSaver:
         reporter: Where events go: committed, save_failed, save_waited, save_skipped, prune_failed.
         keep: Committed checkpoints to keep.
         keep_every: Steps that are multiples of it are kept for ever; 0: none.
-        max_upload_mbps: Most that this node's ranks send together, in Mbit/s; each takes an equal share. 0 = no limit.
+        pace: How fast this rank may send; None: as fast as it can.
         commit_timeout_s: How long the committing rank waits for the others' parts.
     """
 
@@ -64,7 +64,7 @@ class CheckpointSaver:
         keep: int,
         *,
         keep_every: int = 0,
-        max_upload_mbps: float = 0.0,
+        pace: Pace | None = None,
         commit_timeout_s: float = 600.0,
     ) -> None:
         self.store = store
@@ -79,7 +79,7 @@ class CheckpointSaver:
         self._buffer = SnapshotBuffer()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._pace = Pace(max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size), self._closed.is_set)
+        self._pace = (pace or Pace()).shared(self._closed.is_set)
         self._snapshot: Snapshot | None = None
         self._before_s = 0.0
         self._last_step: int | None = None

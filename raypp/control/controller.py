@@ -37,7 +37,7 @@ class Controller:
         context = ray.get_runtime_context()
         self._request = request
         self._read = threading.Event()
-        self._watched_at = 0.0
+        self._watched_at = time.monotonic()  # who followed an earlier life looks for this one now
         self._handle = context.current_actor
         self._leader = Leader(request, self._handle, context.was_current_actor_reconstructed)
         self._thread = start_thread(self._leader, self._go)

@@ -202,7 +202,8 @@ class CheckpointSection(Section):
     """When a periodic save is due before the last one is durable. wait: training waits for it | skip: this save is left
     out. The last save, one before a stop and one an operator asks for are never left out."""
     max_upload_mbps: float = Field(default=0, ge=0)
-    """Most that the saves of one node send, in Mbit/s, shared equally by its ranks; 0 = no limit."""
+    """Most that the saves of one node, and its copies of snapshots to another, send together, in Mbit/s, shared equally
+    by its ranks; 0 = saves without limit, copies in a quarter of the link."""
     memory_tier: bool = True
     """Keep the newest snapshots in host memory (/dev/shm), with a copy on another node where there is one: after a
     failure the run goes on from there. A rank takes 2 × its state on one node, 6 × on several; when memory is short the

@@ -1,14 +1,23 @@
-"""How fast a store is written to: a token bucket that every upload of a process draws from."""
+"""How fast a cable is written to: a token bucket that every upload of a process, and every copy, draws from."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _SHORTEST_PIECE, _LONGEST_PIECE = 16 << 10, 256 << 10
 _PIECE_S = 0.01
 """A piece is what the cap lets through in this time: whoever shares the cable waits for no more than one piece."""
+
+
+@dataclass
+class _Bucket:
+    """What the writers under one cap share."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    free_at: float = 0.0
 
 
 class Abandoned(BaseException):
@@ -26,8 +35,13 @@ class Pace:
     def __init__(self, bytes_per_s: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> None:
         self.bytes_per_s = bytes_per_s
         self._stopped = stopped
-        self._lock = threading.Lock()
-        self._free_at = 0.0
+        self._bucket = _Bucket()
+
+    def shared(self, stopped: Callable[[], bool]) -> Pace:
+        """The same cap, together with this one, for a writer that is stopped in another way."""
+        other = Pace(self.bytes_per_s, stopped)
+        other._bucket = self._bucket
+        return other
 
     @property
     def piece_bytes(self) -> int:
@@ -46,10 +60,9 @@ class Pace:
             raise Abandoned
         if not self.bytes_per_s:
             return
-        with self._lock:
-            now = time.monotonic()
-            begin = max(self._free_at, now)
-            self._free_at = begin + size / self.bytes_per_s
+        with self._bucket.lock:
+            begin = max(self._bucket.free_at, time.monotonic())
+            self._bucket.free_at = begin + size / self.bytes_per_s
         while (left := begin - time.monotonic()) > 0:
             time.sleep(min(left, 0.5))
             if self._stopped():

@@ -22,6 +22,7 @@ from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
+from raypp.storage.pace import Pace as CablePace
 from raypp.storage.patience import LONG_S, patience_from_environment
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator, evaluation_due
@@ -93,7 +94,8 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         if seat.rank == 0:
             look_after_store(store, job.name, seat, reporter)
         recent = RecentReports()
-        tier = open_memory_tier(job, seat, store, reporter)
+        pace = CablePace(job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size))
+        tier = open_memory_tier(job, seat, store, reporter, pace)
         if tier is not None:
             stack.push(tier.leave)
         mine = Restorable(store, job, built.modules, optimizer, loader, seat, reporter, recent)
@@ -107,7 +109,7 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         reporter,
         job.checkpoint.keep,
         keep_every=job.checkpoint.keep_every,
-        max_upload_mbps=job.checkpoint.max_upload_mbps,
+        pace=pace,
     )
     stack.callback(saver.close)
     runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)

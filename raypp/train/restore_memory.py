@@ -27,6 +27,7 @@ from raypp.records import Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import NotFound, ObjectStore
+from raypp.storage.pace import Pace
 from raypp.train.exchange import from_rank_zero, gather_json
 from raypp.train.memory_choice import choose
 from raypp.train.memory_fetch import fetch_snapshot, snapshots_here
@@ -69,15 +70,21 @@ class FoundInMemory:
         return f"from memory: step {step} on all {len(self.nodes)} ranks{through}; {commit}{refused}"
 
 
-def open_memory_tier(job: Job, seat: Seat, store: ObjectStore, reporter: Reporter) -> MemoryTier | None:
-    """The memory tier of this rank, not yet started; None when the job does without. Collective over the world."""
+def open_memory_tier(
+    job: Job, seat: Seat, store: ObjectStore, reporter: Reporter, pace: Pace | None = None
+) -> MemoryTier | None:
+    """The memory tier of this rank, not yet started; None when the job does without. Collective over the world.
+
+    Args:
+        pace: What uploads and copies of this rank share.
+    """
     if not job.checkpoint.memory_tier:
         return None
     facts = [_life(store, job), secrets.token_hex(32)] if seat.rank == 0 else None
     life, secret = from_rank_zero(facts)
     identity = json.dumps(job_identity(job_document(job)), sort_keys=True)
     about = RunLife(job.name, life, hashlib.sha256(identity.encode()).hexdigest()[:16], bytes.fromhex(secret))
-    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter)
+    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace)
 
 
 def load_from_memory(

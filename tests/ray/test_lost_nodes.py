@@ -38,6 +38,10 @@ def _kill_one_of(run: Started, nodes: list[Node]) -> Node:
     return victim
 
 
+def _committed_in(run: Started, attempt: int) -> bool:
+    return any(event.kind == "committed" and event.attempt >= attempt for event in run.reader.events())
+
+
 def _event(run: Started, kind: str) -> Any:
     return next(event for event in run.reader.events() if event.kind == kind)
 
@@ -155,7 +159,7 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
     two = nodes.add(61, 62)
     sections: dict[str, Any] = {
         "rank_function": None,
-        "steps": 60,
+        "steps": 150,
         "mesh": {"pp": 2, "dp_replicate": 2},
         "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
         "data": {"kind": "synthetic", "seq_len": 32, "num_documents": 200},
@@ -169,9 +173,11 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
     run.wait(lambda: "committed" in run.kinds(), "a commit")
     _kill_one_of(run, two)
     run.wait(lambda: run.kinds().count("reshaped") == 1, "the smaller mesh")
+    smaller = _event(run, "reshaped").attempt
+    run.wait(lambda: _committed_in(run, smaller), "a commit of the smaller mesh")
     nodes.add(63)
     status = run.wait_end()
-    assert (status["state"], status["step"]) == ("SUCCEEDED", 60)
+    assert (status["state"], status["step"]) == ("SUCCEEDED", 150)
     assert run.kinds().count("reshaped") == 2, "it did not grow again"
     told, expected = (
         [(row["step"], row["loss"], row["tokens"]) for row in one.reader.history()] for one in (run, reference)

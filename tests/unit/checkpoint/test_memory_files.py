@@ -30,6 +30,7 @@ from raypp.checkpoint.memory_files import (
 )
 from raypp.checkpoint.memory_partner import CopyReceiver, CopySender, partner_of
 from raypp.checkpoint.memory_slot import Slot, encode_tail
+from raypp.storage.pace import Pace
 from raypp.train.memory_choice import choose
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
@@ -229,6 +230,34 @@ def test_a_copy_arrives_whole_and_says_so(receiver: tuple[CopyReceiver, list[Slo
     finally:
         assert sender.close()
         slot.close(delete=True)
+
+
+def test_copies_keep_to_the_cap_that_uploads_have(receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path) -> None:
+    server, slots = receiver
+    slot = sealed(tmp_path)
+    cap = Pace(2 * SIZE)
+    cap.take(SIZE)  # half a second of an upload, which the copy waits for
+    sender = CopySender(1, ("127.0.0.1", server.port), b"secret", cap)
+    started = time.monotonic()
+    try:
+        sender.offer(slot)
+        assert wait_for(lambda: sender.arrived == 7), sender.error
+        assert time.monotonic() - started >= 0.5
+        assert slots[0].verify() is not None
+    finally:
+        assert sender.close()
+        slot.close(delete=True)
+
+
+def test_a_copy_under_way_is_given_up_at_once(receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    sender = CopySender(1, ("127.0.0.1", receiver[0].port), b"secret", Pace(SIZE / 60))
+    sender.offer(slot)
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert sender.close() and time.monotonic() - started < 2
+    assert sender.arrived is None
+    slot.close(delete=True)
 
 
 def test_whoever_does_not_know_the_secret_places_nothing(

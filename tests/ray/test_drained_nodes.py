@@ -1,0 +1,62 @@
+"""Ray is told to drain a node, as autoscalers and clouds tell it: a last save, and the run goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from raypp.control.clusters import Cluster
+from tests.ray.conftest import StartRun
+from tests.ray.extra_nodes import ExtraNodes, Node
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
+    assert cluster.embedded is not None
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+        "drain-node",
+        f"--address={cluster.embedded.gcs}",
+        f"--node-id={node.node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=the cloud wants it back",
+        f"--deadline-remaining-seconds={deadline_s}",
+    ]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= cluster.embedded.ray_environment()
+    subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
+
+
+def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure(
+    cluster: Cluster, start_run: StartRun
+) -> None:
+    with ExtraNodes(cluster) as extra:
+        three = extra.add(41, 42, 43)
+        run = start_run("drained", steps=900, every=500, resources={"cpus_per_rank": 20}, recovery={"max_restarts": 0})
+        run.wait_step(20)
+        used = {rank["node"] for rank in run.status()["ranks"]}
+        victim = next(node for node in three if node.address in used)
+        at = time.time()
+        _drain(cluster, victim, 120)
+        run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+        assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
+        victim.kill()  # as the cloud does at the deadline
+        status = run.wait_end()
+        assert (status["state"], status["step"]) == ("SUCCEEDED", 900)
+        events = run.reader.events()
+        notice = next(event for event in events if event.kind == "preemption_notice")
+        saved = next(event for event in events if event.kind == "committed" and event.time > at)
+        failed = next(event for event in events if event.kind == "rank_failed")
+        assert notice.node == victim.address and "drains" in notice.message
+        assert failed.details["kind"] == "preempted" and f"a save at step {saved.step}" in failed.message
+        assert notice.time - at < 30
+        second = [step for attempt, step in run.taken() if attempt == 2]
+        assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
+        run.assert_nothing_left()
