@@ -22,6 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+if "CHAOS_DIR" in os.environ:
+    # In a rank's process, as the real rank is loaded: before its life begins. Begun in two threads at once, by the rank
+    # and by `leave`, an import of torch ends the process.
+    import raypp.train.rank  # noqa: F401
+
 _PATIENCE_S = 60.0
 _FORWARD = re.compile(r"^\d+F[1-9]\d*$")
 _BACKWARD = re.compile(r"^\d+[BI][1-9]\d*$")
