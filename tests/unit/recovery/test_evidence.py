@@ -40,7 +40,7 @@ _WAITING_IN_RAY = """Current thread 0x00007f65 (most recent call first):
 _NATIVE = "Current thread 0x00007f66 (most recent call first):\n  <no Python frame>\n"
 _RANK = """Thread 0x00007f67 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
-  File "/work/model.py", line 12 in attention
+  File "/home/me/model.py", line 12 in attention
   File "/tmp/ray/session/raypp/control/worker.py", line 205 in _live
   File "/usr/lib/python3.11/threading.py", line 982 in run
 """
@@ -53,7 +53,7 @@ _OTHER = """Thread 0x00007f68 (most recent call first):
 def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, _RANK, crashed])
     death = cause_of_death(7, RAY, Remains(words))
-    assert "while the rank was in attention (/work/model.py:12)" in death.cause and "main_loop" not in death.cause
+    assert "while the rank was in attention (/home/me/model.py:12)" in death.cause and "main_loop" not in death.cause
     assert death.details.index("Current thread") < death.details.index("attention") and "idle" not in death.details
 
 
