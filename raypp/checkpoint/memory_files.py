@@ -200,10 +200,15 @@ def remove(path: Path) -> bool:
     return True
 
 
-def remove_run(run: str, directory: Path | None = None) -> list[str]:
-    """Removes this node's files of a run that is over; names those removed. Files in use stay."""
+def files_of(run: str, directory: Path | None = None, before: int | None = None) -> list[Path]:
+    """This node's files of a run, whoever holds them; only those of attempts before `before`, when that is given."""
     found = list_slots(directory or memory_directory())
-    return [path.name for name, path in found if name.run == run and remove(path)]
+    return [path for name, path in found if name.run == run and (before is None or name.attempt < before)]
+
+
+def remove_run(run: str, directory: Path | None = None, before: int | None = None) -> list[str]:
+    """Removes `files_of` a run that is over, or whose earlier attempts are; names those removed. Files in use stay."""
+    return [path.name for path in files_of(run, directory, before) if remove(path)]
 
 
 def remove_dead(directory: Path | None = None) -> list[str]:

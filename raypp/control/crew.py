@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raypp.control.lifeline import asks_every_s
 from raypp.control.messages import NAMESPACE, RunRequest, Standing
 from raypp.control.placement import Placement
-from raypp.control.relay_tree import RelayTree, Shape, find_relays, is_relay
+from raypp.control.relay_tree import RelayTree, Shape, actors_of, end_actor
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
 
@@ -126,7 +125,7 @@ class Crew:
         """Ends the process of a bundle."""
         member = self.seated.pop(bundle, None)
         if member is not None:
-            _kill(member.actor)
+            end_actor(member.actor)
 
     def kill_frozen(self, bundle: int, pid: int) -> None:
         """Ends a process that may not be able to end itself, with the help of another one on its node."""
@@ -159,7 +158,7 @@ class Crew:
         for bundle in list(self.seated):
             self.kill(bundle)
         for member in self.standbys.values():
-            _kill(member.actor)
+            end_actor(member.actor)
         self.standbys.clear()
         self.relays.dismiss()
 
@@ -192,7 +191,7 @@ class Crew:
 
 def find_workers(run: str) -> list[tuple[Any, Standing]]:
     """The living workers of a run, whoever started them, with what they say. Those that say nothing are ended."""
-    handles = list(_named(run))
+    handles, _ = actors_of(run)
     asked = {handle.standing.remote(): handle for handle in handles}
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_FOUND_ANSWERS_S) if asked else ([], [])
     found = []
@@ -200,31 +199,18 @@ def find_workers(run: str) -> list[tuple[Any, Standing]]:
         with contextlib.suppress(RayError):
             found.append((asked[reference], ray.get(reference)))
     for reference in silent:
-        _kill(asked[reference])
+        end_actor(asked[reference])
     return found
 
 
 def end_workers(run: str, patience_s: float = 20.0) -> int:
     """Ends every worker and relay of a run, whoever started it, and waits until they are gone; returns how many workers
     there were."""
-    workers, relays = list(_named(run)), find_relays(run)
+    workers, relays = actors_of(run)
     waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # answers by failing, when the process is gone
     waiting += [relay.stay.remote() for relay in relays]
     for handle in (*workers, *relays):
-        _kill(handle)
+        end_actor(handle)
     if waiting:
         ray.wait(waiting, num_returns=len(waiting), timeout=patience_s)
     return len(workers)
-
-
-def _named(run: str) -> Iterable[Any]:
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        name = entry["name"]
-        if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/") and not is_relay(name):
-            with contextlib.suppress(ValueError):
-                yield ray.get_actor(name, namespace=NAMESPACE)
-
-
-def _kill(actor: Any) -> None:
-    with contextlib.suppress(RayActorError, ValueError):
-        ray.kill(actor, no_restart=True)

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.checkpoint.memory_files import list_slots, memory_directory, remove
+from raypp.checkpoint.memory_files import files_of, remove_run
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,7 @@ def remove_snapshots(run: str, before: int | None = None) -> None:
     """
     end = time.monotonic() + _PATIENCE_S
     while True:
-        found = [
-            path
-            for name, path in list_slots(memory_directory())
-            if name.run == run and (before is None or name.attempt < before)
-        ]
-        left = [path for path in found if not remove(path)]
-        if not left or time.monotonic() > end:
+        remove_run(run, before=before)
+        if not files_of(run, before=before) or time.monotonic() > end:
             return
         time.sleep(0.1)

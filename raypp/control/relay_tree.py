@@ -120,13 +120,12 @@ class RelayTree:
 
     def take_over(self) -> None:
         """Holds those that an earlier life of the controller started, whose ranks know them. `staff` replaces them."""
-        self._all += find_relays(self.run)
+        self._all += actors_of(self.run)[1]
 
     def dismiss(self) -> None:
         """Ends all of them."""
         for relay in self._all:
-            with contextlib.suppress(RayActorError, ValueError):
-                ray.kill(relay, no_restart=True)
+            end_actor(relay)
         self._all, self._lowest, self._plan = [], [], None
 
     def _start(self, node: str, place: str, above: Any, ask_every_s: float) -> Any:
@@ -151,12 +150,19 @@ def is_relay(name: str) -> bool:
     return name.count("/") == 2 and name.rpartition("/")[2].startswith(_MARK)
 
 
-def find_relays(run: str) -> list[Any]:
-    """The living relays of a run, whoever started them."""
-    found = []
+def actors_of(run: str) -> tuple[list[Any], list[Any]]:
+    """The living workers and the living relays of a run, whoever started them."""
+    workers: list[Any] = []
+    relays: list[Any] = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
-        if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/") and is_relay(name):
+        if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/"):
             with contextlib.suppress(ValueError):
-                found.append(ray.get_actor(name, namespace=NAMESPACE))
-    return found
+                (relays if is_relay(name) else workers).append(ray.get_actor(name, namespace=NAMESPACE))
+    return workers, relays
+
+
+def end_actor(actor: Any) -> None:
+    """Ends a process of a run for good; one that is gone already is fine."""
+    with contextlib.suppress(RayActorError, ValueError):
+        ray.kill(actor, no_restart=True)

@@ -16,11 +16,21 @@ from typing import Any
 import psutil
 
 from raypp.control.clusters import Cluster
+from raypp.control.local import LocalCluster
 from raypp.errors import UnreachableError
 
 CPUS = 40
 """Of each: ranks that ask for 20 CPUs fit twice, and never on the head."""
 _PATIENCE_S = 300.0
+
+
+def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """A command of Ray's own command line, and the environment in which it is one of this cluster."""
+    program = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
+    environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    return [sys.executable, "-c", program, *arguments], environment
 
 
 @dataclass
@@ -86,10 +96,8 @@ class ExtraNodes:
         assert embedded is not None
         directory = Path(self._directory.name) / address.rpartition(".")[2]
         directory.mkdir(exist_ok=True)
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+        command, environment = ray_command(
+            embedded,
             *("start", "--block", "--disable-usage-stats", f"--address={embedded.gcs}"),
             f"--node-ip-address={address}",
             f"--num-cpus={CPUS}",
@@ -98,10 +106,7 @@ class ExtraNodes:
             "--dashboard-agent-listen-port=0",
             "--min-worker-port=0",
             "--max-worker-port=0",
-        ]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
-        environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+        )
         with (Path(embedded.ray_dir) / f"node-{address}.log").open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 

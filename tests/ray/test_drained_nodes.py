@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 
 import pytest
 
 from raypp.control.clusters import Cluster
 from tests.ray.conftest import StartRun
-from tests.ray.extra_nodes import ExtraNodes, Node
+from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
     assert cluster.embedded is not None
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+    command, environment = ray_command(
+        cluster.embedded,
         "drain-node",
         f"--address={cluster.embedded.gcs}",
         f"--node-id={node.node_id}",
         "--reason=DRAIN_NODE_REASON_PREEMPTION",
         "--reason-message=the cloud wants it back",
         f"--deadline-remaining-seconds={deadline_s}",
-    ]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    environment |= cluster.embedded.ray_environment()
+    )
     subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
 
 

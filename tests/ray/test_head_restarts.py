@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from raypp.control.dashboard import Dashboard
 from raypp.control.processes import free_ports
 from raypp.errors import RayppError
 from tests.ray.conftest import runs_on
-from tests.ray.extra_nodes import ExtraNodes
+from tests.ray.extra_nodes import ExtraNodes, ray_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 _ADDRESS = "127.0.0.30"
@@ -47,10 +45,8 @@ class Head:
 
     def start(self) -> None:
         assert self.cluster.embedded is not None
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+        command, environment = ray_command(
+            self.cluster.embedded,
             *("start", "--head", "--block", "--disable-usage-stats", f"--node-ip-address={_ADDRESS}", "--num-cpus=0"),
             *self._ports,
             "--dashboard-host=127.0.0.1",
@@ -59,15 +55,9 @@ class Head:
             "--max-worker-port=0",
             "--object-store-memory=100000000",
             f"--temp-dir={self.directory}",
-        ]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
-        environment |= self.cluster.embedded.ray_environment() | {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_gcs_storage": "rocksdb",
-            "RAY_gcs_storage_path": str(self.directory / "gcs"),
-        }
+        )
+        environment |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.directory / "gcs")}
         del environment["RAY_ADDRESS"]
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
         with (self.directory / "head.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         end = time.monotonic() + _PATIENCE_S
