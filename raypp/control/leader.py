@@ -401,7 +401,7 @@ class Leader:
     def _new_attempt(self, number: int) -> Attempt:
         job = self._fitting.job(self.machine)
         self.record.has_mesh(job.mesh)
-        return Attempt(job, number, self._crew, self._placement, self._take_batch)
+        return Attempt(job, number, self._crew, self._placement, self._inbox.put)
 
     def _patiently(self, question: Callable[[], T]) -> T:
         """Asks the store, again and again while it does not answer."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from raypp.control.attempt import Attempt
 from raypp.control.leader import Leader
 from raypp.control.messages import Batch, Beat, Parcel, RunRequest
 from raypp.control.seats import Rank
@@ -22,7 +21,8 @@ def leader(tmp_path: Path) -> Leader:
     job = parse_job({"name": "r", "mesh": {"pp": 4}, "checkpoint": {"url": str(tmp_path)}})
     leader = Leader(RunRequest("r", job_document(job)), None, again=False)
     leader.record.begin(None, None)
-    attempt = leader._attempt = Attempt(job, 3, None, None, leader._take_batch)  # type: ignore[arg-type]
+    leader._crew = leader._placement = None  # type: ignore[assignment]
+    attempt = leader._attempt = leader._new_attempt(3)
     attempt.ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", state="starting") for n in range(4)]
     leader._watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
     return leader
@@ -79,3 +79,10 @@ def test_news_of_another_attempt_is_left_alone(leader: Leader) -> None:
     leader.take_parcel(Parcel(2, (Beat(2, "step 5", 0.0, 0.0),)))
     assert _written(leader) == ["new"]
     assert leader._attempt is not None and leader._attempt.ranks[2].state == "starting"
+
+
+def test_what_a_rank_leaves_over_does_not_hide_what_it_handed_over_just_before(leader: Leader) -> None:
+    assert leader._attempt is not None
+    leader.take(_news(1, 7, "its last line"))
+    leader._attempt.heard(_news(1, 8, "left over"))
+    assert _written(leader) == ["its last line", "left over"]
