@@ -5,16 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import socket
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def describe() -> str:

@@ -22,8 +22,9 @@ from typing import Any
 from raypp.checkpoint.memory_files import remove_dead
 from raypp.control.dashboard import Dashboard
 from raypp.control.home import locked, private_directory, raypp_home, write_private
-from raypp.control.processes import OwnProcess, free_ports, port_is_free
+from raypp.control.processes import OwnProcess
 from raypp.errors import Problem, RayppError, UnreachableError
+from raypp.ports import free_ports, port_is_free
 from raypp.storage.seaweed import SeaweedServer
 
 BUCKET = "raypp"

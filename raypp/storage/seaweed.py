@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from raypp.errors import Problem, UnreachableError
+from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
 
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
@@ -234,7 +235,7 @@ def _launch(
     directory: Path, detached: bool, volume_mb: int, host: str
 ) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
     names = _PORTS + _MORE_PORTS
-    ports = dict(zip(names, _free_ports(len(names), host), strict=True))
+    ports = dict(zip(names, free_ports(len(names), host), strict=True))
     command = [
         str(find_weed()),
         "server",
@@ -268,20 +269,6 @@ def _launch(
     finally:
         os.close(descriptor)
     return process, ports
-
-
-def _free_ports(count: int, host: str) -> list[int]:
-    """Ports that were free just now; all are held until all are chosen, so that they differ."""
-    held = []
-    try:
-        for _ in range(count):
-            listener = socket.socket()
-            held.append(listener)
-            listener.bind((host, 0))
-        return [listener.getsockname()[1] for listener in held]
-    finally:
-        for listener in held:
-            listener.close()
 
 
 def _created(pid: int) -> float:

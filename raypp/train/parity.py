@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -30,6 +29,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError, RunFailedError
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.groups import make_groups
+from raypp.ports import free_port
 from raypp.records import Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
@@ -65,13 +65,6 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
         device=device,
         device_index=rank,
     )
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def whole(tensor: Tensor) -> Tensor:

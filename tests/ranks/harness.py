@@ -8,34 +8,19 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
+from raypp.ports import free_port, free_ports
+
 TIMEOUT_S = 120.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "torch.distributed.fsdp", "raypp.train.rank"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def free_ports(count: int) -> list[int]:
-    """So many ports, all different."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import _context, free_port
+from harness import _context
 from safetensors.torch import load_file
 
 from raypp.checkpoint.commit import claim_attempt, read_commit
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
 from raypp.mesh.geometry import Mesh
+from raypp.ports import free_port
 from raypp.records import Event, RankResult, Requests, Seat, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore

@@ -10,11 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import free_port, run_ranks
+from harness import run_ranks
 from safetensors.numpy import load
 from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.ports import free_port, free_ports
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage import open_store
@@ -108,7 +109,7 @@ def _last(root: Path) -> dict[str, bytes]:
 
 def test_a_process_that_leaves_a_hung_attempt_trains_on_in_the_next_and_gets_the_same_bits(tmp_path: Path) -> None:
     halts: list[int | None] = [2, 3, 2, None]
-    ports = [free_port() for _ in halts]
+    ports = free_ports(len(halts))
     results = run_ranks(2, _lives, str(tmp_path / "again"), ports, halts)
     assert max(results[0]["seconds"]) < 3, "a rank that waits for a hung one did not come free"
     for result in results:

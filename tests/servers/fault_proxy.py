@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from raypp.ports import free_port
+
 _BUFFER = 64 << 10
 _REASONS = {500: "Internal Server Error", 503: "Service Unavailable", 403: "Forbidden", 429: "Too Many Requests"}
 
@@ -84,7 +86,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        self._port = 0
+        self._port = free_port()  # so that it is still free when it comes up again
         self.up()
 
     @property
@@ -111,7 +113,6 @@ class FaultProxy:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self._port))
         listener.listen(64)
-        self._port = listener.getsockname()[1]
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True, name="fault-proxy").start()
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from raypp.ports import free_port
 from raypp.storage.s3 import S3Store
 
 _ACCESS_KEY, _SECRET_KEY = "raypp", "raypp-secret-of-tests"
@@ -47,9 +48,7 @@ def rclone(*buckets: str) -> Iterator[RcloneServer]:
     with tempfile.TemporaryDirectory(prefix="raypp-rclone-") as directory:
         for bucket in buckets:
             (Path(directory) / bucket).mkdir()
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
+        port = free_port()
         command = [program, "serve", "s3", directory, f"--addr=127.0.0.1:{port}", "--config=/dev/null"]
         command += [f"--auth-key={_ACCESS_KEY},{_SECRET_KEY}", "--vfs-cache-mode=writes", f"--cache-dir={directory}.c"]
         process = subprocess.Popen(

@@ -1,0 +1,42 @@
+"""`raypp plan --measure` on this machine: the parts of a small model, and a plan that rests on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raypp.cli.main import run
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    job, costs = tmp_path / "job.yaml", tmp_path / "costs.json"
+    model = {"kind": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 128}
+    document = {
+        "name": "small",
+        "model": {**model, "vocab_size": 8192},
+        "data": {"kind": "synthetic", "seq_len": 128, "document_len": [128, 128], "num_documents": 100},
+        "mesh": {"pp": 2},
+        "pipeline": {"schedule": "zbv", "stages_per_rank": 2, "microbatches": 4},
+        "train": {"steps": 1, "micro_batch_size": 2, "precision": precision},
+        "checkpoint": {"url": str(tmp_path / "store")},
+    }
+    job.write_text(yaml.safe_dump(document))
+    assert run(["plan", str(job), "--measure", str(costs), "--json"]) == 0
+    found = json.loads(costs.read_text())
+    assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
+    assert found["last"]["forward"] > found["layer"]["forward"]  # 524 thousand weights, 41 in a layer
+    assert found["input_share"] > 0.1 and found["weight_share"] > 0.1 and found["optimizer_s"] > 0
+    # Each is a few copies of some bytes: less than 0.1 ns no core does, more than 1 µs none needs.
+    assert all(1e-10 < found[name] < 1e-6 for name in ("copy_s", "gather_s", "sum_s"))
+    (prediction,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert "costs" in prediction["measured"]
+    least = 4 * 4 * (found["layer"]["forward"] + found["layer"]["backward"]) / 2
+    assert prediction["step_s"] > least

@@ -1,0 +1,42 @@
+"""Where servers will listen: ports that nobody is given in the meantime."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from raypp import ports
+from raypp.ports import free_ports
+
+
+def test_ports_are_free_all_different_and_none_that_the_kernel_deals_out() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = free_ports(20)
+    assert len(set(found)) == 20 and all(20_000 <= port < lowest for port in found)
+    assert set(free_ports(20)) != set(found)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", found.pop()))
+
+
+@pytest.mark.parametrize("text", ["1024 65535", "20001 20001", "?"])
+def test_where_the_kernel_leaves_too_few_such_ports_it_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    kernels = tmp_path / "range"
+    kernels.write_text(text)
+    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
+    found = free_ports(4)
+    assert len(set(found)) == 4 and all(1024 <= port < 65536 for port in found)
+
+
+def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = tmp_path / "range"
+    kernels.write_text("20010 60999")
+    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
+    taken = next(port for port in range(20_000, 20_010) if ports.port_is_free(port))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", taken))
+        server.listen()
+        assert taken not in free_ports(10)
