@@ -256,6 +256,7 @@ def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Commands worth typing now, each with what it is for."""
     name = place.name
+    resume = f"raypp submit JOB --resume --set name={name}"  # its file may name another: `--set` named this one
     commands = []
     if not is_final(status):
         commands += [(f"raypp status {name} --watch", "how it goes on"), (f"raypp stop {name}", "save, then end it")]
@@ -266,9 +267,9 @@ def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str,
     if status["checkpoint"]:
         commands.append((f"raypp checkpoints verify {name}", "re-read and check every byte"))
         if status["state"] in ("FAILED", "STOPPED"):
-            commands.append(("raypp submit JOB --resume", "go on from the checkpoint"))
+            commands.append((resume, "go on from the checkpoint"))
         elif status["state"] == "SUCCEEDED":
-            commands.append(("raypp submit JOB --resume --set train.steps=…", "train on"))
+            commands.append((f"{resume} --set train.steps=…", "train on"))
     return commands
 
 

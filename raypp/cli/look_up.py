@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import time
 from typing import Any
@@ -16,7 +15,6 @@ from raypp.records import RunState
 from raypp.storage import ObjectStore, open_store
 
 _KEYS_LOOKED_AT = 2000
-_MAX_NAMES = 8
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
@@ -77,16 +75,17 @@ def _before_the_first(place: RunPlace) -> dict[str, Any]:
     return RunStatus(place.name, RunState.PENDING, updated_at=since).as_dict()
 
 
+def runs_below(store: ObjectStore) -> list[str]:
+    """Names of the runs in a store, as far as a first look at its keys shows.
+
+    Raises:
+        StoreError: It does not answer.
+    """
+    first = itertools.islice(store.list(), _KEYS_LOOKED_AT)
+    return sorted({info.key.partition("/")[0] for info in first if "/" in info.key})
+
+
 def _no_such_run(store: ObjectStore, name: str) -> JobError:
-    """Names what is below the URL, as far as a first look at its keys shows."""
-    there = sorted(
-        {info.key.partition("/")[0] for info in itertools.islice(store.list(), _KEYS_LOOKED_AT) if "/" in info.key}
-    )
-    close = difflib.get_close_matches(name, there, n=1)
-    if close:
-        fix = f"did you mean {store.url.rstrip('/')}/{close[0]}?"
-    elif there:
-        fix = f"there are: {', '.join(there[:_MAX_NAMES])}{' …' if len(there) > _MAX_NAMES else ''}"
-    else:
-        fix = "there is no run at all; is it the checkpoint.url of the job?"
+    fix = runs.hint_of_names(name, runs_below(store), f"{store.url.rstrip('/')}/{{}}")
+    fix = fix or "there is no run at all; is it the checkpoint.url of the job?"
     return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))

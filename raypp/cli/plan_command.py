@@ -115,6 +115,10 @@ def _grounds(
     )
 
 
+_OTHERS_TOLD = 0.05
+"""Said when so much of a core was not the measurement's: a step will be that much faster once they are gone."""
+
+
 def _measure(job: Job, path: Path) -> None:
     """Asks a process that may import torch for the costs, and writes them.
 
@@ -123,14 +127,20 @@ def _measure(job: Job, path: Path) -> None:
     """
     from rich.console import Console
 
-    from raypp.planning.costs import Costs, Part, write_costs
+    from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
-    with Console(stderr=True).status("measuring the parts of the model on this machine …"):
+    console = Console(stderr=True)
+    with console.status("measuring the parts of the model on this machine …"):
         answer = ask("raypp.train.measure", request, "the measurement")
+    if (others := 1 - 1 / answer["stretched"]) > _OTHERS_TOLD:
+        console.print(
+            f"Others had the core for {others:.0%} of the time (programs beside it, or the host of a virtual machine); "
+            "the costs contain that."
+        )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    found = Costs(layer, first, last, answer["optimizer_s"], answer["step_s"], answer["copy_s"], measured=True)
+    found = Costs(layer, first, last, measured=True, **{name: answer[name] for name in NUMBERS})
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

@@ -16,7 +16,7 @@ from raypp.checkpoint.hf_source import check_hf_weights
 from raypp.checkpoint.runs import add_spec, read_spec, write_spec
 from raypp.cli.jobs import job_argument, load_checked_job
 from raypp.cli.live import LiveView
-from raypp.cli.look_up import find_run, present_status
+from raypp.cli.look_up import find_run, present_status, runs_below
 from raypp.control import client, runs
 from raypp.control.clusters import Cluster, find_cluster, lend_store_settings
 from raypp.control.dashboard import FINAL_JOB_STATES
@@ -139,7 +139,9 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
         )
         raise JobError(file.locate(problem))
     if resume and not exists:
-        problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", "leave --resume out")
+        hint = runs.hint_of_names(name, runs_below(store), "`--set name={}`")
+        fix = "without --resume a new run begins" + (f"; {hint}" if hint else "")
+        problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", fix)
         raise JobError(file.locate(problem))
     # Before the first checkpoint there is nothing that a change could make unusable: wrong data can be put right.
     if resume and list_checkpoints(store, name) and (problems := check_resume(read_spec(store, name), file.job)):

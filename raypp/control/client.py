@@ -241,6 +241,5 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
 
 def no_such_controller(run: str, state: str) -> JobError:
     """The run a command is for is over."""
-    return JobError(
-        Problem("RUN", f"{run} is {state}; nothing leads it now", "`raypp submit JOB --resume` goes on with it")
-    )
+    fix = f"`raypp submit JOB --resume --set name={run}` goes on with it"
+    return JobError(Problem("RUN", f"{run} is {state}; nothing leads it now", fix))

@@ -233,8 +233,9 @@ class Dashboard:
             nodes.append(
                 NodeResources(
                     node_id,
-                    str(entry.get("ip", "")),
-                    str(entry.get("hostname", "")),
+                    # Those beside "raylet" come from the node's own agent, some seconds after the node itself.
+                    str(raylet.get("nodeManagerAddress") or entry.get("ip", "")),
+                    str(raylet.get("nodeManagerHostname") or entry.get("hostname", "")),
                     cpus,
                     gpus,
                     cpus - float(used.get("CPU", 0)),

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,21 @@ def _read(path: Path) -> RunPlace | None:
         return None
 
 
+def hint_of_names(name: str, names: Sequence[str], form: str = "{}") -> str | None:
+    """What to say when there is no run of this name: the one that is close, or all (None: there are none).
+
+    Args:
+        form: How to write a close name down, around `{}`.
+    """
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {form.format(close[0])}?"
+    if not names:
+        return None
+    return f"there are: {', '.join(names[:_MAX_NAMES])}{' …' if len(names) > _MAX_NAMES else ''}"
+
+
 def _unknown(name: str, names: list[str]) -> JobError:
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        fix = f"did you mean {close[0]!r}?"
-    elif names:
-        fix = f"there are: {', '.join(names[:_MAX_NAMES])}; a run of another machine is named as URL/NAME"
-    else:
-        fix = "no run was submitted from here; a run of another machine is named as URL/NAME"
+    hint = hint_of_names(name, names, "'{}'")
+    elsewhere = "a run of another machine is named as URL/NAME"
+    fix = hint if hint and hint.endswith("?") else f"{hint or 'no run was submitted from here'}; {elsewhere}"
     return JobError(Problem("RUN", f"there is no run {name!r}", fix))

@@ -29,6 +29,7 @@ from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.private import load_private_environment
 from raypp.control.reporting import ControllerReporter, LogTail
 from raypp.errors import UnreachableError
+from raypp.ports import free_port
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.evidence import Remains
 from raypp.spec.job import Job
@@ -137,9 +138,7 @@ class Worker:
             interface=interface_of(ip),
             device_index=int(devices[0]) if devices else 0,
         )
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            return Presence(facts, probe.getsockname()[1], traces.log_path(), traces.oom_kills())
+        return Presence(facts, free_port(ip), traces.log_path(), traces.oom_kills())
 
     def standing(self) -> Standing:
         """Who this is and what it does, for a controller that finds it."""

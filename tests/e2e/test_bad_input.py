@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from laptop import Answer, Laptop, Run
+
+from raypp.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(120)]
 
@@ -150,18 +151,14 @@ def test_a_store_that_refuses_the_key_is_named(laptop: Laptop, key: str, words: 
 
 
 def test_a_store_that_does_not_answer_is_named(laptop: Laptop) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{one.getsockname()[1]}"
+    endpoint = f"http://127.0.0.1:{free_port()}"
     environment = laptop.s3.environment() | {"AWS_ENDPOINT_URL_S3": endpoint}
     told = laptop.raypp("submit", str(laptop.job(NAME)), environment=environment)
     _refused(told, 3, endpoint, "AWS_ENDPOINT_URL_S3")
 
 
 def test_an_address_without_a_ray_is_named(laptop: Laptop) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{one.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--address", address), 3, address, "raypp local up")
 
 
@@ -183,6 +180,17 @@ def test_too_few_places_are_told_with_a_mesh_that_would_fit(laptop: Laptop) -> N
 
 def test_to_resume_what_never_was_is_refused(laptop: Laptop) -> None:
     _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--resume"), 2, NAME, "--resume")
+
+
+def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(laptop: Laptop) -> None:
+    """`--set name=…` had named it: the file alone does not say where to go on."""
+    store = laptop.store("s3://raypp/tests")
+    store.put(f"{NAME}-1122/spec.json", b"{}")
+    try:
+        told = laptop.raypp("submit", str(laptop.job(NAME)), "--resume")
+    finally:
+        store.delete([f"{NAME}-1122/spec.json"])
+    _refused(told, 2, "without --resume", f"`--set name={NAME}-1122`?")
 
 
 @pytest.mark.parametrize("command", [["status"], ["history"], ["stop"], ["save"], ["checkpoints", "list"]])

@@ -16,8 +16,10 @@ from raypp.control import client, local, runs
 from raypp.control.clusters import Cluster, find_cluster
 from raypp.control.dashboard import Dashboard
 from raypp.control.home import raypp_home, write_private
+from raypp.control.processes import wait_until
 from raypp.errors import ResourcesError, UnreachableError
 from raypp.spec.load import parse_job
+from tests.ray.extra_nodes import ExtraNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -53,6 +55,15 @@ def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(clu
     assert "--set mesh.fsdp=4" in problem.fix
     with pytest.raises(ResourcesError, match="0 are free"):
         client.check_resources(parse_job({"name": "gpu", "resources": {"device": "cuda"}}), cluster)
+
+
+def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
+    """Ray knows the node before it has heard from the node's own agent."""
+    with ExtraNodes(cluster) as extra:
+        extra.add(77)
+        seen: set[str] = set()
+        assert wait_until(lambda: seen.update(node.ip for node in cluster.dashboard.nodes()) or len(seen) > 1, 30)
+    assert seen == {"127.0.0.2", "127.0.0.77"}
 
 
 def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:

@@ -95,7 +95,7 @@ def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(sta
 
 
 def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: StartRun) -> None:
-    run = start_run("save", steps=400, every=0)
+    run = start_run("save", steps=100_000, every=0)
     run.wait_step(3)
     answer = run.command("save")
     assert answer["found"] and answer["committed"] >= 3

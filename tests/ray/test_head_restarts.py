@@ -15,8 +15,8 @@ import pytest
 
 from raypp.control.clusters import Cluster
 from raypp.control.dashboard import Dashboard
-from raypp.control.processes import free_ports
 from raypp.errors import RayppError
+from raypp.ports import free_ports
 from tests.ray.conftest import runs_on
 from tests.ray.extra_nodes import ExtraNodes, ray_command
 

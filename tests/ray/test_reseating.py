@@ -27,7 +27,7 @@ def _kill_controller(run: Started) -> None:
 def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     start_run: StartRun, victim: int
 ) -> None:
-    run = start_run(f"survive{victim}", steps=160)
+    run = start_run(f"survive{victim}", steps=240)
     run.wait_step(12)
     run.wait(lambda: any("standby" in name for name in run.living_actors()), "a standby")
     standby = next(name for name in run.living_actors() if "standby" in name)
@@ -40,8 +40,8 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     restart = next(event for event in run.reader.events() if event.kind == "restarting")
     assert restart.details["kept"] == 3
     status = run.wait_end()
-    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 160, 1, 2)
-    assert [row["step"] for row in run.reader.history()] == list(range(1, 161))
+    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 240, 1, 2)
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 241))
     run.assert_nothing_left()
 
 
