@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.groups import RankGroups
-from raypp.parallel.late_sums import sum_late
+from raypp.parallel.late_sums import sum_by_parts
 from raypp.parallel.recompute import recompute_blocks
 from raypp.spec.job import Job
 
@@ -83,5 +83,5 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
             # gloo has no pre-multiplied sum, so the plain one is asked for by name.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if data_mesh.device_type == "cpu" and data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32":
-        sum_late(stage)
+    if data_mesh.device_type == "cpu":
+        sum_by_parts(stage, late=data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32")

@@ -1,4 +1,4 @@
-"""Programs on torch's pipelining runtime. The only file that uses its private names.
+"""Programs on torch's pipelining runtime. Beside `split` the only file that uses its private names.
 
 A schedule says what each rank computes, in which order (`raypp.schedules`). torch's lowering passes add when weights
 are unsharded and resharded and when gradients are reduced; sends and receives are those of `schedules.messages`.
@@ -191,6 +191,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         self.actions = lowered[self.rank]
         self._names = [str(action) for action in self.actions]
         self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
+        last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
+        self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
@@ -287,6 +289,9 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         if arrived:
             self._await((_ComputationType.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
+        late = getattr(stage.submod, "late_sums", None)
+        if late is not None and self._last_whole.get(stage.stage_index) == microbatch:
+            late.begin_within(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
         with self._timed(kind, stage):
             if arrived:
                 stage.unpack_backward(microbatch)
