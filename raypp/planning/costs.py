@@ -59,6 +59,15 @@ class Part:
     backward: float
 
 
+NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
+"""The costs that are plain numbers; the others are parts."""
+_ADDED = {
+    "input_share": "; the halves of a backward, which it lacks, assumed to make a whole",
+    "gather_s": "; FSDP's copies on CPUs, which it lacks, left out",
+}
+"""What to say of a file that was measured before these were."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """What one device needs for one microbatch of a job (whole rows, no cp), and for a step besides.
@@ -69,7 +78,11 @@ class Costs:
         last: The last norm, the projection and the loss.
         optimizer_s: Of one parameter: gradient norm, scaling, update.
         step_s: Of a step, whatever its size: reading, agreeing.
+        input_share: Of a layer's backward, what its half for the input takes where a schedule does the halves apart.
+        weight_share: What the half for the weights takes; together they may take longer than the whole.
         copy_s: Of one byte of a message, taken from the compute of either side; on CPUs only, where gloo does it.
+        gather_s: Of one weight that FSDP gathers, its copies; on CPUs only, without those of messages.
+        sum_s: Of one weight whose gradient FSDP sums, copies and additions; likewise.
         measured: True when these are times of a clock.
         source: Where they come from, for people.
     """
@@ -80,6 +93,10 @@ class Costs:
     optimizer_s: float = 0.0
     step_s: float = 0.0
     copy_s: float = 0.0
+    gather_s: float = 0.0
+    sum_s: float = 0.0
+    input_share: float = 0.5
+    weight_share: float = 0.5
     measured: bool = False
     source: str = ""
 
@@ -121,7 +138,7 @@ def read_costs(path: Path, job: Job) -> Costs:
     fix = f"measure again: raypp plan JOB --measure {path}"
     try:
         found = json.loads(path.read_text())
-        parts = {name: Part(**found[name]) for name in ("layer", "first", "last")}
+        parts: dict[str, Any] = {name: Part(**found[name]) for name in ("layer", "first", "last")}
         identity = found["identity"]
     except FileNotFoundError:
         raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {path}") from None
@@ -131,13 +148,13 @@ def read_costs(path: Path, job: Job) -> Costs:
     if identity != wanted:
         differs = ", ".join(sorted(_differences(identity, wanted)))
         raise JobError(f"{path} was measured for another job: {differs} differ", fix)
+    lacks = [said for name, said in _ADDED.items() if name not in found]
+    numbers: dict[str, Any] = {name: float(found[name]) for name in NUMBERS if name in found}
     return Costs(
         **parts,
-        optimizer_s=float(found.get("optimizer_s", 0.0)),
-        step_s=float(found.get("step_s", 0.0)),
-        copy_s=float(found.get("copy_s", 0.0)),
+        **numbers,
         measured=True,
-        source=f"costs measured {found.get('measured', '')} on {found.get('device', 'a device')}",
+        source=f"costs measured {found.get('measured', '')} on {found.get('device', 'a device')}{''.join(lacks)}",
     )
 
 
@@ -153,9 +170,7 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
         "device": device,
         "identity": cost_identity(job),
         **{name: vars(getattr(costs, name)) for name in ("layer", "first", "last")},
-        "optimizer_s": costs.optimizer_s,
-        "step_s": costs.step_s,
-        "copy_s": costs.copy_s,
+        **{name: getattr(costs, name) for name in NUMBERS},
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ messages between stages, which the simulator lets run beside compute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.place import place_stages
@@ -23,10 +23,12 @@ from raypp.planning.traffic import (
     LinkUse,
     border_between,
     collectives,
+    gatherings,
     layer_traffic,
     link_uses,
     of_pipeline_rank,
 )
+from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.schedules.registry import build_program, schedule_named
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
@@ -101,12 +103,13 @@ def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0)
         lookahead = best_depth(depths(name, pp, per_rank, microbatches, times, room)).lookahead
     program = build_program(name, pp, per_rank, microbatches, lookahead)
     timeline = simulate(program, times)
-    free = simulate(program, StageTimes(times.forward, times.backward, times.input_share))
+    free = simulate(program, replace(times, link=0.0))
     memory = tuple(rank_memory(job, stages, cut, timeline.in_flight) for stages in placement)
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
-    unshard, reduce = collectives(job, machines, mesh, seats, parameters, gloo=costs.copy_s > 0)
     slowest = min(node.speed for node in seats)
+    sent = collectives(job, machines, mesh, seats, parameters)
+    unshard, reduce = (a + b / slowest for a, b in zip(sent, _copies(job, costs, max(parameters)), strict=True))
     share = job.mesh.fsdp * job.mesh.cp
     parts = {
         "other": costs.step_s,
@@ -156,7 +159,23 @@ def _stage_times(
         copying = crossed * size * costs.copy_s
         forward.append(f / job.mesh.cp / speed + layers * within + copying)
         backward.append(b / job.mesh.cp / speed + 2 * layers * within + copying)
-    return StageTimes(forward, backward, link=[border.seconds for border in borders])
+    links = [border.seconds for border in borders]
+    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
+
+
+def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
+    """Seconds that the gathering of weights and the reduction of gradients take from a core, besides the wire's.
+
+    FSDP does both for replicas, too; only nothing is sent where nothing is sharded.
+    """
+    shards, copies = job.mesh.fsdp * job.mesh.cp, job.mesh.dp_replicate
+    if shards * copies == 1:
+        return 0.0, 0.0
+    each = 2 * costs.copy_s  # what leaves a rank is as much as arrives there
+    moved = each * (shards - 1) / shards
+    replicas = each * 2 * (copies - 1) / copies / shards
+    gather = gatherings(job) * parameters * (costs.gather_s + moved * activation_bytes(job))
+    return gather, parameters * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
 
 
 def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int) -> list[int]:

@@ -7,11 +7,11 @@ another at the same place each see an `n`-th of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.machines import Link, Machines, Node
-from raypp.planning.weights import activation_bytes
+from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.schedules.action import Program
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
@@ -100,12 +100,12 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 
 
 def collectives(
-    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int], *, gloo: bool = False
+    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int]
 ) -> tuple[float, float]:
     """Seconds of gathering the weights and of reducing the gradients in a step, by the stage that takes longest.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum that all ranks get twice as many. On
-    gloo (CPUs) each rank's share of the sums is such a sum, too, of which it keeps its part (counted at a card).
+    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum that all ranks get twice as many. So do
+    the parts that ranks on CPUs send each other (`parallel.late_sums`; counted at a card).
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
@@ -113,13 +113,17 @@ def collectives(
     if shards > 1:
         rate = _slowest(machines, seats, mesh.groups(("fsdp", "cp")))
         part = (shards - 1) / shards * largest
-        times = 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
-        unshard = times * _over(rate, part * activation_bytes(job))
-        reduce += _over(rate, part * (2 if gloo else 1) * (2 if job.train.reduce_dtype == "bf16" else _FP32))
+        unshard = gatherings(job) * _over(rate, part * activation_bytes(job))
+        reduce += _over(rate, part * sum_bytes(job))
     if job.mesh.dp_replicate > 1:
         rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
         reduce += _over(rate, 2 * (count - 1) / count * largest / shards * _FP32)
     return unshard, reduce
+
+
+def gatherings(job: Job) -> int:
+    """How often sharded weights are gathered in a step."""
+    return 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
 
 
 def _slowest(machines: Machines, seats: Sequence[Node], groups: Sequence[Sequence[int]]) -> Link | None:
@@ -174,7 +178,7 @@ def link_uses(
         without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
         gained = 0.0
         if len(pairs) <= _MOST_LINKS:
-            relieved = StageTimes(times.forward, times.backward, times.input_share, without)
+            relieved = replace(times, link=without)
             gained = max(0.0, timeline.makespan - simulate(program, relieved).makespan)
         nodes = tuple(sorted(pair))
         message = max(borders[s].seconds for s in own)

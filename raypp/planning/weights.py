@@ -61,3 +61,8 @@ def output_weight(job: Job) -> float:
 def activation_bytes(job: Job) -> int:
     """Bytes of one number of the activations."""
     return 2 if job.train.precision == "bf16" else _FP32
+
+
+def sum_bytes(job: Job) -> int:
+    """Bytes of one number of a gradient that sharded stages sum."""
+    return 2 if job.train.reduce_dtype == "bf16" else _FP32

@@ -16,7 +16,9 @@ class StageTimes:
     Attributes:
         forward: Of F, by stage.
         backward: Of B, by stage.
-        input_share: Part of B that I takes; W takes the rest.
+        input_share: Part of B that I takes.
+        weight_share: Part of B that W takes; None: the rest. Done apart, the two may take longer than B.
+        first_whole: The first stage, whose input needs no gradient, leaves all of its B to W, as torch does.
         link: Of one message between two ranks; a sequence gives it by border: `link[s]` between stages s and s + 1.
     """
 
@@ -24,6 +26,8 @@ class StageTimes:
     backward: Sequence[float]
     input_share: float = 0.5
     link: float | Sequence[float] = 0.0
+    weight_share: float | None = None
+    first_whole: bool = False
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
@@ -40,10 +44,13 @@ class StageTimes:
                 return self.forward[action.stage]
             case "B":
                 return self.backward[action.stage]
+            case "I" | "W" if self.first_whole and action.stage == 0:
+                return self.backward[0] if action.kind == "W" else 0.0
             case "I":
                 return self.backward[action.stage] * self.input_share
             case "W":
-                return self.backward[action.stage] * (1 - self.input_share)
+                rest = 1 - self.input_share
+                return self.backward[action.stage] * (rest if self.weight_share is None else self.weight_share)
 
 
 @dataclass(frozen=True)

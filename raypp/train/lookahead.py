@@ -180,8 +180,9 @@ def choose(job: Job, figures: Sequence[float]) -> Choice:
     """
     stages = job.num_stages
     forward, backward, inputs, links, room = (figures[i * stages : (i + 1) * stages] for i in range(5))
-    share = sum(inputs) / max(sum(backward), 1e-12)
-    times = StageTimes(list(forward), list(backward), share or 0.5, list(links))
+    # The first stage's backward is all W: its input needs no gradient.
+    share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
+    times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
     most = [int(-number) for number in room]
     arguments = schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, times
     found, unbounded = depths(*arguments, most), depths(*arguments)

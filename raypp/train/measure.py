@@ -3,24 +3,28 @@
 `main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON object. Three stages are
 timed on the job's own rows: two layers, two layers with the embedding, two layers with the head. Their differences are
 the parts. The rank's other work of a step (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs
-messages are copied by the cores that compute: two processes pass some to and fro, and their CPU time is counted.
+the cores that compute also copy (`train.measure_copies`).
+
+On CPUs the parts are compared by the thread's own time, which a moment's disturbance does not change, and all are then
+stretched by what the clock on the wall said of the whole: a host that gives its virtual machines only 90 % of a core
+does so in training, too. How much that was is told, for it may have been another program.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from raypp.data.loader import open_loader
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
@@ -30,14 +34,16 @@ from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.groups import RankGroups, make_groups
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.collate import StageBatch
-from raypp.planning.links import message_bytes
+from raypp.pipeline.split import backward_for_input
+from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.build import build_stages
 from raypp.train.loss import token_loss_sum
+from raypp.train.measure_copies import COPIES, copying_seconds
 from raypp.train.optimizer import build_optimizer
-from raypp.train.parity import free_port, local_seat, one_process_job
+from raypp.train.parity import local_seat, one_process_job
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -45,7 +51,6 @@ from raypp.train.step import ReadStep, StepRunner, Stopwatch
 _LAYERS = 2
 _ROUNDS = 5
 _MICROBATCHES = 4
-_MESSAGE_BYTES = 64 * 1024**2
 
 
 def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
@@ -57,8 +62,10 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
 
     Returns:
         `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
-        parameter), `step_s` (of a step, whatever its size), `copy_s` (CPU time of one byte sent or received) and
-        `device`, in words.
+        parameter), `step_s` (of a step, whatever its size), `copy_s`, `gather_s` and `sum_s` (of `copying_seconds`;
+        zero on GPUs, which copy beside their compute), `input_share` and `weight_share` (of a layer's backward, what
+        its halves take when they are done apart), `stretched` (seconds that passed, of each second that the parts had
+        of a core) and `device`, in words.
     """
     document = job_document(one_process_job(job))
     document["model"]["num_layers"] = _LAYERS
@@ -77,10 +84,11 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
             runner = StepRunner(small, seat, groups, whole, loader, optimizer, reducer, device)
             step_s, optimizer_s = _outside(runner, sum(p.numel() for m in whole.modules for p in m.parameters()))
             read = runner.read(Requests(), Stopwatch())
-            middle, first, last = _stage_seconds(small, groups, device, runner, read)
+            (middle, first, last, halves), stretched = _stage_seconds(small, groups, device, runner, read)
         finally:
             loader.close()
     layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
+    copies = copying_seconds(job) if device.type == "cpu" else dict.fromkeys(COPIES, 0.0)
 
     def part(forward: float, backward: float) -> dict[str, float]:
         return {"forward": forward, "backward": backward}
@@ -91,7 +99,10 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
         "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
         "optimizer_s": optimizer_s,
         "step_s": step_s,
-        "copy_s": copy_seconds(message_bytes(job)) if device.type == "cpu" else 0.0,
+        **{name: stretched * seconds for name, seconds in copies.items()},
+        "input_share": halves[0] / middle[1],
+        "weight_share": halves[1] / middle[1],
+        "stretched": stretched,
         "device": _device_name(device),
     }
 
@@ -110,22 +121,32 @@ def _outside(runner: StepRunner, parameters: int) -> tuple[float, float]:
 
 def _stage_seconds(
     job: Job, groups: RankGroups, device: torch.device, runner: StepRunner, read: ReadStep
-) -> list[tuple[float, float]]:
-    """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head.
+) -> tuple[list[tuple[float, float]], float]:
+    """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head, and the
+    two halves of a backward of layers alone; and how much longer all of it took by the clock on the wall.
 
-    The three take turns, so that a machine that gets slower does so for all.
+    They take turns, so that a machine that gets slower does so for all.
     """
     stages = [_stage(job, groups, device, first=first, last=last) for first, last in ((0, 0), (1, 0), (0, 1))]
-    taken: list[list[tuple[float, float]]] = [[] for _ in stages]
+    ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(stages)]
+    ways.append(partial(_halves, stages[0]))
+    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+    own = passed = 0.0
     batches = runner.batches(read)
     for turn in range(_ROUNDS + 1):
-        for number, stage in enumerate(stages):
+        for number, way in enumerate(ways):
             for batch in batches:
-                times = _one(stage, batch, job, device, first=number == 1, last=number == 2)
+                one, other, wall = way(batch, job, device)
                 if turn:
-                    taken[number].append(times)
-            stage.zero_grad()
-    return [(statistics.median(f for f, _ in times), statistics.median(b for _, b in times)) for times in taken]
+                    taken[number].append((one, other))
+                    own, passed = own + one + other, passed + wall
+            for stage in stages:
+                stage.zero_grad()
+    stretched = max(1.0, passed / own)
+    return [
+        (stretched * statistics.median(one for one, _ in times), stretched * statistics.median(two for _, two in times))
+        for times in taken
+    ], stretched
 
 
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
@@ -138,60 +159,60 @@ def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, la
 
 def _one(
     stage: nn.Module, batch: StageBatch, job: Job, device: torch.device, *, first: bool, last: bool
-) -> tuple[float, float]:
-    arguments = batch.stage_arguments()
-    shape = (*batch.tokens_BT.shape, job.model.hidden_size)
-    dtype = compute_dtype(job)
-    given = batch.tokens_BT if first else torch.randn(shape, dtype=dtype, device=device).requires_grad_()
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    # One thread's own time: what others do on this machine does not count.
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
-    wait()
-    start = clock()
-    output = stage(given, **arguments)
+) -> tuple[float, float, float]:
+    """Seconds of forward and backward, and what passed meanwhile."""
+    given = batch.tokens_BT if first else _activations(batch, job, device).requires_grad_()
+    clock = _Clock(device)
+    output = stage(given, **batch.stage_arguments())
     if last:
         output = token_loss_sum(output, batch.labels_BT)
-    wait()
-    middle = clock()
+    clock.lap()
     output.backward(None if last else torch.ones_like(output))
-    wait()
-    return middle - start, clock() - middle
+    return clock.laps()
 
 
-def copy_seconds(size: int) -> float:
-    """CPU seconds that one byte of a message between two gloo ranks takes from either of them.
+def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of a backward for the input and of the rest for the weights, and what passed meanwhile."""
+    given = _activations(batch, job, device).requires_grad_()
+    output = stage(given, **batch.stage_arguments())
+    gradient = torch.ones_like(output)
+    if isinstance(stage, FSDPModule):  # as between the microbatches of a step: weights stay, gradients add up
+        stage.set_reshard_after_backward(False)
+        stage.set_requires_gradient_sync(False)
+    clock = _Clock(device)
+    for_weights = backward_for_input(stage, output, gradient, given)
+    clock.lap()
+    for_weights()
+    laps = clock.laps()
+    if isinstance(stage, FSDPModule):
+        stage.set_reshard_after_backward(True)
+        stage.set_requires_gradient_sync(True)
+    return laps
 
-    Args:
-        size: Bytes of a message.
-    """
-    port = free_port()
-    other = multiprocessing.get_context("spawn").Process(target=_pass_messages, args=(1, port, size), daemon=True)
-    other.start()
-    seconds = _pass_messages(0, port, size)
-    other.join(60)
-    return seconds
+
+def _activations(batch: StageBatch, job: Job, device: torch.device) -> Tensor:
+    return torch.randn((*batch.tokens_BT.shape, job.model.hidden_size), dtype=compute_dtype(job), device=device)
 
 
-def _pass_messages(rank: int, port: int, size: int) -> float:
-    """Sends and receives messages at once, as a stage in the middle of its step does; CPU seconds of a byte."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    count = max(16, min(256, _MESSAGE_BYTES // size))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    out, into = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    groups = [dist.new_group([0, 1]) for _ in range(2)]  # one for each direction
-    taken = 0.0
-    for _ in range(2):  # the first time, sockets grow their buffers
-        start = time.process_time()
-        for _ in range(count):
-            works = [dist.isend(out, 1 - rank, groups[rank]), dist.irecv(into, 1 - rank, groups[1 - rank])]
-            for work in works:
-                if work is not None:
-                    work.wait()
-        taken = (time.process_time() - start) / (2 * count * size)
-    dist.destroy_process_group()
-    return taken
+class _Clock:
+    """Two laps, by the thread's own time where one thread does it all (see the top), and what passed in all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._now = time.thread_time if alone else time.perf_counter
+        self._wait()
+        self._begun, self._times = time.perf_counter(), [self._now()]
+
+    def lap(self) -> None:
+        self._wait()
+        self._times.append(self._now())
+
+    def laps(self) -> tuple[float, float, float]:
+        """Ends the second lap; seconds of both, and what passed."""
+        self.lap()
+        start, middle, end = self._times
+        return middle - start, end - middle, time.perf_counter() - self._begun
 
 
 def _nothing() -> None:

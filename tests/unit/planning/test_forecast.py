@@ -12,6 +12,7 @@ from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_cost
 from raypp.planning.forecast import forecast
 from raypp.planning.links import message_bytes
 from raypp.planning.machines import Link, Machines, Node, read_machines
+from raypp.planning.memory import stage_parameters
 from raypp.planning.search import advice, search
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
@@ -60,13 +61,6 @@ def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
     assert slow.parts["unshard"] > 0 and slow.parts["reduce"] == pytest.approx(slow.parts["unshard"])  # both fp32
     again = job_with(mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True}, pipeline={"microbatches": 4})
     assert forecast(again, Machines.alike(2, 1, 1.0), UNIT).parts["unshard"] == pytest.approx(8 * slow.parts["unshard"])
-
-
-def test_on_gloo_the_sums_of_gradients_send_twice_as_much():
-    """Measured: its reduce-scatter of n bytes between two ranks sends n bytes each way, its all-gather n / 2."""
-    job = job_with(mesh={"pp": 1, "fsdp": 2}, pipeline={"microbatches": 4})
-    on_cpu = forecast(job, Machines.alike(2, 1, 1.0), replace(UNIT, copy_s=1e-12))
-    assert on_cpu.parts["reduce"] == pytest.approx(2 * on_cpu.parts["unshard"])
 
 
 def test_auto_looks_ahead_where_the_link_is_slow_and_only_there():
@@ -186,3 +180,36 @@ def test_costs_are_read_back_and_hold_for_one_model_only(tmp_path):
         read_costs(path, job_with(model={"num_layers": 4, "hidden_size": 512}))
     with pytest.raises(JobError, match="does not exist"):
         read_costs(tmp_path / "none.json", job)
+
+
+def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
+    path, job = tmp_path / "costs.json", pipeline()
+    later = {"input_share": 0.75, "weight_share": 0.5, "gather_s": 1e-9, "sum_s": 2e-9}
+    write_costs(path, replace(UNIT, **later), job, "a core", "today")
+    found = read_costs(path, job)
+    assert {name: getattr(found, name) for name in later} == later and "which it lacks" not in found.source
+    document = {key: value for key, value in json.loads(path.read_text()).items() if key not in later}
+    path.write_text(json.dumps(document))
+    source = read_costs(path, job).source
+    assert (
+        "halves of a backward, which it lacks, assumed" in source and "FSDP's copies on CPUs, which it lacks" in source
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "copied"),
+    [({"pp": 1}, 0.0), ({"pp": 1, "fsdp": 4}, 2 * 0.75 * 8), ({"pp": 1, "dp_replicate": 4}, 2 * 1.5 * 4)],
+)
+def test_where_cores_copy_sharded_weights_and_sums_the_step_takes_so_much_longer(mesh, copied):
+    """`copied` bytes of each weight: an all-gather and a reduce-scatter, or an all-reduce, sent and received."""
+    job, machines = job_with(model={"num_layers": 4}, mesh=mesh), Machines.alike(1, 4, None)
+    copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
+    free, taken = (forecast(job, machines, costs).parts for costs in (UNIT, copying))
+    more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
+    assert more == pytest.approx(stage_parameters(job, 0, [4]) * (bool(copied) * 5e-9 + copied * 1e-9))
+
+
+def test_backwards_in_halves_cost_what_the_halves_take():
+    job = job_with(mesh={"pp": 2}, pipeline={"microbatches": 4, "schedule": "zbv", "stages_per_rank": 2})
+    whole, apart = (forecast(job, Machines.alike(2, 1, None), replace(UNIT, weight_share=w)) for w in (0.5, 0.75))
+    assert apart.step_s > whole.step_s

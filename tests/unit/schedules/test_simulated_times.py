@@ -63,6 +63,14 @@ def test_split_backwards_take_as_long_as_whole_ones() -> None:
     assert times_of(timeline, 0) == {"0F0": (0, 1), "0I0": (1, 2), "0W0": (2, 5)}
 
 
+def test_split_backwards_may_take_longer_and_the_first_stage_does_not_split_its_own() -> None:
+    rows = {0: parse_actions("0F0 1F0 1I0 1W0 0I0 0W0")}
+    times = StageTimes([1, 1], [4, 4], input_share=0.75, weight_share=0.5, first_whole=True)
+    found = times_of(simulate(rows, times), 0)
+    assert (found["1I0"], found["1W0"]) == ((2, 5), (5, 7))
+    assert (found["0I0"], found["0W0"]) == ((7, 7), (7, 11))
+
+
 def test_a_picture_shows_who_waits() -> None:
     assert draw(build_1f1b(2, 1, 3)).splitlines() == [
         "pp0 F0 F1 ·  ·  B0─── F2 B1─── ·  B2───",

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from raypp.errors import UnreachableError
+from raypp.ports import free_port
 from raypp.records import Coordinates, Seat
 from raypp.train.faults import lost_peer
 from raypp.train.leaving import cut_connections
@@ -45,9 +46,7 @@ def test_a_join_that_failed_leaves_no_trace_in_the_name_of_the_next_group(monkey
 
 
 def test_a_rank_that_waits_for_a_dead_rank_0_comes_free_when_told_to_leave() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ended: list[BaseException] = []
 
     def join() -> None:
