@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
+from benchmarks.turns import Gate
 from raypp.models.documents import PackedDocuments
 from raypp.models.init import initial_value
 from raypp.models.stage import build_stage
@@ -82,7 +83,9 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(0, model_options().vocab_size, (microbatches * ROWS, SEQ_LEN), generator=generator)
     wall, cpu = [], []
+    gate = Gate()
     for _ in range(arguments.steps):
+        gate.step_begins()
         dist.barrier()
         start, start_cpu = time.perf_counter(), time.process_time()
         losses: list[torch.Tensor] = []

@@ -14,8 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.surroundings import describe, free_port
+from benchmarks.surroundings import describe
 from raypp.observe.reader import RunReader
+from raypp.ports import free_port
 from raypp.storage import open_store
 from raypp.storage.seaweed import SeaweedServer
 

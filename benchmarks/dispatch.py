@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.surroundings import describe, free_port
+from benchmarks.surroundings import describe
 from raypp.mesh.place import place_stages
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.stage import PlannedStage
+from raypp.ports import free_port
 from raypp.schedules.registry import build_program
 
 WIDTH, MICROBATCHES, TOKENS = 16, 64, 8

@@ -49,6 +49,16 @@ class Kept:
         """What the results need beside them: date, hardware, versions and commit when they were begun."""
         return str(self._document["begun"])
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._document["found"]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._document["found"][key]
+
+    def keep(self, key: str, result: Any) -> Any:
+        """The result of that key: what is there, or else `result`, which is written."""
+        return self.once(key, lambda: result)
+
     def once(self, key: str, measure: Callable[[], Any]) -> Any:
         """The result of that key: what is there, or what `measure` returns (plain JSON), which is written at once."""
         found = self._document["found"]

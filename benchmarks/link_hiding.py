@@ -1,11 +1,14 @@
-"""What a slow cable costs, and what raypp hides of it: `python -m benchmarks.link_hiding`. Needs root; 12 min a round.
+"""What a slow cable costs, and what raypp hides of it: `python -m benchmarks.link_hiding`. Needs root; 20 minutes.
 
 Two hosts (network namespaces) with one core each, joined by a cable whose rate is set so that a message takes 0.5, 1.0
-and 1.5 times a forward: real compute, real packets. On each cable, one after another: raypp with `lookahead: auto`,
-with the classic warm-up, with int8 messages, torch's own Schedule1F1B (a bare script of the same model and cut), and
-the same job with its weights sharded over both hosts instead (FSDP only). Beside each cable stands a run on a cable
-without a limit, which those on it are divided by: so what is compared was measured within minutes. Every second round
-goes through the variants backwards. No snapshots in memory travel over the cable, unless a variant says so.
+and 1.5 times a forward: real compute, real packets. On each cable: raypp with `lookahead: auto`, with the classic
+warm-up, with int8 messages, torch's own Schedule1F1B (a bare script of the same model and cut), and the same job with
+its weights sharded over both hosts instead (FSDP only); beside them raypp on a cable without a limit.
+
+All of them are there at once and train by turns of two steps, round after round, every second round backwards, so that
+what is compared was measured within half a minute, and the cable's rate follows the machine's speed. A ratio is one of
+two turns of the same round; shown are the median over the rounds and the range. No snapshots in memory travel over the
+cable, unless a variant says so.
 
 The table for more ranks is the simulator's.
 """
@@ -13,18 +16,16 @@ The table for more ranks is the simulator's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.kept import Kept, add_resume
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
-from benchmarks.two_hosts import Hosts, spread, step_seconds, two_hosts
+from benchmarks.turns import Held, Turn
+from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import StageTimes, simulate
@@ -34,23 +35,31 @@ GOALS = {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}
 """By message ÷ forward: of an unlimited cable at least, and of torch's Schedule1F1B on the same cable at least."""
 UNTIL_CHOSEN = 4
 """raypp times steps 2 and 3 and has its depth from step 4 on."""
+TIMED = slice(1, 3)
+"""The timed ones among the first."""
 
 AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
-NO_LIMIT = "no limit"
+INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
+NO_LIMIT, TORCH_FREE = "raypp, no limit", "torch, no limit"
 ALONE = ["--set", "checkpoint.memory_tier=false"]
 RAYPP = ["benchmarks.timed_rank", "--cut", CUT, *ALONE]
 SHARDED = ["benchmarks.timed_rank", *ALONE, "--set", "mesh={pp: 1, fsdp: 2}", "--set", "pipeline.lookahead=0"]
 VARIANTS: dict[str, tuple[list[str], int]] = {
     AUTO: (RAYPP, UNTIL_CHOSEN),
-    TORCH: (["benchmarks.bare_1f1b", "--cut", CUT], 1),
-    "raypp, auto, int8": ([*RAYPP, "--set", "pipeline.wire={compression: int8}"], UNTIL_CHOSEN),
-    "raypp, lookahead 0": ([*RAYPP, "--set", "pipeline.lookahead=0"], 1),
+    TORCH: (["benchmarks.bare_1f1b", "--cut", CUT], 2),
+    INT8: ([*RAYPP, "--set", "pipeline.wire={compression: int8}"], UNTIL_CHOSEN),
+    "raypp, lookahead 0": ([*RAYPP, "--set", "pipeline.lookahead=0"], 2),
     FSDP: (SHARDED, 1),
-    "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 1),
-    "raypp, auto, snapshots": ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
+    "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 2),
+    SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
 }
 """What is run, and how many steps of it are not counted."""
+CHOOSE = (AUTO, INT8, SNAPSHOTS)
+"""Those that look at the cable when they begin, and so begin anew for each."""
 USUAL = list(VARIANTS)[:5]
+
+Figures = dict[str, Any]
+"""Of one turn: `step_s`, `mb` per step that a host sends, and the cable's `mbit`."""
 
 
 def count_of(variant: str, microbatches: int) -> list[str]:
@@ -60,73 +69,134 @@ def count_of(variant: str, microbatches: int) -> list[str]:
     return ["--set", f"pipeline.microbatches={microbatches // 2 if variant == FSDP else microbatches}"]
 
 
-def run(hosts: Hosts, variant: str, mbit: float | None, microbatches: int, steps: int) -> dict[str, Any]:
-    """One run on one cable: `step_s`, `mb` per step that host 0 sent, and what raypp told of its choice."""
-    (module, *arguments), extra = VARIANTS[variant]
+def begin(hosts: Hosts, variant: str, mbit: float | None, microbatches: int) -> tuple[Held, list[Turn]]:
+    """A program after its first steps on a cable, and these."""
+    (module, *arguments), uncounted = VARIANTS[variant]
     hosts.set_cable(mbit)
-    ranks = hosts.run(module, [*arguments, *count_of(variant, microbatches), "--steps", str(steps + extra)])
-    told = [event for event in ranks[0].get("events", []) if event["kind"] == "lookahead"]
-    found = {"step_s": step_seconds(ranks, extra), "mb": ranks[0]["sent"] / (steps + extra) / 1e6, "told": told[:1]}
-    cable = f"{mbit:.1f} Mbit/s" if mbit else NO_LIMIT
-    print(f"{cable}: {variant} {found['step_s']:.3f} s", flush=True)
-    return found
+    held = hosts.hold(module, [*arguments, *count_of(variant, microbatches)])
+    return held, held.steps(uncounted)
+
+
+def chosen(first: Sequence[Turn]) -> dict[str, Any]:
+    """What raypp told of its choice in its first steps: the event's `message` and `details`."""
+    return next(event for event in first[-1].told[0]["events"] if event["kind"] == "lookahead")
 
 
 def message_bits() -> int:
     return ROWS * SEQ_LEN * model_options().hidden_size * 4 * 8
 
 
-def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[str, Any]:
-    """All variants on all cables, `rounds` times, beside each cable one without a limit."""
-    one = partial(run, hosts, microbatches=options.microbatches, steps=options.steps)
-    first = kept.once("first", partial(one, AUTO, None))
-    forward = statistics.mean(first["told"][0]["details"]["forward_s"])
-    rates = {share: message_bits() / (share * forward) / 1e6 for share in options.shares}
-    found: dict[str, Any] = {"forward_s": forward, "rates": rates, NO_LIMIT: {AUTO: [], TORCH: []}, "cables": {}}
-    for number in range(options.rounds):
-        for share, rate in rates.items():
-            order: list[tuple[str, float | None]] = [(AUTO, None), *((variant, rate) for variant in options.only)]
-            for variant, mbit in order if number % 2 == 0 else order[::-1]:
-                key = f"round {number}, {share} of a forward: {variant} {'on it' if mbit else 'without a limit'}"
-                cable = found["cables"].setdefault(share, {NO_LIMIT: []})
-                cable.setdefault(variant if mbit else NO_LIMIT, []).append(kept.once(key, partial(one, variant, mbit)))
-        if TORCH in options.only:
-            key = f"round {number}: {TORCH} without a limit"
-            found[NO_LIMIT][TORCH].append(kept.once(key, partial(one, TORCH, None)))
+class Race:
+    """The programs, some of which stay for all cables.
+
+    Args:
+        hosts: Where they run.
+        options: `only` (the variants), `steps` of a turn, and `microbatches`.
+    """
+
+    def __init__(self, hosts: Hosts, options: argparse.Namespace) -> None:
+        self.hosts, self.options = hosts, options
+        self._free, first = begin(hosts, AUTO, None, options.microbatches)
+        # What a forward takes moves with the machine's speed, as a step does: their ratio stays.
+        timed = statistics.mean(one.seconds for one in first[TIMED])
+        self.forward_of_step = statistics.mean(chosen(first)["details"]["forward_s"]) / timed
+        self._staying = {
+            variant: begin(hosts, variant, None, options.microbatches)[0]
+            for variant in options.only
+            if variant not in CHOOSE
+        }
+
+    def _rate(self, share: float, steps: Sequence[Turn]) -> float:
+        """Mbit/s at which a message takes that share of a forward, by steps without a limit that were just done."""
+        forward = self.forward_of_step * statistics.mean(one.seconds for one in steps)
+        return message_bits() / (share * forward) / 1e6
+
+    def on_cable(self, share: float, rounds: Sequence[int], done: Callable[[int, dict[str, Figures]], None]) -> str:
+        """Runs the rounds with these numbers on cables of a share; returns what was chosen for them."""
+        self.hosts.set_cable(None)
+        mbit = self._rate(share, self._free.steps(4))
+        own, words = dict(self._staying), ""
+        for variant in self.options.only:
+            if variant in CHOOSE:
+                own[variant], first = begin(self.hosts, variant, mbit, self.options.microbatches)
+                words = chosen(first)["message"] if variant == AUTO else words
+        for number in rounds:
+            self.hosts.set_cable(None)
+            free = self._free.steps(self.options.steps)
+            mbit, found = self._rate(share, free), {NO_LIMIT: _figures(free, None)}
+            turns: list[tuple[str, str, float | None]] = [(variant, variant, mbit) for variant in self.options.only]
+            if TORCH in own:
+                turns.append((TORCH_FREE, TORCH, None))
+            for name, variant, rate in turns if number % 2 == 0 else turns[::-1]:
+                self.hosts.set_cable(rate)
+                found[name] = _figures(own[variant].steps(1 if variant == FSDP else self.options.steps), rate)
+            done(number, found)
+            seconds = ", ".join(f"{name} {one['step_s']:.2f}" for name, one in found.items())
+            print(f"{mbit:.1f} Mbit/s, round {number}: {seconds}", flush=True)
+        for variant in CHOOSE:
+            if variant in own:
+                own[variant].close()
+        return words
+
+    def close(self) -> None:
+        for held in (self._free, *self._staying.values()):
+            held.close()
+
+
+def _figures(steps: Sequence[Turn], mbit: float | None) -> Figures:
+    sent = statistics.mean(max(one.sent) for one in steps) / 1e6
+    return {"step_s": statistics.mean(one.seconds for one in steps), "mb": sent, "mbit": mbit}
+
+
+def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float, dict[str, Any]]:
+    """By share of a forward: `told`, and the figures of all `rounds`."""
+    found: dict[float, dict[str, Any]] = {}
+    race: Race | None = None
+    for share in options.shares:
+        name = f"{share} of a forward"
+        keys = [f"{name}, round {number}" for number in range(options.rounds)]
+        missing = [number for number, key in enumerate(keys) if key not in kept]
+        if missing:
+            race = race or Race(hosts, options)
+
+            def done(number: int, figures: dict[str, Figures], keys: Sequence[str] = keys) -> None:
+                kept.keep(keys[number], figures)
+
+            kept.keep(f"{name}: told", race.on_cable(share, missing, done))
+        found[share] = {"told": kept[f"{name}: told"], "rounds": [kept[key] for key in keys]}
+    if race is not None:
+        race.close()
     return found
 
 
-def report(found: dict[str, Any], options: argparse.Namespace, begun: str) -> None:
+def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
     """Tables of seconds and ratios, with the goals, and the simulator's for more ranks."""
     print(f"\n{begun}")
     print(f"\nP = 2, m = {options.microbatches}, fp32, one core each; a message {message_bits() / 8 / 1024:.0f} KiB; "
-          f"a forward of {found['forward_s'] * 1e3:.1f} ms (mean of the stages); rounds: {options.rounds}")  # fmt: skip
-    free = [one["step_s"] for cable in found["cables"].values() for one in cable[NO_LIMIT]]
-    theirs = [one["step_s"] for one in found[NO_LIMIT][TORCH]]
-    print(f"No limit, s per step: raypp {spread(free)}" + (f", torch {spread(theirs)}" if theirs else ""))
+          f"rounds: {options.rounds}, of {options.steps} steps each")  # fmt: skip
     print("\n| message ÷ forward | cable | variant | s per step | no limit ÷ it (goal) | torch ÷ it (goal) "
           "| MB per step that a host sends |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
-    for share, cable in found["cables"].items():
-        for variant in options.only:
-            runs, goal = cable[variant], ["", ""]
+    for share, cable in found.items():
+        rounds = cable["rounds"]
+        for variant in [NO_LIMIT, *options.only, *([TORCH_FREE] if TORCH in options.only else [])]:
+            goal = [""] * 2
             if variant == AUTO:
                 goal = [f" (≥ {value})" for value in GOALS.get(share, ())] or goal
-            free_ratio = _ratios(cable[NO_LIMIT], runs)
-            against = f"{_ratios(cable[TORCH], runs)}{goal[1]}" if TORCH in cable else ""
-            seconds = statistics.median(one["step_s"] for one in runs)
-            size = statistics.median(one["mb"] for one in runs)
-            print(f"| {share} | {found['rates'][share]:.0f} Mbit/s | {variant} | {seconds:.3f} | {free_ratio}{goal[0]} "
-                  f"| {against} | {size:.1f} |")  # fmt: skip
-    for share, cable in found["cables"].items():
-        for one in cable.get(AUTO, [])[:1]:
-            print(f"\n{share}: {one['told'][0]['message']}")
+            against = f"{_ratios(rounds, TORCH, variant)}{goal[1]}" if TORCH in options.only else ""
+            seconds, size = (statistics.median(one[variant][key] for one in rounds) for key in ("step_s", "mb"))
+            rates = [one[variant]["mbit"] for one in rounds]
+            rate = "no limit" if rates[0] is None else f"{min(rates):.0f} to {max(rates):.0f} Mbit/s"
+            print(f"| {share} | {rate} | {variant} | {seconds:.3f} "
+                  f"| {_ratios(rounds, NO_LIMIT, variant)}{goal[0]} | {against} | {size:.1f} |")  # fmt: skip
+    for share, cable in found.items():
+        print(f"\n{share}: {cable['told']}")
     simulated()
 
 
-def _ratios(base: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> str:
+def _ratios(rounds: Sequence[dict[str, Figures]], base: str, variant: str) -> str:
     """How many times faster than `base`, each round by itself."""
-    return spread([a["step_s"] / b["step_s"] for a, b in zip(base, runs, strict=True)])
+    return spread([one[base]["step_s"] / one[variant]["step_s"] for one in rounds])
 
 
 def simulated() -> None:
@@ -147,12 +217,11 @@ def simulated() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of each run")
-    parser.add_argument("--rounds", type=int, default=1, help="times that everything is measured")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every variant on every cable")
     parser.add_argument("--only", nargs="*", default=USUAL, choices=list(VARIANTS), help="some of the variants")
     parser.add_argument("--shares", nargs="*", type=float, default=list(GOALS), help="message ÷ forward of the cables")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
-    parser.add_argument("--out", type=Path, help="write what was measured as JSON")
     add_resume(parser)
     options = parser.parse_args()
     if reason := why_not():
@@ -160,13 +229,12 @@ def main() -> None:
         simulated()
         return
     started = time.perf_counter()
-    kept = Kept("link_hiding", {"steps": options.steps, "microbatches": options.microbatches}, resume=options.resume)
+    names = ("steps", "microbatches", "only")
+    kept = Kept("link_hiding", {name: getattr(options, name) for name in names}, resume=options.resume)
     with two_hosts("lk") as hosts:
         found = measure(hosts, kept, options)
     report(found, options, kept.begun)
     print(f"\n{time.perf_counter() - started:.0f} s")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

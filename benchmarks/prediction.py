@@ -1,9 +1,10 @@
-"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 7 minutes.
+"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 15 minutes.
 
 Two hosts (network namespaces) with one core each and a cable of a set rate. The costs of the model's parts are measured
-on both cores at once, as `raypp plan --measure` does; every configuration is run for a few steps, and its median step
-is compared with what `raypp plan --costs --link-gbps` says. Nothing is fitted to the runs; because the machine's speed
-drifts, costs are measured again after every few configurations, and those before and after one count alike for it.
+on both cores at once, as `raypp plan --measure` does, and every configuration's step is compared with what
+`raypp plan --costs --link-gbps` says. Nothing is fitted to the runs. Because the machine's speed drifts, all
+configurations are there at once and do a few steps by turns, round after round, with costs measured between the halves
+of a round and around it; those nearest before and after a turn count alike for it. Shown are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.kept import Kept, add_resume
 from benchmarks.timed_rank import job_of
-from benchmarks.two_hosts import Hosts, spread, step_seconds, two_hosts
+from benchmarks.turns import Held
+from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
-from raypp.planning.costs import Costs, Part
+from raypp.planning.costs import NUMBERS, Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 from raypp.spec.load import job_document
@@ -32,7 +34,7 @@ UNLIMITED_GBPS = 20.0
 """What two namespaces reach without a limit."""
 WARM = 2
 """Steps that are not counted: buffers grow."""
-BLOCK = 4
+BLOCK = 6
 """Configurations between two measurements of costs."""
 GOAL = 0.1
 
@@ -84,13 +86,14 @@ def mean_of(answers: list[dict[str, Any]]) -> Costs:
     """Costs as the mean of several measurements."""
 
     def of(name: str) -> float:
-        return statistics.mean(answer[name] for answer in answers)
+        return float(statistics.mean(answer[name] for answer in answers))
 
     layer, first, last = (
         Part(*(statistics.mean(answer[name][way] for answer in answers) for way in ("forward", "backward")))
         for name in ("layer", "first", "last")
     )
-    return Costs(layer, first, last, of("optimizer_s"), of("step_s"), of("copy_s"), measured=True)
+    numbers: dict[str, Any] = {name: of(name) for name in NUMBERS}
+    return Costs(layer, first, last, measured=True, **numbers)
 
 
 def rows_of(index: int) -> str:
@@ -98,14 +101,24 @@ def rows_of(index: int) -> str:
     return next((setting for setting in CONFIGURATIONS[index][0] if setting.startswith("train.micro_batch_size")), "")
 
 
-def run(hosts: Hosts, settings: list[str], mbit: float | None, steps: int) -> dict[str, Any]:
-    """Runs one configuration; its seconds per step and their parts."""
+def begin(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
+    """The ranks of a configuration, after their first steps."""
     hosts.set_cable(mbit)
     words = [word for setting in [*settings, *ALONE] for word in ("--set", setting)]
-    ranks = hosts.run("benchmarks.timed_rank", [*words, "--steps", str(steps + WARM)])
-    parts = ranks[0]["parts"][WARM:]
-    medians = {name: statistics.median(one.get(name, 0.0) for one in parts) for name in parts[0]}
-    return {"seconds": step_seconds(ranks, WARM), "parts": medians}
+    held = hosts.hold("benchmarks.timed_rank", words)
+    held.steps(WARM)
+    return held
+
+
+def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict[str, Any]:
+    """A few steps of a configuration: their mean seconds, and those of their parts."""
+    hosts.set_cable(CONFIGURATIONS[index][1])
+    done = held[index].steps(steps)
+    parts = [one.told[0]["parts"] for one in done]
+    return {
+        "seconds": statistics.mean(one.seconds for one in done),
+        "parts": {name: statistics.mean(one.get(name, 0.0) for one in parts) for name in parts[0]},
+    }
 
 
 def predicted(settings: list[str], mbit: float | None, costs: Costs) -> Forecast:
@@ -113,42 +126,53 @@ def predicted(settings: list[str], mbit: float | None, costs: Costs) -> Forecast
     return forecast(job_of(settings, world=2, steps=1), machines, costs)
 
 
-def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
-    """By configuration, for every round: seconds measured, and predicted with the costs measured around that run."""
-    found: dict[int, list[tuple[float, float]]] = {}
+Pair = tuple[dict[str, Any], Forecast]
+"""What a turn took, and what was predicted from the costs around it."""
+
+
+def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[Pair]]:
+    """By configuration, a pair for every round."""
+    found: dict[int, list[Pair]] = {index: [] for index in options.only}
     blocks = [options.only[start : start + BLOCK] for start in range(0, len(options.only), BLOCK)]
+    kinds = sorted({rows_of(index) for index in options.only})
+    held: dict[int, Held] = {}
+    last = f"round {options.rounds - 1}, costs {len(blocks)} {kinds[-1]}"
+    for index in options.only if last not in kept else ():
+        held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
     for number in range(options.rounds):
 
         def costs_at(border: int, number: int = number) -> dict[str, list[dict[str, Any]]]:
-            """Costs between two blocks, of the kinds that either needs."""
-            found = {}
-            for own in sorted({rows_of(index) for block in blocks[max(0, border - 1) : border + 1] for index in block}):
-                once = partial(measured_costs, [*options.set, *own.split()])
-                found[own] = kept.once(f"round {number}, costs {border} {own}", once)
-            return found
+            """Costs before a block, of all kinds."""
+            return {
+                own: kept.once(
+                    f"round {number}, costs {border} {own}", partial(measured_costs, [*options.set, *own.split()])
+                )
+                for own in kinds
+            }
 
         before = costs_at(0)
         for position, block in enumerate(blocks):
-            seconds = {}
+            taken = {}
             for index in block:
-                settings, mbit = CONFIGURATIONS[index]
-                once = partial(run, hosts, [*options.set, *settings], mbit, options.steps)
-                seconds[index] = kept.once(f"round {number}: {index}", once)["seconds"]
-                print(f"{', '.join(settings)} at {mbit}: {seconds[index]:.3f} s", flush=True)
+                taken[index] = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))
             after = costs_at(position + 1)
             for index in block:
                 settings, mbit = CONFIGURATIONS[index]
                 costs = mean_of([*before[rows_of(index)], *after[rows_of(index)]])
                 cast = predicted([*options.set, *settings], mbit, costs)
-                found.setdefault(index, []).append((seconds[index], cast.step_s))
+                found[index].append((taken[index], cast))
+                print(f"round {number}: {', '.join(settings)} at {mbit}: {taken[index]['seconds']:.3f} s, "
+                      f"predicted {cast.step_s:.3f} s", flush=True)  # fmt: skip
             before = after
+    for one in held.values():
+        one.close()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each run")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each configuration")
     everything = range(len(CONFIGURATIONS))
     parser.add_argument(
         "--only",
@@ -167,17 +191,25 @@ def main() -> None:
     kept = Kept("prediction", {"steps": options.steps, "set": options.set}, resume=options.resume)
     with two_hosts("pr") as hosts:
         found = measure(hosts, kept, options)
-    print(f"\n{kept.begun}; rounds: {options.rounds}\n")
-    print("| configuration | cable | measured, s | predicted, s | predicted ÷ measured |")
-    print("|---|---|---|---|---|")
+    print(f"\n{kept.begun}; rounds: {options.rounds}, of {options.steps} steps each\n")
+    titles = ("configuration", "cable", "measured, s", "predicted, s", "predicted ÷ measured", "the schedule alone")
+    print(f"| {' | '.join(titles)} | the rest, s |")
+    print("|---|---|---|---|---|---|---|")
     errors = []
     for index, pairs in found.items():
         settings, mbit = CONFIGURATIONS[index]
-        ratios = [guess / seconds for seconds, guess in pairs]
+        ratios = [cast.step_s / taken["seconds"] for taken, cast in pairs]
+        schedule = [cast.parts["pipeline"] / taken["parts"]["pipeline"] for taken, cast in pairs]
+        rests = [
+            statistics.median(taken["seconds"] - taken["parts"]["pipeline"] for taken, _ in pairs),
+            statistics.median(cast.step_s - cast.parts["pipeline"] for _, cast in pairs),
+        ]
         errors.append(abs(statistics.median(ratios) - 1))
-        seconds, guess = (statistics.median(pair[column] for pair in pairs) for column in range(2))
+        seconds = statistics.median(taken["seconds"] for taken, _ in pairs)
+        guess = statistics.median(cast.step_s for _, cast in pairs)
         cable = f"{mbit:g} Mbit/s" if mbit else "no limit"
-        print(f"| {', '.join(settings)} | {cable} | {seconds:.3f} | {guess:.3f} | {spread(ratios)} |")
+        print(f"| {', '.join(settings)} | {cable} | {seconds:.3f} | {guess:.3f} | {spread(ratios)} "
+              f"| {spread(schedule)} | {rests[0]:.2f} measured, {rests[1]:.2f} predicted |")  # fmt: skip
     near = sum(error <= GOAL for error in errors)
     print(f"\nwithin {GOAL:.0%}: {near} of {len(errors)}; median error {statistics.median(errors):.0%}, "
           f"largest {max(errors):.0%}")  # fmt: skip

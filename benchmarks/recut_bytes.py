@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.surroundings import free_port
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
+from raypp.ports import free_port
 from raypp.records import Coordinates, Reporter, Seat
 from raypp.storage import open_store
 

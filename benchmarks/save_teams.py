@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.foreign_writers import python_with_writers
 from benchmarks.save_writers import FOREIGN
-from benchmarks.surroundings import free_port
+from raypp.ports import free_port
 
 _LIMIT_S = 240.0
 Answers = list[dict[str, Any]]

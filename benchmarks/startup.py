@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.surroundings import describe, free_port
+from benchmarks.surroundings import describe
+from raypp.ports import free_port
 
 RAYPP = str(Path(sys.executable).parent / "raypp")
 SHORT = ["--set", "train.steps=1", "--set", "checkpoint.every_steps=0"]

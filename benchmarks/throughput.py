@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN
-from benchmarks.surroundings import describe, free_port
+from benchmarks.surroundings import describe
+from raypp.ports import free_port
 
 WARM = 2
 

@@ -12,8 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
+from benchmarks.turns import Gate
+from raypp.parallel import late_sums
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.stage import PlannedStage
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -31,9 +36,11 @@ class StepTimer:
         self.tokens: list[int] = []
         self.bytes: list[float] = []
         self.events: list[dict[str, Any]] = []
+        self._gate = Gate()
 
     def phase(self, name: str, detail: str = "") -> None:
         if name == "finish" or detail.endswith("read"):
+            self._gate.step_begins(lambda: {"parts": self.parts[-1] if self.parts else {}, "events": self.events})
             self.wall.append(time.perf_counter())
             self.cpu.append(time.process_time())
 
@@ -74,12 +81,32 @@ def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", ur
     return parse_job(document)
 
 
+def wait_for_weights_and_sums() -> None:
+    """Makes sharded stages of this process wait for their weights and sums at once, as if nothing overlapped."""
+
+    def unshard(self: ProgramRuntime, stage: PlannedStage, microbatch: int) -> None:
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    ProgramRuntime._unshard = unshard  # type: ignore[method-assign]
+    begin = late_sums.LateSums.__init__
+
+    def at_once(self: late_sums.LateSums, *, late: bool) -> None:
+        begin(self, late=False)
+
+    late_sums.LateSums.__init__ = at_once  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cut", default="")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
+    parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
     arguments = parser.parse_args()
+    if arguments.no_overlap:
+        wait_for_weights_and_sums()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
     job = job_of(arguments.set, world=world, steps=arguments.steps, cut=arguments.cut, url=url)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.turns import Held
 from cluster.testbed import Network
 
 PATIENCE_S = 900.0
@@ -60,17 +61,13 @@ class Hosts:
         Raises:
             SystemExit: A rank failed; the end of what all said is told.
         """
-        self._port += 1
-        sent = [self._sent(host) for host in range(2)]
+        sent = self.sent()
         with tempfile.TemporaryDirectory() as folder:
             ranks = []
-            for rank in range(2 * per_host):
-                core = str(rank % 2 % (os.cpu_count() or 1))
-                pinned = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
+            for rank, (command, environment) in enumerate(self._commands(module, arguments, per_host)):
                 with Path(f"{folder}/said.{rank}").open("wb") as said:
-                    environment = self._environment(rank, per_host, folder) | dict(more or {})
-                    command = self.network.command(rank % 2, pinned)
-                    ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+                    own = {"BENCH_OUT": f"{folder}/out", "BENCH_STORE": f"{folder}/store", **(more or {})}
+                    ranks.append(subprocess.Popen(command, env=environment | own, stdout=said, stderr=said))
             end = time.monotonic() + PATIENCE_S
             for process in ranks:
                 process.wait(max(1.0, end - time.monotonic()))
@@ -83,20 +80,34 @@ class Hosts:
                 json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(len(ranks))
             ]
         for rank, figures in enumerate(found):
-            figures["sent"] = self._sent(rank % 2) - sent[rank % 2]
+            figures["sent"] = self.sent()[rank % 2] - sent[rank % 2]
         return found
 
-    def _sent(self, host: int) -> int:
-        """Bytes the switch has received from a host."""
-        return int(Path(f"/sys/class/net/{self.network.cable(host)}/statistics/rx_bytes").read_text())
+    def hold(self, module: str, arguments: Sequence[str], per_host: int = 1) -> Held:
+        """Starts the ranks of a program that trains by turns, as long as it is told to; arguments as of `run`."""
+        return Held(self._commands(module, [*arguments, "--steps", str(10**6)], per_host), self.sent)
 
-    def _environment(self, rank: int, per_host: int, folder: str) -> dict[str, str]:
+    def sent(self) -> list[int]:
+        """Bytes the switch has received from each host."""
+        folder = Path("/sys/class/net")
+        return [int((folder / self.network.cable(host) / "statistics/rx_bytes").read_text()) for host in range(2)]
+
+    def _commands(self, module: str, arguments: Sequence[str], per_host: int) -> list[tuple[list[str], dict[str, str]]]:
+        """What starts each rank, with its environment."""
+        self._port += 1
+        found = []
+        for rank in range(2 * per_host):
+            core = str(rank % 2 % (os.cpu_count() or 1))
+            pinned = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
+            found.append((self.network.command(rank % 2, pinned), self._environment(rank, per_host)))
+        return found
+
+    def _environment(self, rank: int, per_host: int) -> dict[str, str]:
         return {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
             "WORLD_SIZE": str(2 * per_host), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": str(per_host),
             "GROUP_RANK": str(rank % 2),
-            "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port), "BENCH_OUT": f"{folder}/out",
-            "BENCH_STORE": f"{folder}/store",
+            "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port),
         }  # fmt: skip
 
 

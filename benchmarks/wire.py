@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kept import Kept, add_resume
-from benchmarks.surroundings import free_port
+from raypp.ports import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
 from raypp.train.parity import local_seat
