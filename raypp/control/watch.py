@@ -78,7 +78,7 @@ class HangWatch:
         """The stall, when there is one: every rank has stood still for too long, or one tells nothing any more."""
         limit = self.limit_s()
         silent = [rank for rank, sign in enumerate(self._signs) if now - sign.heard > limit + _NEWS_DUE_S]
-        still = [rank for rank in range(len(self._signs)) if self._still_s(rank, now) > limit]
+        still = [rank for rank in range(len(self._signs)) if self._stands_still(rank, now, limit)]
         if not silent and len(still) < len(self._signs):
             return None  # a rank that moves may free the others
         # All stand still: who has not even said so since the news was due is not merely waiting.
@@ -91,6 +91,15 @@ class HangWatch:
         if phase == "save" and self._still_s(blame.rank, now) <= _SLOW_STORE * limit:
             return None
         return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", table(doings))
+
+    def _stands_still(self, rank: int, now: float, limit: float) -> bool:
+        """Whether a rank says itself that it has stood still for so long, or its news is overdue.
+
+        Between the two nobody knows what it does: its last mark may be of long ago, and a verdict would take a rank
+        that froze for one that waits where it was last heard of.
+        """
+        sign = self._signs[rank]
+        return sign.idle_s > limit or (now - sign.heard > _NEWS_DUE_S and self._still_s(rank, now) > limit)
 
     def _still_s(self, rank: int, now: float) -> float:
         sign = self._signs[rank]

@@ -9,9 +9,9 @@ from raypp.records import Coordinates
 RANKS = [Rank(n, f"pp{n}", Coordinates(n), n, "", f"node-{n}", 100 + n) for n in range(3)]
 
 
-def training(timeout_s: float = 60.0) -> HangWatch:
+def training(timeout_s: float = 60.0, step_s: float = 1.0) -> HangWatch:
     watch = HangWatch(RANKS, timeout_s, 0.0, [0, 1, 2])
-    watch.step_took(1.0)
+    watch.step_took(step_s)
     return watch
 
 
@@ -48,6 +48,19 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
     for rank in (0, 2):
         watch.heard(rank, "step 0B2", 64.0, 166.0)
     stall = watch.stalled(166.0)
+    assert stall is not None and stall.rank == 1
+    assert "told nothing" in stall.cause
+
+
+def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
+    """With a limit below that: what the frozen rank was last heard to do would make a ring with its neighbour's wait."""
+    watch = training(4.0, step_s=0.1)
+    watch.heard(1, "step agree", 0.2, 100.0)  # frozen in forward 0 just behind it
+    for now in (104.6, 105.1):
+        watch.heard(0, "step 0B0 waits", now - 100.1, now)
+        watch.heard(2, "step 2F0 waits", now - 100.1, now)
+        stall = watch.stalled(now)
+        assert (stall is None) == (now < 105.0)
     assert stall is not None and stall.rank == 1
     assert "told nothing" in stall.cause
 
