@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypp.control.seats import Rank
-from raypp.control.watch import HangWatch
+from raypp.control.watch import HangWatch, Stall
 from raypp.records import Coordinates
 
 RANKS = [Rank(n, f"pp{n}", Coordinates(n), n, "", f"node-{n}", 100 + n) for n in range(3)]
@@ -53,14 +53,17 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
 
 
 def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
-    """With a limit below that: what the frozen rank was last heard to do would make a ring with its neighbour's wait."""
+    """With a limit below that: the frozen rank's last word would make a ring with its neighbour's wait."""
     watch = training(4.0, step_s=0.1)
     watch.heard(1, "step agree", 0.2, 100.0)  # frozen in forward 0 just behind it
-    for now in (104.6, 105.1):
-        watch.heard(0, "step 0B0 waits", now - 100.1, now)
-        watch.heard(2, "step 2F0 waits", now - 100.1, now)
-        stall = watch.stalled(now)
-        assert (stall is None) == (now < 105.0)
+
+    def after(seconds: float) -> Stall | None:
+        for rank, phase in ((0, "step 0B0 waits"), (2, "step 2F0 waits")):
+            watch.heard(rank, phase, seconds - 0.1, 100.0 + seconds)
+        return watch.stalled(100.0 + seconds)
+
+    assert after(4.6) is None
+    stall = after(5.1)
     assert stall is not None and stall.rank == 1
     assert "told nothing" in stall.cause
 
