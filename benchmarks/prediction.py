@@ -1,21 +1,21 @@
 """Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 15 minutes.
 
 Two hosts (network namespaces) with one core each and a cable of a set rate. The costs of the model's parts are measured
-on both cores at once, as `raypp plan --measure` does, and every configuration's step is compared with what
-`raypp plan --costs --link-gbps` says. Nothing is fitted to the runs. Because the machine's speed drifts, all
-configurations are there at once and do a few steps by turns, round after round, with costs measured between the halves
-of a round and around it; those nearest before and after a turn count alike for it. Shown are medians over the rounds.
+on both cores at once, by what `raypp plan --measure` measures with, and every configuration's step is compared with
+what `raypp plan --costs --links` says of two nodes of the speeds that the cores had. Nothing is fitted to the runs.
+Because the machine's speed drifts, all configurations are there at once and do a few steps by turns, round after round,
+every second round backwards; so is what measures costs, some seconds before and after each turn. Shown are medians over
+the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,15 +27,12 @@ from cluster.testbed import why_not
 from raypp.planning.costs import NUMBERS, Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
-from raypp.spec.load import job_document
 
 LATENCY_S = 2e-4
 UNLIMITED_GBPS = 20.0
 """What two namespaces reach without a limit."""
 WARM = 2
 """Steps that are not counted: buffers grow."""
-BLOCK = 6
-"""Configurations between two measurements of costs."""
 GOAL = 0.1
 
 ALONE = ["checkpoint.memory_tier=false"]
@@ -56,30 +53,26 @@ CONFIGURATIONS: list[tuple[list[str], float | None]] = [
 ]
 
 
-def measured_costs(settings: Sequence[str]) -> list[dict[str, Any]]:
-    """What both cores' costs are, measured at once.
+def hold_meters(settings: Sequence[str]) -> Held:
+    """What measures costs by turns, on both cores at once.
 
     Args:
         settings: Those that costs depend on.
     """
-    job = job_of(settings, world=1, steps=4)
-    request = json.dumps({"job": job_document(job), "device": "cpu"})
-    program = "import sys; from raypp.train.measure import main; sys.exit(main())"
-    both = [
-        subprocess.Popen(["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-c", program],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for core in range(2)
-    ]  # fmt: skip
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write(request)
-        process.stdin.close()
-    answers: list[dict[str, Any]] = []
-    for process in both:
-        assert process.stdout is not None
-        answers.append(json.loads(process.stdout.read().strip().splitlines()[-1]))
-        process.wait()
-    return answers
+    words = [word for setting in settings for word in ("--set", setting)]
+    commands = []
+    for core in range(2):
+        pinned = ["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-m", "benchmarks.timed_costs"]
+        commands.append(([*pinned, *words], {**os.environ, "OMP_NUM_THREADS": "1"}))
+    held = Held(commands, list)
+    held.steps(WARM)
+    return held
+
+
+def measured_costs(meters: Mapping[str, Held], kind: str) -> list[dict[str, Any]]:
+    """Both cores' costs now."""
+    (done,) = meters[kind].steps(1)
+    return [one["costs"] for one in done.told]
 
 
 def mean_of(answers: list[dict[str, Any]]) -> Costs:
@@ -121,9 +114,22 @@ def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict
     }
 
 
-def predicted(settings: list[str], mbit: float | None, costs: Costs) -> Forecast:
+def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]]) -> Forecast:
+    """What a step takes.
+
+    Args:
+        settings: The configuration's.
+        mbit: Rate of the cable; None: no limit.
+        around: Both cores' costs before and after the turn.
+    """
+    own = [mean_of([both[core] for both in around]) for core in range(2)]
+    costs = mean_of([answer for both in around for answer in both])
     machines = Machines.alike(2, 1, mbit / 1e3 if mbit else UNLIMITED_GBPS, LATENCY_S)
-    return forecast(job_of(settings, world=2, steps=1), machines, costs)
+    nodes = tuple(
+        replace(node, speed=(costs.layer.forward + costs.layer.backward) / (one.layer.forward + one.layer.backward))
+        for node, one in zip(machines.nodes, own, strict=True)
+    )
+    return forecast(job_of(settings, world=2, steps=1), replace(machines, nodes=nodes), costs)
 
 
 Pair = tuple[dict[str, Any], Forecast]
@@ -133,38 +139,31 @@ Pair = tuple[dict[str, Any], Forecast]
 def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[Pair]]:
     """By configuration, a pair for every round."""
     found: dict[int, list[Pair]] = {index: [] for index in options.only}
-    blocks = [options.only[start : start + BLOCK] for start in range(0, len(options.only), BLOCK)]
-    kinds = sorted({rows_of(index) for index in options.only})
+    orders = [options.only[:: -1 if number % 2 else 1] for number in range(options.rounds)]
     held: dict[int, Held] = {}
-    last = f"round {options.rounds - 1}, costs {len(blocks)} {kinds[-1]}"
-    for index in options.only if last not in kept else ():
-        held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
-    for number in range(options.rounds):
-
-        def costs_at(border: int, number: int = number) -> dict[str, list[dict[str, Any]]]:
-            """Costs before a block, of all kinds."""
-            return {
-                own: kept.once(
-                    f"round {number}, costs {border} {own}", partial(measured_costs, [*options.set, *own.split()])
-                )
-                for own in kinds
-            }
-
-        before = costs_at(0)
-        for position, block in enumerate(blocks):
-            taken = {}
-            for index in block:
-                taken[index] = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))
-            after = costs_at(position + 1)
-            for index in block:
-                settings, mbit = CONFIGURATIONS[index]
-                costs = mean_of([*before[rows_of(index)], *after[rows_of(index)]])
-                cast = predicted([*options.set, *settings], mbit, costs)
-                found[index].append((taken[index], cast))
-                print(f"round {number}: {', '.join(settings)} at {mbit}: {taken[index]['seconds']:.3f} s, "
-                      f"predicted {cast.step_s:.3f} s", flush=True)  # fmt: skip
-            before = after
-    for one in held.values():
+    meters: dict[str, Held] = {}
+    if not all(f"round {number}: after {order[-1]}" in kept for number, order in enumerate(orders)):
+        for index in options.only:
+            held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
+        meters = {kind: hold_meters([*options.set, *kind.split()]) for kind in set(map(rows_of, options.only))}
+    for number, order in enumerate(orders):
+        last: tuple[str, list[dict[str, Any]]] | None = None  # costs of the kind that was measured last
+        for index in order:
+            settings, mbit = CONFIGURATIONS[index]
+            kind = rows_of(index)
+            costs = partial(measured_costs, meters, kind)
+            if last is not None and last[0] == kind:
+                before = kept.keep(f"round {number}: before {index}", last[1])
+            else:
+                before = kept.once(f"round {number}: before {index}", costs)
+            taken = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))
+            after = kept.once(f"round {number}: after {index}", costs)
+            last = kind, after
+            cast = predicted([*options.set, *settings], mbit, [before, after])
+            found[index].append((taken, cast))
+            print(f"round {number}: {', '.join(settings)} at {mbit}: {taken['seconds']:.3f} s, "
+                  f"predicted {cast.step_s:.3f} s", flush=True)  # fmt: skip
+    for one in (*held.values(), *meters.values()):
         one.close()
     return found
 

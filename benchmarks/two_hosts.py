@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.awake import cores_awake
 from benchmarks.turns import Held
 from cluster.testbed import Network
 
@@ -23,7 +24,7 @@ PATIENCE_S = 900.0
 
 @contextmanager
 def two_hosts(prefix: str) -> Iterator[Hosts]:
-    """Makes the hosts; afterwards, also after SIGTERM, nothing of them is left.
+    """Makes the hosts, whose cores stay awake; afterwards, also after SIGTERM, nothing of them is left.
 
     Args:
         prefix: Two letters that the network's name begins with.
@@ -31,7 +32,8 @@ def two_hosts(prefix: str) -> Iterator[Hosts]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network = Network.make(f"{prefix}{os.getpid() % 100000}", 2)
     try:
-        yield Hosts(network)
+        with cores_awake():
+            yield Hosts(network)
     finally:
         network.remove()
 

@@ -18,7 +18,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ from raypp.train.optimizer import build_optimizer
 from raypp.train.parity import local_seat, one_process_job
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
-from raypp.train.step import ReadStep, StepRunner, Stopwatch
+from raypp.train.step import StepRunner, Stopwatch
 
 _LAYERS = 2
 _ROUNDS = 5
@@ -54,25 +55,27 @@ _MICROBATCHES = 4
 
 
 def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
-    """Times the parts of a job's model on one device.
+    """Times the parts of a job's model on one device; arguments of `open_meter`, answer of `Meter.take`."""
+    with open_meter(job, device_kind) as meter:
+        return meter.take()
+
+
+@contextmanager
+def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
+    """Makes ready to time the parts of a job's model, as often as is wanted, on one device.
+
+    What is small or steady is timed here, once: a step's work besides its schedule, and on CPUs what moving data costs.
 
     Args:
         job: The job; its mesh and schedule do not matter.
         device_kind: cpu or cuda.
-
-    Returns:
-        `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
-        parameter), `step_s` (of a step, whatever its size), `copy_s`, `gather_s` and `sum_s` (of `copying_seconds`;
-        zero on GPUs, which copy beside their compute), `input_share` and `weight_share` (of a layer's backward, what
-        its halves take when they are done apart), `stretched` (seconds that passed, of each second that the parts had
-        of a core) and `device`, in words.
     """
+    copies = copying_seconds(job) if device_kind == "cpu" else dict.fromkeys(COPIES, 0.0)
     document = job_document(one_process_job(job))
     document["model"]["num_layers"] = _LAYERS
     document["pipeline"]["microbatches"] = _MICROBATCHES
     small = parse_job(document)
-    port = free_port()
-    seat = local_seat(0, 1, port, small, device=device_kind)
+    seat = local_seat(0, 1, free_port(), small, device=device_kind)
     device = pick_device(seat)
     with joined(seat, 60):
         groups = make_groups(seat.mesh_sizes, device.type, 1)
@@ -82,33 +85,97 @@ def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
         loader = open_loader(small, 0, 1)
         try:
             runner = StepRunner(small, seat, groups, whole, loader, optimizer, reducer, device)
-            step_s, optimizer_s = _outside(runner, sum(p.numel() for m in whole.modules for p in m.parameters()))
+            outside = _outside(runner, sum(p.numel() for m in whole.modules for p in m.parameters()))
             read = runner.read(Requests(), Stopwatch())
-            (middle, first, last, halves), stretched = _stage_seconds(small, groups, device, runner, read)
+            yield Meter(small, groups, device, runner.batches(read), outside | copies)
         finally:
             loader.close()
-    layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
-    copies = copying_seconds(job) if device.type == "cpu" else dict.fromkeys(COPIES, 0.0)
-
-    def part(forward: float, backward: float) -> dict[str, float]:
-        return {"forward": forward, "backward": backward}
-
-    return {
-        "layer": part(*layer),
-        "first": part(*(max(0.0, a - b) for a, b in zip(first, middle, strict=True))),
-        "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
-        "optimizer_s": optimizer_s,
-        "step_s": step_s,
-        **{name: stretched * seconds for name, seconds in copies.items()},
-        "input_share": halves[0] / middle[1],
-        "weight_share": halves[1] / middle[1],
-        "stretched": stretched,
-        "device": _device_name(device),
-    }
 
 
-def _outside(runner: StepRunner, parameters: int) -> tuple[float, float]:
-    """Seconds of a step besides its schedule: fixed, and per parameter (sums, clipping, update)."""
+class Meter:
+    """Times the parts of a model; made by `open_meter`.
+
+    Args:
+        job: Of two layers.
+        groups: Of one rank.
+        device: Where the parts run.
+        batches: The microbatches they run on.
+        steady: `optimizer_s`, `step_s` and what `copying_seconds` found.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        groups: RankGroups,
+        device: torch.device,
+        batches: Sequence[StageBatch],
+        steady: Mapping[str, float],
+    ) -> None:
+        self._job, self._device, self._batches, self._steady = job, device, batches, steady
+        self._stages = [_stage(job, groups, device, first=first, last=last) for first, last in ((0, 0), (1, 0), (0, 1))]
+
+    def take(self, rounds: int = _ROUNDS) -> dict[str, Any]:
+        """Times all parts.
+
+        Args:
+            rounds: How often each part is timed on every microbatch.
+
+        Returns:
+            `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
+            parameter), `step_s` (of a step, whatever its size), `copy_s`, `gather_s` and `sum_s` (of
+            `copying_seconds`; zero on GPUs, which copy beside their compute), `input_share` and `weight_share` (of a
+            layer's backward, what its halves take when they are done apart), `stretched` (seconds that passed, of each
+            second that the parts had of a core) and `device`, in words.
+        """
+        (middle, first, last, halves), stretched = self._seconds(rounds)
+        layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
+
+        def part(forward: float, backward: float) -> dict[str, float]:
+            return {"forward": forward, "backward": backward}
+
+        return {
+            "layer": part(*layer),
+            "first": part(*(max(0.0, a - b) for a, b in zip(first, middle, strict=True))),
+            "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
+            **self._steady,
+            **{name: stretched * self._steady[name] for name in COPIES},
+            "input_share": halves[0] / middle[1],
+            "weight_share": halves[1] / middle[1],
+            "stretched": stretched,
+            "device": _device_name(self._device),
+        }
+
+    def _seconds(self, rounds: int) -> tuple[list[tuple[float, float]], float]:
+        """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head, and
+        the two halves of a backward of layers alone; and how much longer all of it took by the clock on the wall.
+
+        They take turns, so that a machine that gets slower does so for all.
+        """
+        ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
+        ways.append(partial(_halves, self._stages[0]))
+        taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+        own = passed = 0.0
+        for turn in range(rounds + 1):
+            for way, found in zip(ways, taken, strict=True):
+                for batch in self._batches if turn else self._batches[:1]:  # the first time, memory grows
+                    one, other, wall = way(batch, self._job, self._device)
+                    if turn:
+                        found.append((one, other))
+                        own, passed = own + one + other, passed + wall
+                for stage in self._stages:
+                    stage.zero_grad()
+        stretched = max(1.0, passed / own)
+        return [
+            (
+                stretched * statistics.median(one for one, _ in times),
+                stretched * statistics.median(two for _, two in times),
+            )
+            for times in taken
+        ], stretched
+
+
+def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
+    """Seconds of a step besides its schedule: fixed (`step_s`), and per parameter (sums, clipping, update)."""
     fixed, growing = [], []
     for step in range(1, _ROUNDS + 2):
         watch = Stopwatch()
@@ -116,37 +183,7 @@ def _outside(runner: StepRunner, parameters: int) -> tuple[float, float]:
         if step > 1:
             growing.append(watch.parts["reduce"] + watch.parts["optimizer"])
             fixed.append(watch.parts["data"] + watch.parts["negotiate"])
-    return statistics.median(fixed), statistics.median(growing) / parameters
-
-
-def _stage_seconds(
-    job: Job, groups: RankGroups, device: torch.device, runner: StepRunner, read: ReadStep
-) -> tuple[list[tuple[float, float]], float]:
-    """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head, and the
-    two halves of a backward of layers alone; and how much longer all of it took by the clock on the wall.
-
-    They take turns, so that a machine that gets slower does so for all.
-    """
-    stages = [_stage(job, groups, device, first=first, last=last) for first, last in ((0, 0), (1, 0), (0, 1))]
-    ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(stages)]
-    ways.append(partial(_halves, stages[0]))
-    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
-    own = passed = 0.0
-    batches = runner.batches(read)
-    for turn in range(_ROUNDS + 1):
-        for number, way in enumerate(ways):
-            for batch in batches:
-                one, other, wall = way(batch, job, device)
-                if turn:
-                    taken[number].append((one, other))
-                    own, passed = own + one + other, passed + wall
-            for stage in stages:
-                stage.zero_grad()
-    stretched = max(1.0, passed / own)
-    return [
-        (stretched * statistics.median(one for one, _ in times), stretched * statistics.median(two for _, two in times))
-        for times in taken
-    ], stretched
+    return {"step_s": statistics.median(fixed), "optimizer_s": statistics.median(growing) / parameters}
 
 
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Event, Seat
+from raypp.train.heap import keep_freed_memory
 from raypp.train.leaving import cut_since
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
@@ -29,11 +30,13 @@ _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 
 
 def pick_device(seat: Seat) -> torch.device:
-    """The seat's device, made current; also how many threads a CPU rank computes with (OMP_NUM_THREADS, else 1)."""
+    """The seat's device, made current; also how many threads a CPU rank computes with (OMP_NUM_THREADS, else 1), and
+    that it keeps the memory it frees."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if seat.device == "cuda":
         torch.cuda.set_device(seat.device_index)
         return torch.device("cuda", seat.device_index)
+    keep_freed_memory()
     return torch.device("cpu")
 
 
