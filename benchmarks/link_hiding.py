@@ -8,7 +8,8 @@ its weights sharded over both hosts instead (FSDP only); beside them raypp on a 
 All of them are there at once and train by turns of two steps, round after round, every second round backwards, so that
 what is compared was measured within half a minute, and the cable's rate follows the machine's speed. A ratio is one of
 two turns of the same round; shown are the median over the rounds and the range. No snapshots in memory travel over the
-cable, unless a variant says so.
+cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`); with `--sleeping-cores` they are left as
+the machine has them, and a program pays for each wait once more where a core comes back slow.
 
 The table for more ranks is the simulator's.
 """
@@ -173,7 +174,8 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
     """Tables of seconds and ratios, with the goals, and the simulator's for more ranks."""
     print(f"\n{begun}")
     print(f"\nP = 2, m = {options.microbatches}, fp32, one core each; a message {message_bits() / 8 / 1024:.0f} KiB; "
-          f"rounds: {options.rounds}, of {options.steps} steps each")  # fmt: skip
+          f"rounds: {options.rounds}, of {options.steps} steps each; "
+          f"cores {'as the machine has them' if options.sleeping_cores else 'kept awake'}")  # fmt: skip
     print("\n| message ÷ forward | cable | variant | s per step | no limit ÷ it (goal) | torch ÷ it (goal) "
           "| MB per step that a host sends |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=USUAL, choices=list(VARIANTS), help="some of the variants")
     parser.add_argument("--shares", nargs="*", type=float, default=list(GOALS), help="message ÷ forward of the cables")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
+    parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     add_resume(parser)
     options = parser.parse_args()
     if reason := why_not():
@@ -229,9 +232,9 @@ def main() -> None:
         simulated()
         return
     started = time.perf_counter()
-    names = ("steps", "microbatches", "only")
+    names = ("steps", "microbatches", "only", "sleeping_cores")
     kept = Kept("link_hiding", {name: getattr(options, name) for name in names}, resume=options.resume)
-    with two_hosts("lk") as hosts:
+    with two_hosts("lk", awake=not options.sleeping_cores) as hosts:
         found = measure(hosts, kept, options)
     report(found, options, kept.begun)
     print(f"\n{time.perf_counter() - started:.0f} s")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,17 @@ PATIENCE_S = 900.0
 
 
 @contextmanager
-def two_hosts(prefix: str) -> Iterator[Hosts]:
-    """Makes the hosts, whose cores stay awake; afterwards, also after SIGTERM, nothing of them is left.
+def two_hosts(prefix: str, *, awake: bool = True) -> Iterator[Hosts]:
+    """Makes the hosts; afterwards, also after SIGTERM, nothing of them is left.
 
     Args:
         prefix: Two letters that the network's name begins with.
+        awake: Keep the machine's cores awake meanwhile (`benchmarks.awake`).
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network = Network.make(f"{prefix}{os.getpid() % 100000}", 2)
     try:
-        with cores_awake():
+        with cores_awake() if awake else nullcontext():
             yield Hosts(network)
     finally:
         network.remove()

@@ -41,6 +41,8 @@ from raypp.storage import ObjectStore, StoreError, open_store
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
 _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
+_LEAVING_S = 30.0
+_LEAVING_POLL_S = 0.3
 
 
 @click.command("submit")
@@ -149,10 +151,19 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    place = RunPlace(store.url, job.name, cluster.address)
-    # The controller of a run that has ended stays for a moment; the next submission sends it away.
-    ended = is_final(RunReader(store, job.name).status()) and not runs.living_jobs(cluster.dashboard, place)
-    if not ended and runs.controller_alive(place):
+    """A run that has ended is given a moment: its driver has yet to hear of the end, and Ray of the driver's."""
+    place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
+    end = time.monotonic() + _LEAVING_S
+    while is_final(reader.status()):
+        jobs = runs.living_jobs(cluster.dashboard, place)
+        if not jobs:
+            return  # its controller may stay a little longer; the next submission sends it away
+        if time.monotonic() > end:
+            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_LEAVING_S:.0f} s later"
+            fix = f"wait until the Ray dashboard shows its end, or end it: `ray job stop {jobs[0]}`"
+            raise JobError(Problem("name", what, fix))
+        time.sleep(_LEAVING_POLL_S)
+    if runs.controller_alive(place):
         raise JobError(
             Problem(
                 "name",

