@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from benchmarks.awake import cores_awake
 from benchmarks.surroundings import describe
 from raypp.mesh.place import place_stages
 from raypp.pipeline.runtime import ProgramRuntime
@@ -117,7 +118,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(options.rounds)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, cores_awake():
         out = Path(folder) / "out"
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 15 minutes.
+"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 10 minutes.
 
 Two hosts (network namespaces) with one core each and a cable of a set rate. The costs of the model's parts are measured
 on both cores at once, by what `raypp plan --measure` measures with, and every configuration's step is compared with

@@ -44,13 +44,13 @@ BENCHMARKS = (
     Benchmark("link_hiding", 20, "what of a slow cable is hidden, against torch's 1F1B and FSDP", root=True),
     Benchmark("pacing", 6, "what a save on a slow cable costs the steps beside it, paced and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
-    Benchmark("prediction", 15, "predicted step times beside measured ones", root=True),
+    Benchmark("prediction", 10, "predicted step times beside measured ones", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
     Benchmark("recovery", 8, "from a kill to the next step, against a cold start"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many it holds"),
 )
-PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_rank")
+PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as processes of its own."""
 
 

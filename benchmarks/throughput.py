@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.awake import cores_awake
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN
 from benchmarks.surroundings import describe
 from raypp.ports import free_port
@@ -24,8 +25,8 @@ WARM = 2
 
 
 def torchrun(module: str, arguments: list[str], ranks: int = 2) -> list[dict[str, Any]]:
-    """Runs a module under torchrun; what each rank measured."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Runs a module under torchrun, with cores that stay awake; what each rank measured."""
+    with tempfile.TemporaryDirectory() as folder, cores_awake():
         out = f"{folder}/out"
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
