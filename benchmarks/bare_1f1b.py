@@ -93,7 +93,7 @@ def main() -> None:
             schedule.step(batch, return_outputs=False)
         else:
             schedule.step(target=batch if rank == last else None, losses=losses, return_outputs=False)
-        square = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]).square()
+        square = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).square()
         dist.all_reduce(square)
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), 1.0, square.sqrt())
         optimizer.step()

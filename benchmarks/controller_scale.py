@@ -18,8 +18,8 @@ actor with its share of ranks that call it through Ray.
 from __future__ import annotations
 
 import argparse
+import logging
 import resource
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def measure_relay(period_s: float, seconds: float) -> float:
         ray.get(sender.send.remote(period_s, seconds))
         cost: float = (ray.get(relay.cpu_s.remote()) - before) / seconds
         for actor in (sender, relay, controller, stand_in):
-            ray.kill(actor)
+            ray.kill(actor)  # type: ignore[arg-type]
     return cost
 
 
@@ -150,7 +150,7 @@ def _start_ray() -> None:
     for left in reversed(range(STARTS)):
         try:
             ray.init(
-                address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error",
+                address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": place}},
             )  # fmt: skip
             return
@@ -193,4 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -57,7 +57,7 @@ def ours(name: str, each: int, batch: list[Tensor]) -> Any:
     forward, backward = dist.new_group(range(world)), dist.new_group(range(world))
     stages = [
         PlannedStage(Tiny(i == 0), i, world * each, rank_of_stage=ranks, hidden_size=WIDTH, dtype=torch.float32,
-                     device=torch.device("cpu"), forward_group=forward, backward_group=backward)
+                     device=torch.device("cpu"), up_group=forward, down_group=backward)
         for i in placement[rank]
     ]  # fmt: skip
     runtime = ProgramRuntime(stages, build_program(name, world, each, MICROBATCHES), ranks, MICROBATCHES, loss)
@@ -80,7 +80,7 @@ def stock(each: int, batch: list[Tensor]) -> Any:
     if each == 1:
         schedule: Any = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
     else:
-        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss, scale_grads=False)
+        schedule = ScheduleInterleaved1F1B(list(stages), MICROBATCHES, loss_fn=loss, scale_grads=False)
     arguments = (whole,) if rank == 0 else ()
     target = whole if rank == world - 1 else None
     return lambda: schedule.step(*arguments, target=target, losses=[], return_outputs=False)

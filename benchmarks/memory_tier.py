@@ -126,7 +126,7 @@ def one_size(megabytes: float, tensors: int, folder: Path) -> None:
         path.unlink()
     with tempfile.TemporaryDirectory() as root:
         store = DirectoryStore(Path(root))
-        saver = CheckpointSaver(store, "bench", {}, SEAT, Alone(), Silent(), 1)  # type: ignore[arg-type]
+        saver = CheckpointSaver(store, "bench", {}, SEAT, Alone(), Silent(), 1)
         saver.save(1, [module], optimizer, {})
         saver.wait()
         saver.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -56,8 +57,8 @@ def main() -> None:
     folder = sys.argv[1]
     pp, fsdp, rank, port = (int(text) for text in sys.argv[2:])
     torch.set_num_threads(1)
-    server = dist.TCPStore("127.0.0.1", port, pp * fsdp, is_master=rank == 0)
-    dist.init_process_group("gloo", store=dist.PrefixStore("group", server), rank=rank, world_size=pp * fsdp)
+    server = TCPStore("127.0.0.1", port, pp * fsdp, is_master=rank == 0)
+    dist.init_process_group("gloo", store=PrefixStore("group", server), rank=rank, world_size=pp * fsdp)
     mesh = init_device_mesh("cpu", (pp, fsdp), mesh_dim_names=("pp", "fsdp"))
     place = Coordinates(pp=rank // fsdp, fsdp=rank % fsdp)
     each = LAYERS // pp

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 BUCKET = "bench"
 PART_BYTES, IN_FLIGHT = 16 << 20, 4
@@ -87,7 +88,7 @@ class Raypp:
 
         self.stage = layers(place.megabytes, place.rank)
         self.optimizer = trained(self.stage)
-        self.server = dist.TCPStore(
+        self.server = TCPStore(
             "127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.events: list[Any] = []
@@ -182,9 +183,9 @@ class Dcp:
             state |= {f"optim/{name}/{key}": value for key, value in self.optimizer.state[parameter].items()}
         writer = self._writer(number)
         if self._asynchronous:
-            self._future = checkpoint.async_save(state, storage_writer=writer)  # type: ignore[assignment]
+            self._future = checkpoint.async_save(state, storage_writer=writer)  # type: ignore[assignment, attr-defined]
         else:
-            checkpoint.save(state, storage_writer=writer)
+            checkpoint.save(state, storage_writer=writer)  # type: ignore[attr-defined]
 
     def busy(self) -> bool:
         return self._future is not None and not self._future.done()

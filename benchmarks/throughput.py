@@ -87,10 +87,10 @@ def report(figures: dict[str, list[tuple[float, float]]], parts: list[dict[str, 
         if not pairs:
             continue
         speed = sorted(b[0] / a[0] for a, b in pairs)
-        cpu = sorted(a[1] / b[1] for a, b in pairs)
+        spent = sorted(a[1] / b[1] for a, b in pairs)
         print(
             f"| {ours} ÷ {theirs} | {statistics.median(speed):.3f} ({speed[0]:.3f} to {speed[-1]:.3f}) "
-            f"| {statistics.median(cpu):.3f} ({cpu[0]:.3f} to {cpu[-1]:.3f}) |"
+            f"| {statistics.median(spent):.3f} ({spent[0]:.3f} to {spent[-1]:.3f}) |"
         )
     if not parts:
         return

@@ -38,7 +38,7 @@ def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, me
     """Seconds from the first forward to the last backward."""
     lines = {rank: _line(pp, rank, microbatches) for rank in range(pp)}
     clock, place = dict.fromkeys(lines, 0.0), dict.fromkeys(lines, 0)
-    posted: dict[tuple[str, int, int], float] = {}
+    posted: dict[tuple[str, str, int, int], float] = {}
     arrived: dict[tuple[str, int, int], float] = {}
     free: dict[tuple[str, int], float] = defaultdict(float)
 
@@ -55,10 +55,10 @@ def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, me
             return True
         keys = [(op[0][0], key) for op in ops if (key := channel(rank, op)) is not None]
         for half, key in keys:
-            posted.setdefault((half, *key), clock[rank])  # type: ignore[arg-type]
+            posted.setdefault((half, *key), clock[rank])
             if key not in arrived and ("s", *key) in posted and ("r", *key) in posted:
-                begin = max(posted["s", *key], posted["r", *key], free[key[:2]])  # type: ignore[index]
-                arrived[key] = free[key[:2]] = begin + message
+                begin = max(posted["s", *key], posted["r", *key], free[key[0], key[1]])
+                arrived[key] = free[key[0], key[1]] = begin + message
         if waits and any(key not in arrived for _, key in keys):
             return False
         if waits:
