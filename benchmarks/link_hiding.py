@@ -36,8 +36,6 @@ GOALS = {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}
 """By message ÷ forward: of an unlimited cable at least, and of torch's Schedule1F1B on the same cable at least."""
 UNTIL_CHOSEN = 4
 """raypp times steps 2 and 3 and has its depth from step 4 on."""
-TIMED = slice(1, 3)
-"""The timed ones among the first."""
 
 AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
 INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
@@ -98,9 +96,10 @@ class Race:
     def __init__(self, hosts: Hosts, options: argparse.Namespace) -> None:
         self.hosts, self.options = hosts, options
         self._free, first = begin(hosts, AUTO, None, options.microbatches)
-        # What a forward takes moves with the machine's speed, as a step does: their ratio stays.
-        timed = statistics.mean(one.seconds for one in first[TIMED])
-        self.forward_of_step = statistics.mean(chosen(first)["details"]["forward_s"]) / timed
+        # What a forward takes moves with the machine's speed, as a step does: their ratio stays. The steps in which
+        # forwards were timed also probed the link and met new memory; those behind them are like all later ones.
+        usual = statistics.mean(one.seconds for one in self._free.steps(UNTIL_CHOSEN))
+        self.forward_of_step = statistics.mean(chosen(first)["details"]["forward_s"]) / usual
         self._staying = {
             variant: begin(hosts, variant, None, options.microbatches)[0]
             for variant in options.only
