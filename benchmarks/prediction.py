@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 from benchmarks.kept import Kept, add_resume
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Held
-from benchmarks.two_hosts import Hosts, spread, two_hosts
+from benchmarks.two_hosts import Hosts, pinned, spread, two_hosts
 from cluster.testbed import why_not
 from raypp.planning.costs import NUMBERS, Costs, Part
 from raypp.planning.forecast import Forecast, forecast
@@ -60,11 +59,8 @@ def hold_meters(settings: Sequence[str]) -> Held:
         settings: Those that costs depend on.
     """
     words = [word for setting in settings for word in ("--set", setting)]
-    commands = []
-    for core in range(2):
-        pinned = ["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-m", "benchmarks.timed_costs"]
-        commands.append(([*pinned, *words], {**os.environ, "OMP_NUM_THREADS": "1"}))
-    held = Held(commands, list)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    held = Held([(pinned(core, "benchmarks.timed_costs", words), environment) for core in range(2)], list)
     held.steps(WARM)
     return held
 
@@ -153,7 +149,7 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, 
             kind = rows_of(index)
             costs = partial(measured_costs, meters, kind)
             if last is not None and last[0] == kind:
-                before = kept.keep(f"round {number}: before {index}", last[1])
+                before = last[1]
             else:
                 before = kept.once(f"round {number}: before {index}", costs)
             taken = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))

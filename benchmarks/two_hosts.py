@@ -82,8 +82,9 @@ class Hosts:
             found: list[dict[str, Any]] = [
                 json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(len(ranks))
             ]
+        after = self.sent()
         for rank, figures in enumerate(found):
-            figures["sent"] = self.sent()[rank % 2] - sent[rank % 2]
+            figures["sent"] = after[rank % 2] - sent[rank % 2]
         return found
 
     def hold(self, module: str, arguments: Sequence[str], per_host: int = 1) -> Held:
@@ -100,9 +101,8 @@ class Hosts:
         self._port += 1
         found = []
         for rank in range(2 * per_host):
-            core = str(rank % 2 % (os.cpu_count() or 1))
-            pinned = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
-            found.append((self.network.command(rank % 2, pinned), self._environment(rank, per_host)))
+            command = self.network.command(rank % 2, pinned(rank % 2, module, arguments))
+            found.append((command, self._environment(rank, per_host)))
         return found
 
     def _environment(self, rank: int, per_host: int) -> dict[str, str]:
@@ -114,9 +114,9 @@ class Hosts:
         }  # fmt: skip
 
 
-def step_seconds(ranks: Sequence[Mapping[str, Any]], skipped: int) -> float:
-    """Median seconds of a step, the first few left out."""
-    return statistics.median(ranks[0]["wall"][skipped:])
+def pinned(core: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs a module on one core, or on one of those that are there."""
+    return ["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-m", module, *arguments]
 
 
 def spread(values: Sequence[float]) -> str:

@@ -82,7 +82,7 @@ class HangWatch:
         if not silent and len(still) < len(self._signs):
             return None  # a rank that moves may free the others
         # All stand still: who has not even said so since the news was due is not merely waiting.
-        silent = silent or [rank for rank, sign in enumerate(self._signs) if now - sign.heard > _NEWS_DUE_S]
+        silent = silent or [rank for rank in range(len(self._signs)) if self._overdue(rank, now)]
         doings = [self._doing(rank, now, rank in silent) for rank in range(len(self._signs))]
         blame = find_culprit(doings, self._rank_of_stage)
         phase = self._signs[blame.rank].phase.partition(" ")[0]
@@ -98,8 +98,10 @@ class HangWatch:
         Between the two nobody knows what it does: its last mark may be of long ago, and a verdict would take a rank
         that froze for one that waits where it was last heard of.
         """
-        sign = self._signs[rank]
-        return sign.idle_s > limit or (now - sign.heard > _NEWS_DUE_S and self._still_s(rank, now) > limit)
+        return self._signs[rank].idle_s > limit or (self._overdue(rank, now) and self._still_s(rank, now) > limit)
+
+    def _overdue(self, rank: int, now: float) -> bool:
+        return now - self._signs[rank].heard > _NEWS_DUE_S
 
     def _still_s(self, rank: int, now: float) -> float:
         sign = self._signs[rank]
