@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,15 @@ class NodeProbe:
 
     Args:
         token: Known to all probes of this examination; a connection without it is closed.
+        environment: Variables for this process, such as the store's settings and keys.
         clock: What the node's clock says, seconds since 1970.
     """
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, token: str, environment: Mapping[str, str] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         load_private_environment()
+        os.environ.update(environment or {})
         self._token = bytes.fromhex(token)
         self._clock = clock
         self._listener: socket.socket | None = None
