@@ -1,11 +1,12 @@
 """How the numbers of two trainings are compared: bit for bit, or by what is added up.
 
-A mesh that cuts a step's tokens over ranks adds the same contributions in another order. In fp32 that order alone
-is a relative error of up to 5e-7 in a gradient of the first step. AdamW then divides every gradient by its own size, so
-where one is nearly 0 a rounding becomes a step of another length: two updates later the error is 2e-5, more on some
-kernels than on others. A bound on that either fails by chance or hides a fault.
+A mesh that cuts a step's tokens over ranks adds the same contributions in another order. In fp32 that
+order alone is a relative error of up to 6e-7 in a gradient of the first step. AdamW then divides every
+gradient by its own size, so where one is nearly 0 a rounding becomes an update of another length: two
+steps later the error is up to 2e-5, and how much depends on the CPU's kernels. A bound on that either
+fails by chance or hides a fault.
 
-So sums are compared in fp64, where the same roundings end below 1e-14 after the same updates, and nothing else is left.
+So sums are compared in fp64, where the same roundings end below 1e-14 after the same updates.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from training import Numbers
 from raypp.train.parity import relative_error
 
 WIDE = 1e-10
-"""Relative error in fp64 after as many steps as the tests take. Rounding was measured as 6e-15 with AVX2, AVX-512 and no vector
-kernels; a contribution that is off by 1e-6 of itself comes to 1e-7."""
+"""Relative error in fp64 after as many steps as the tests take. Rounding is 6e-15 at most, with AVX-512,
+AVX2 and no vector kernels; a contribution that is off by 1e-6 of itself is some 1e-7."""
 FIRST_STEP = 1e-5
-"""Relative error in fp32 before any update, which AdamW has not amplified. Rounding comes to 5e-7. It is there for
-faults of fp32 itself, such as a buffer of the wrong size; sums are fp64's to check."""
+"""Relative error in fp32 before any update, which AdamW has not amplified. Rounding is 6e-7 at most. This
+finds faults of fp32 itself, such as a buffer of the wrong size; fp64 checks what is added."""
 
 
 def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
