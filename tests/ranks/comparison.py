@@ -6,7 +6,7 @@ gradient by its own size, so where one is nearly 0 a rounding becomes an update 
 steps later the error is up to 2e-5, and how much depends on the CPU's kernels. A bound on that either
 fails by chance or hides a fault.
 
-So sums are compared in fp64, where the same roundings end below 1e-14 after the same updates.
+So sums are compared in fp64, where the same roundings end at 1e-14 after the same updates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training import Numbers
 from raypp.train.parity import relative_error
 
 WIDE = 1e-10
-"""Relative error in fp64 after as many steps as the tests take. Rounding is 6e-15 at most, with AVX-512,
+"""Relative error in fp64 after as many steps as the tests take. Rounding is 1e-14 at most, with AVX-512,
 AVX2 and no vector kernels; a contribution that is off by 1e-6 of itself is some 1e-7."""
 FIRST_STEP = 1e-5
 """Relative error in fp32 before any update, which AdamW has not amplified. Rounding is 6e-7 at most. This
