@@ -131,7 +131,7 @@ class MixtureOfExperts(nn.Module):
         chosen = self.options.experts_per_token
         x_SC = x_BTC.reshape(-1, x_BTC.shape[-1])
         logits_SE = self.gate(x_SC)
-        probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.float32)
+        probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.promote_types(logits_SE.dtype, torch.float32))
         weights_SK, experts_SK = probabilities_SE.topk(chosen, dim=-1)
         weights_SK = (weights_SK / weights_SK.sum(-1, keepdim=True)).to(x_SC.dtype)
 
@@ -160,7 +160,8 @@ def router_sums(
     labelled_S: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, fp32.
+    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, in the dtype of
+    the probabilities.
 
     Balance (Switch Transformer, arXiv:2101.03961, section 2.2, for K choices): E · Σ_e f_e · P_e over those tokens, f_e
     the choices of expert e per token, P_e its mean probability. Z-loss (ST-MoE, arXiv:2202.08906, section 2.2): the
@@ -168,23 +169,24 @@ def router_sums(
 
     Args:
         logits_SE: Router logits.
-        probabilities_SE: Their softmax, fp32.
+        probabilities_SE: Their softmax, in fp32 or the logits' own wider dtype.
         experts_SK: The experts chosen.
         labelled_S: Tokens with a label, bool.
         group: The ranks that share the microbatch; collective over them. Each returns its tokens' part of the sum.
     """
     experts, chosen = probabilities_SE.shape[1], experts_SK.shape[1]
-    counted_S = labelled_S.float()
+    wide = probabilities_SE.dtype
+    counted_S = labelled_S.to(wide)
     with torch.no_grad():
         choices_E = torch.bincount(
             experts_SK.flatten(), weights=counted_S.repeat_interleave(chosen), minlength=experts
-        ).float()
+        ).to(wide)
         sums = torch.cat((choices_E, counted_S.sum()[None]))
         if group is not None:
             dist.all_reduce(sums, group=group)
         choices_E, tokens = sums[:-1], sums[-1].clamp(min=1)
     balance = experts * (choices_E * (probabilities_SE * counted_S[:, None]).sum(0)).sum() / tokens
-    z = (logits_SE.float().logsumexp(-1).square() * counted_S).sum()
+    z = (logits_SE.to(wide).logsumexp(-1).square() * counted_S).sum()
     return torch.stack((balance, z))
 
 

@@ -24,8 +24,11 @@ from raypp.spec.job import Job
 
 
 def compute_dtype(job: Job) -> torch.dtype:
-    """The dtype of activations, also of those sent between stages."""
-    return torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+    """The dtype of activations, also of those sent between stages.
+
+    What a job calls fp32 is torch's default dtype. Tests set that to fp64, in which no rounding hides a wrong sum.
+    """
+    return torch.bfloat16 if job.train.precision == "bf16" else torch.get_default_dtype()
 
 
 def prepare_stage(

@@ -39,7 +39,7 @@ def build_optimizer(
             lr=options.lr,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
-            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            dtype=torch.bfloat16 if precision == "bf16" else torch.get_default_dtype(),
         )
     return _adamw(_groups([p for _, p in named], options.weight_decay), options)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_identical
 from harness import run_ranks
 from safetensors.torch import load_file
-from test_mesh_does_not_change_numbers import assert_identical, document
+from test_mesh_does_not_change_numbers import document
 from told import Told
 from training import merged
 
