@@ -147,7 +147,7 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 """Multiplies many tensors in place at once. Since 2.4."""
 
-# Process groups (train.process_group, train.leaving).
+# Process groups (train.process_group, train.abort).
 
 
 def backends_on(device: torch.device) -> list[Any]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from raypp.pipeline.clock import ActionClock
-from raypp.pipeline.stage import PlannedStage
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
-from raypp.schedules.messages import Line, Send, with_messages
+from raypp.schedules.communication import Line, Send, with_messages
 from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_unshard_reshard
 
 LossFn = Callable[[Tensor, Tensor], Tensor]

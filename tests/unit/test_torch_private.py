@@ -8,6 +8,7 @@ import pytest
 from torch_names import Source, private_uses, read_sources
 
 from raypp import torch_private
+from raypp.pipeline.planned_stage import PlannedStage
 
 ROOT = Path(__file__).parents[2]
 HOME = "raypp.torch_private"
@@ -72,7 +73,7 @@ def test_a_planted_name_is_found(text: str, name: str) -> None:
             "Mine._retrieve_recv_grads of torch.distributed.pipelining.PipelineStage",
         ),
         (
-            "from raypp.pipeline.stage import PlannedStage\n"
+            f"from {PlannedStage.__module__} import PlannedStage\n"
             "class Mine(PlannedStage):\n    def f(self):\n        return self._stage_meta",
             "Mine._stage_meta of torch.distributed.pipelining.PipelineStage",
         ),
