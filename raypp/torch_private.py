@@ -127,7 +127,7 @@ class ChunkStage(PipelineStage):
 # `tensor._utils.compute_local_shape_and_global_offset`: where this rank's part of a DTensor lies in the whole. Under
 # this path since 2.5.
 
-# Operators (parallel.blocks, parallel.recompute, train.reduce).
+# Operators (parallel.attention_blocks, parallel.recompute, train.reduce).
 
 flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The kernel behind torch's attention on CPUs, which also gives the lse. Since 2.4."""
