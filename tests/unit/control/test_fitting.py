@@ -8,8 +8,8 @@ import pytest
 
 from raypp.control.fitting import Fitting
 from raypp.control.shapes import reshape_event, reshaped, shape_of
-from raypp.planning.check import check_plan
 from raypp.failure_kinds import FailureKind
+from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.recovery.recall import last_device, last_shape

@@ -78,7 +78,10 @@ def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str, stack_of_rank: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, stack_of_rank, crashed])
     death = cause_of_death(7, RAY, Remains(words))
-    assert re.search(r"while the rank was in attention \(\S+/model\.py:7\)", death.cause) and "main_loop" not in death.cause
+    assert (
+        re.search(r"while the rank was in attention \(\S+/model\.py:7\)", death.cause)
+        and "main_loop" not in death.cause
+    )
     assert death.details.index("Current thread") < death.details.index("attention") and "idle" not in death.details
 
 
