@@ -25,11 +25,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from benchmarks.awake import cores_awake
 from benchmarks.surroundings import describe
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.stage import PlannedStage
 from raypp.ports import free_port
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 
 WIDTH, MICROBATCHES, TOKENS = 16, 64, 8
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import JobError, RayppError, ResourcesError
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.planning.check import check_plan, divisors
 from raypp.planning.choices import cut_of, schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
-from raypp.schedules.registry import SCHEDULES, schedule_named
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 

@@ -14,8 +14,8 @@ from typing import Any
 from raypp.errors import Problem
 from raypp.spec.availability import AVAILABLE, KINDS, OWN_KINDS
 from raypp.spec.job import Job
-from raypp.spec.messages import shown
 from raypp.spec.paths import exists, is_glob, is_remote
+from raypp.spec.pydantic_errors import shown
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
-from raypp.storage.patience import Patience
+from raypp.storage.retry import Patience
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.parallel.shard import local_part
-from raypp.parallel.whole import apply_to_whole
+from raypp.parallel.whole_tensors import apply_to_whole
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.control.messages import Ending
+from raypp.control.protocol import Ending
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
 from raypp.failure_kinds import FailureKind

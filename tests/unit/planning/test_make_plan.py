@@ -10,7 +10,7 @@ from planned_jobs import job_with
 from raypp.models.stage import build_stage
 from raypp.planning.flops import flops_per_token, layer_parameters, model_parameters
 from raypp.planning.plan import Plan, make_plan
-from raypp.schedules.registry import SCHEDULES, schedule_named
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
 
 def test_a_plan_names_every_rank_its_stages_and_layers() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
-from raypp.control.telling import failure_event
+from raypp.control.run_events import failure_event
 from raypp.errors import EXIT_RUN_FAILED, EXIT_USAGE
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure, RunState

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from raypp.errors import CheckpointError, JobError
-from raypp.train.faults import LostPeerError, out_of_device_memory
+from raypp.train.device_memory import out_of_device_memory
+from raypp.train.lost_peer import LostPeerError
 
 
 def after(error: Exception, cause: BaseException) -> Exception:

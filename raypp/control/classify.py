@@ -1,0 +1,78 @@
+"""From the exception that ended a rank to a kind of failure, with the evidence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+import raypp
+from raypp.control.credentials import scrubbed
+from raypp.errors import RayppError, causes
+from raypp.failure_kinds import FailureKind
+from raypp.records import RankFailure, Seat
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "pthread_create failed")
+_LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
+
+
+def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
+    """The evidence an exception leaves."""
+    kind, cause = kind_and_cause(error)
+    return RankFailure(
+        rank=seat.rank,
+        label=seat.label,
+        node=seat.node,
+        pid=os.getpid(),
+        kind=kind,
+        cause=scrubbed(cause.strip()[:_LONGEST_CAUSE]),
+        step=step,
+        details=scrubbed("".join(traceback.format_exception(error))[-_LONGEST_DETAILS:]),
+    )
+
+
+def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
+    """What kind of failure an exception is, and what happened in words.
+
+    The exception declares its kind (`RayppError.failure_kind`). Where that is only a symptom, or where it declares
+    none, what caused the exception is looked at, too.
+    """
+    declared = error.failure_kind if isinstance(error, RayppError) else None
+    text = str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}"
+    if declared is not None and not declared.traits.symptom:
+        return declared, text
+    for inner in causes(error):
+        if isinstance(inner, OSError) and inner.errno in _FULL:
+            return FailureKind.DISK_FULL, f"{_full_place(inner)} is full: {text}"
+    if declared is not None and declared.traits.permanent:
+        return declared, text
+    for inner in causes(error):
+        if isinstance(inner, MemoryError) or any(sign in str(inner) for sign in _NO_HOST_MEMORY):
+            return FailureKind.OUT_OF_MEMORY, f"the host's memory is not enough: {text}"
+    if declared is not None:
+        return declared, f"{declared.traits.words}: {text}" if declared is FailureKind.STORE_DOWN else text
+    place = None if isinstance(error, RayppError) else place_in_user_code(error)
+    return FailureKind.RAISED, f"{text} (in {place})" if place else text
+
+
+def place_in_user_code(error: BaseException) -> str | None:
+    """`file:line (function)` of the innermost frame that is neither raypp's nor a library's: a model or data of the
+    user's own; None when there is none."""
+    own = tuple(f"{Path(path).resolve()}{os.sep}" for path in _library_paths())
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and not str(path.resolve()).startswith(own):
+            return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    return None
+
+
+def _library_paths() -> list[str]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return [str(Path(raypp.__file__).parent), *(sysconfig.get_paths()[name] for name in names)]
+
+
+def _full_place(error: OSError) -> str:
+    return str(error.filename) if error.filename else "a file system"

@@ -1,0 +1,37 @@
+"""Telling a rank's own error from one that another rank's death caused."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
+
+# What gloo, NCCL and the key-value store say when the other side is gone or silent.
+_PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "read error",
+    "write error",
+    "failed to recv",
+    "gloo/transport",
+)
+
+
+class LostPeerError(RayppError):
+    """Another rank went away; this one is only a witness."""
+
+    failure_kind = FailureKind.LOST_PEER
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says that a peer is gone, rather than that this rank did something wrong."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_GONE)
