@@ -7,10 +7,13 @@ only when they are used, so that the job language can be read without importing 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem
@@ -55,6 +58,20 @@ class Registry:
         kind = Kind(name, options, builder, summary)
         self._kinds[name] = kind
         return kind
+
+    def register_modules(self, package: str, builder: str) -> None:
+        """Adds every module of a package as the kind of its name, without importing it.
+
+        Args:
+            package: Its modules are the kinds; the first line of a module's docstring is the kind's summary.
+            builder: The name of the builder in each module.
+        """
+        spec = importlib.util.find_spec(package)
+        folders = spec.submodule_search_locations or () if spec is not None else ()
+        files = [file for folder in folders for file in Path(folder).glob("*.py") if file.stem != "__init__"]
+        for file in sorted(files):
+            words = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            self.register(file.stem, f"{package}.{file.stem}:{builder}", summary=words.partition("\n")[0])
 
     def names(self) -> list[str]:
         return list(self._kinds)

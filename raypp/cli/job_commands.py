@@ -42,7 +42,7 @@ def schema_command() -> None:
 @click.argument("key", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def list_kinds_command(key: str | None, as_json: bool) -> None:
-    """List the models, data sources, schedules and optimizers there are, or those of one KEY (model.kind)."""
+    """List the models, data sources, schedules, optimizers and recovery policies, or those of one KEY (model.kind)."""
     from raypp.spec.availability import KINDS
 
     if key is not None and key not in KINDS:

@@ -29,9 +29,10 @@ from raypp.control.protocol import Answer, Batch, Beat, Outcome, Parcel, RunRequ
 from raypp.control.run_record import RunRecord
 from raypp.control.snapshot_cleanup import forget_snapshots
 from raypp.control.worker_group import Crew, end_workers, find_workers
+from raypp.failure_kinds import FailureKind
 from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policy import NODE_KINDS, Policy
+from raypp.recovery.policy import policy_of
 from raypp.recovery.recall import failed_attempts, last_device, last_shape
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
@@ -67,8 +68,7 @@ class Leader:
         self._handle = handle
         self._again = again
         self._job = Job.model_validate(request.job)
-        recovery = self._job.recovery
-        self.machine = m.Machine(policy=Policy(recovery.max_restarts, recovery.on_nonfinite == "restart"))
+        self.machine = m.Machine()
         self._inbox: queue.Queue[Batch | Parcel | Requests] = queue.Queue()
         self._stop: Requests | None = None
         self._attempt: Attempt | None = None
@@ -139,6 +139,7 @@ class Leader:
             return
         if not self._again:
             self._end_leftovers()  # of a submission whose controller is gone for good
+        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
         self._device = self._choose_device()
         bundle = {"CPU": float(self._job.resources.cpus_per_rank)}
         if self._device == "cuda":
@@ -314,7 +315,7 @@ class Leader:
         self._watch = None
         for rank, text in stacks_of_all(attempt.ranks, self._crew, stall.rank).items():
             self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
-        self._heard(m.RankFailed(attempt.ranks[stall.rank].failure("hung", stall.cause, stall.details)))
+        self._heard(m.RankFailed(attempt.ranks[stall.rank].failure(FailureKind.HUNG, stall.cause, stall.details)))
 
     def _look_for_notices(self, attempt: Attempt) -> None:
         """Whoever is told to go takes a last save along; then the attempt ends, and counts for nothing."""
@@ -343,7 +344,7 @@ class Leader:
             self._start_watch(attempt)
         elif isinstance(event, m.AttemptGone):
             if attempt is not None:
-                lost = {one.rank for one in self.machine.failures if one.kind in NODE_KINDS}
+                lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.doubts.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
             self._watch = None
@@ -369,8 +370,8 @@ class Leader:
                     self._launch_now = True
                 case m.EndAttempt():
                     assert self._attempt is not None
-                    hung = {failure.rank for failure in self.machine.failures if failure.kind in ("hung", "preempted")}
-                    self._attempt.end(command.keep, hung)
+                    suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
+                    self._attempt.end(command.keep, suspects)
                 case m.Ask():
                     self._stop = command.requests
                 case m.Wait():

@@ -1,6 +1,6 @@
 """The controller's state machine, pure: `step(state, event) -> (state, commands)`.
 
-It decides; `controller.py` carries out. So that whatever order events come in, at most one attempt is alive,
+It decides; `leader.py` carries out. So that whatever order events come in, at most one attempt is alive,
 nothing starts after the end, and a run always ends.
 """
 
@@ -12,11 +12,16 @@ from typing import TypeAlias
 
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.elastic import Shape
-from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, decide, describe, root_cause
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 
 
 class Phase(StrEnum):
-    """What the controller is busy with."""
+    """What the run is busy with, as decided here.
+
+    How far the carrying out of one attempt has come is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
+    PLACING or STARTING, it is ENDING until the attempt is GONE, and while it is WAITING there is no attempt.
+    """
 
     IDLE = "idle"
     LAUNCHING = "launching"
@@ -31,6 +36,7 @@ class Machine:
     """Everything a decision depends on.
 
     Attributes:
+        policy: Says whether the run goes on after an attempt failed.
         state: What users see.
         phase: What goes on; LAUNCHING, RUNNING and ENDING are the phases with a living attempt.
         attempt: Number of the present or last attempt.
@@ -46,7 +52,7 @@ class Machine:
         grown_at: Newest commit when the mesh last grew.
     """
 
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = field(default_factory=DefaultPolicy)
     state: RunState = RunState.PENDING
     phase: Phase = Phase.IDLE
     attempt: int = 0
@@ -301,9 +307,9 @@ def _after(machine: Machine) -> Step:
     machine = replace(machine, history=(*machine.history, end), failures=())
     if machine.stop:
         return _finish(machine, Finish(RunState.STOPPED, f"a rank failed before the last checkpoint: {machine.error}"))
-    decision = decide(machine.history, machine.policy)
+    decision = machine.policy.decide(machine.history)
     if isinstance(decision, GiveUp):
-        return _finish(machine, Finish(RunState.FAILED, decision.reason, exit_code=2 if decision.user_error else 1))
+        return _finish(machine, Finish(RunState.FAILED, decision.reason, decision.exit_code))
     return replace(machine, phase=Phase.WAITING, state=RunState.RECOVERING), (Wait(decision.delay_s),)
 
 

@@ -47,7 +47,7 @@ def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memor
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
-    if memory and failure.kind != "corrupt":  # after that the ranks throw theirs away
+    if memory and not failure.kind.traits.taints_snapshots:
         start = f"a newer snapshot in memory, else from {start}"
     pause = f" in {delay_s:g} s" if delay_s else ""
     message = f"a new attempt{pause}, from {start}, because {describe(failure)}; {kept} of {world} processes go on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure
 from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd
@@ -50,4 +51,5 @@ def _failure(event: Event) -> RankFailure:
     facts = event.details
     rank = -1 if event.rank is None else event.rank
     label, kind, cause = (str(facts.get(key, "")) for key in ("label", "kind", "cause"))
-    return RankFailure(rank, label, event.node, int(facts.get("pid", 0)), kind, cause, event.step or 0)
+    pid = int(facts.get("pid", 0))
+    return RankFailure(rank, label, event.node, pid, FailureKind.read(kind), cause, event.step or 0)

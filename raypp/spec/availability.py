@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypp.spec.models import MODELS
+from raypp.spec.policies import POLICIES
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": tuple(MODELS.names()),
@@ -29,10 +30,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         "auto",
     ),
     "train.optimizer.kind": ("adamw", "sgd", "muon"),
+    "recovery.policy": tuple(POLICIES.names()),
 }
 """Every word the language has for the keys whose type is plain text."""
 
-OWN_KINDS = ("model.kind", "pipeline.schedule")
+OWN_KINDS = ("model.kind", "pipeline.schedule", "recovery.policy")
 """Keys whose word may also be the user's own: `module.path:object`."""
 
 SUMMARIES: dict[tuple[str, str], str] = {
@@ -53,5 +55,6 @@ SUMMARIES: dict[tuple[str, str], str] = {
     ("train.optimizer.kind", "adamw"): "Adam with decoupled weight decay",
     ("train.optimizer.kind", "sgd"): "gradient descent with momentum",
     ("train.optimizer.kind", "muon"): "orthogonalised momentum for matrices, AdamW for the rest",
+    **{("recovery.policy", kind.name): kind.summary for kind in POLICIES},
 }
 """One line of help for each of `KINDS`."""

@@ -226,6 +226,8 @@ class ElasticOptions(Section):
 class RecoverySection(Section):
     """What to do when something breaks."""
 
+    policy: str = "default"
+    """Who decides whether the run goes on after a failure: default | your own as module.path:factory"""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts in a row without a new committed step before the run fails."""
     hang_timeout_s: float = Field(default=60, gt=0)

@@ -6,13 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
+from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.elastic import Shape
-from raypp.recovery.policy import AttemptEnd, Policy
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import AttemptEnd
 
 
 def failure(kind: str = "killed", step: int = 3) -> RankFailure:
-    return RankFailure(1, "pp1", "10.0.0.1", 7, kind, "gone", step)
+    return RankFailure(1, "pp1", "10.0.0.1", 7, FailureKind(kind), "gone", step)
 
 
 def play(machine: m.Machine, *events: m.Happening) -> tuple[m.Machine, list[m.Command]]:
@@ -78,7 +80,7 @@ def test_a_later_life_that_finds_its_ranks_alive_leads_them_on_and_counts_no_res
 
 def test_what_earlier_lives_of_the_controller_saw_fail_counts() -> None:
     history = tuple(AttemptEnd(attempt, (failure(),), 10) for attempt in (1, 2))
-    machine, _ = play(m.Machine(policy=Policy(2)), m.Start(3, 10, adopted=True, history=history))
+    machine, _ = play(m.Machine(policy=DefaultPolicy(2)), m.Start(3, 10, adopted=True, history=history))
     machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone())
     assert machine.state is RunState.FAILED and "2 restarts in a row" in commands[-1].reason  # type: ignore[union-attr]
 
@@ -161,7 +163,7 @@ _EVENTS = st.one_of(
 def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_end(
     events: list[m.Happening], max_restarts: int
 ) -> None:
-    machine = m.Machine(policy=Policy(max_restarts))
+    machine = m.Machine(policy=DefaultPolicy(max_restarts))
     alive = finished = False
     for event in events:
         before = machine
@@ -196,7 +198,7 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
 def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_often_than_allowed(
     attempts: list[tuple[str, bool]], max_restarts: int
 ) -> None:
-    machine, _ = play(m.Machine(policy=Policy(max_restarts)), m.Start())
+    machine, _ = play(m.Machine(policy=DefaultPolicy(max_restarts)), m.Start())
     step = in_vain = 0
     for kind, progress in [*attempts, *[("killed", False)] * (max_restarts + 2)]:
         machine, _ = play(machine, m.Claimed(machine.attempt + 1), m.Seated())

@@ -10,7 +10,7 @@ from raypp.control.seats import Rank
 from raypp.observe.reader import RunReader
 from raypp.observe.status import RunStatus
 from raypp.records import Coordinates, Event, StepReport
-from raypp.recovery.policy import Policy
+from raypp.recovery.policies.default import DefaultPolicy
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
@@ -52,7 +52,7 @@ def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     record = _record(DirectoryStore(tmp_path), "c-1")
     record.begin(None, None)
     ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", "10.0.0.1", 100 + n, "step") for n in range(3)]
-    machine = Machine(policy=Policy(3))
+    machine = Machine(policy=DefaultPolicy(3))
     record.show(machine, ranks)
     ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
     record.show(machine, ranks)

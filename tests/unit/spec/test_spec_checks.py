@@ -39,6 +39,7 @@ def test_every_default_is_available() -> None:
         ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
         ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),
+        ({"recovery": {"policy": "defualt"}}, "recovery.policy", "there is no 'defualt'; there are: default | did you"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_yet_is_refused_with_what_does(sections: dict[str, Any], key: str, told: str) -> None:
