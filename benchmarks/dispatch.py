@@ -29,7 +29,7 @@ from raypp.mesh.place import place_stages
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.stage import PlannedStage
 from raypp.ports import free_port
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 
 WIDTH, MICROBATCHES, TOKENS = 16, 64, 8
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from raypp.schedules.messages import channels_of
+from raypp.schedules.communication import channels_of
 
 _ROUNDS = 4
 """Messages one after another on each channel; what a link lets through at once at the beginning is not timed."""

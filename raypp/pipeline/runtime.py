@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
-from raypp.schedules.messages import Line, Send, with_messages
+from raypp.schedules.communication import Line, Send, with_messages
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]

@@ -9,7 +9,7 @@ from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.weights import end_weights
 from raypp.planning.wire import wire_problems
-from raypp.schedules.registry import schedule_named, size_problems
+from raypp.schedules.catalogue import schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
 
@@ -38,10 +38,9 @@ def _schedule(job: Job) -> Iterator[Problem]:
     pipeline = job.pipeline
     problems = size_problems(schedule, job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches)
     yield from problems
-    own = ":" in name or name.endswith(".csv")
-    if own and not problems:
+    if schedule.own and not problems:
         try:
-            schedule(job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
+            schedule.build()(job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
         except JobError as error:
             yield from error.problems
 

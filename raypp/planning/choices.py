@@ -7,7 +7,7 @@ from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.place import Placement, place_stages
 from raypp.planning.weights import end_weights
 from raypp.schedules.action import Program
-from raypp.schedules.registry import build_program, schedule_named
+from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.spec.job import Job
 
 

@@ -29,7 +29,7 @@ from raypp.planning.traffic import (
     of_pipeline_rank,
 )
 from raypp.planning.weights import activation_bytes, sum_bytes
-from raypp.schedules.registry import build_program, schedule_named
+from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypp.errors import JobError
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import StageTimes, simulate
 
 WORTH = 0.01

@@ -19,9 +19,9 @@ from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
+from raypp.schedules.catalogue import schedule_named
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.picture import draw_timeline
-from raypp.schedules.registry import schedule_named
 from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from raypp.schedules.action import Action
-from raypp.schedules.messages import Line, Message, Receive, Send, needed_by
+from raypp.schedules.communication import Line, Message, Receive, Send, needed_by
 
 Rule = Literal["gloo", "nccl", "blocking"]
 GroupOf = Callable[[Message, int, int], str]

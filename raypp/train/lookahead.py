@@ -27,7 +27,7 @@ from raypp.planning.choices import cut_of, schedule_of
 from raypp.planning.lookahead import Depth, best_depth, depths
 from raypp.planning.memory import stage_activation_bytes
 from raypp.records import Event, Seat
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
 

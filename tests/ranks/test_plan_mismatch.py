@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.stage import PlanMismatch, PlannedStage
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 
 pytestmark = pytest.mark.ranks
 WIDTH, ROWS, LENGTHS = 4, 2, [8, 16]

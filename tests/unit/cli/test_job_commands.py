@@ -23,7 +23,7 @@ from raypp.errors import (
     RunFailedError,
     UnreachableError,
 )
-from raypp.schedules.registry import build_program
+from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import StageTimes, simulate
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ from planned_jobs import job_with
 
 from raypp.planning.check import check_plan
 from raypp.planning.plan import layer_cut, make_plan, stage_program
-from raypp.schedules.registry import SCHEDULES
+from raypp.schedules.catalogue import SCHEDULES
 
 small = st.integers(1, 4)
 weight = st.one_of(st.just("auto"), st.integers(0, 4), st.floats(0, 4))

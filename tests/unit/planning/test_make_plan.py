@@ -10,7 +10,7 @@ from planned_jobs import job_with
 from raypp.models.stage import build_stage
 from raypp.planning.flops import flops_per_token, layer_parameters, model_parameters
 from raypp.planning.plan import Plan, make_plan
-from raypp.schedules.registry import SCHEDULES, schedule_named
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
 
 def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
@@ -35,7 +35,7 @@ def test_a_plan_is_json() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_every_schedule_can_be_planned(name: str) -> None:
-    stages_per_rank = 2 if name != "gpipe" and name != "1f1b" else 1
+    stages_per_rank = schedule_named(name).nearest_stages(2)
     plan = make_plan(job_with(pipeline={"schedule": name, "stages_per_rank": stages_per_rank}))
     crossing = [b for b in plan.boundaries if b.crosses_ranks]
     assert len(plan.boundaries) == 2 * stages_per_rank - 1

@@ -9,7 +9,7 @@ import pytest
 
 from raypp.errors import JobError
 from raypp.schedules.action import printed
-from raypp.schedules.registry import build_program, schedule_named
+from raypp.schedules.catalogue import build_program, schedule_named
 
 OWN = """
 def backwards_first(pp, stages_per_rank, microbatches, lookahead=0):

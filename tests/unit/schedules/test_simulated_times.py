@@ -6,9 +6,9 @@ import pytest
 
 from raypp.schedules.action import parse_actions
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
+from raypp.schedules.catalogue import build_program
 from raypp.schedules.one_f_one_b import build as build_1f1b
 from raypp.schedules.picture import draw
-from raypp.schedules.registry import build_program
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 
 
