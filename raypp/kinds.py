@@ -83,8 +83,8 @@ class StoreKind(Kind):
 
     Attributes:
         form: Its URLs as messages show them.
-        local: Its objects are files of this machine, or of a directory that all machines mount; no server is asked.
-        holds_data: `data.path` may be such a URL, `scheme://place/key-or-prefix`.
+        local: `scheme://` and a directory's path is a store: its objects are files, and no server is asked.
+        holds_data: `data.path` may be such a URL: `scheme://place/key-or-prefix`, where `scheme://place` is a store.
         record_every_s: Seconds between two writes of a run's records; requests to a server may cost money.
         endpoints: Environment variables that say where its server is, the first that is set counts.
         secrets: Variables with credentials; they travel with a job in its private file.
@@ -96,7 +96,7 @@ class StoreKind(Kind):
 
     form: str = ""
     local: bool = False
-    holds_data: bool = True
+    holds_data: bool = False
     record_every_s: float = 1.0
     endpoints: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
@@ -144,15 +144,17 @@ def store_kind(url: str, *, key: str = "") -> StoreKind:
 
 
 def keeps_data_elsewhere(path: str) -> bool:
-    """Whether a `data.path` means objects of a store with a server; else it means files.
+    """Whether a `data.path` is the URL of objects in a store; else it means files.
 
     Raises:
         JobError: There is no store with that scheme, or it holds no data.
     """
+    if _SCHEME.match(path) is None:
+        return False
     kind = store_kind(path)
     if not kind.holds_data:
-        raise JobError(Problem("", f"{path}: a {kind.name} store holds no training data", f"use {data_forms()}"))
-    return not kind.local
+        raise JobError(Problem("", f"{path}: training data are not read from {kind.name}://", f"use {data_forms()}"))
+    return True
 
 
 def store_forms() -> str:
@@ -162,5 +164,5 @@ def store_forms() -> str:
 
 def data_forms() -> str:
     """What `data.path` may be, for messages."""
-    urls = [f"{kind.name}://…" for kind in STORES if kind.holds_data and not kind.local]
+    urls = [f"{kind.name}://…" for kind in STORES if kind.holds_data]
     return "a file, a directory, a glob" + "".join(f" or {url}" for url in urls)

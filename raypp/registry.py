@@ -57,7 +57,13 @@ class Kind:
         return cls(name, "your own")
 
     def build(self) -> Callable[..., Any]:
-        """The builder itself, imported now when it was given by name."""
+        """The builder itself, imported now when it was given by name.
+
+        Raises:
+            JobError: It is not available, or cannot be imported.
+        """
+        if not self.available:
+            raise JobError(Problem("", f"{self.name} is not available yet ({self.summary})"))
         return load_object(self.builder) if isinstance(self.builder, str) else self.builder
 
 
@@ -131,9 +137,10 @@ class Registry(Generic[K]):
         kinds = self._listed()
         if name in kinds:
             return kinds[name]
+        usable = [kind.name for kind in self.usable()]
         close = difflib.get_close_matches(name, kinds, n=1)
         fix = f"did you mean {close[0]!r}?" if close else fix or "use one of them, or your own as module.path:function"
-        raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(kinds)}", fix))
+        raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(usable)}", fix))
 
     def _in_raypp(self) -> dict[str, K]:
         """The kinds of the package and those registered by a call, without a look at what is installed."""

@@ -15,7 +15,7 @@ from raypp.data.packing import PLAN_VERSION
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Request
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
-from raypp.errors import DataError, Problem, RayppError
+from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
 from raypp.spec.job import DataSection, Job
 
@@ -138,7 +138,12 @@ def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
 
 
 def _source(job: Job) -> SourceKind:
-    return SOURCES.get(job.data.kind, key="data.kind")
+    source = SOURCES.get(job.data.kind, key="data.kind")
+    if not source.available:
+        usable = ", ".join(kind.name for kind in SOURCES.usable())
+        what = f"{source.name} is not available yet; available: {usable}"
+        raise JobError(Problem("data.kind", what, f"use one of {usable}"))
+    return source
 
 
 def _no_path(data: DataSection) -> DataError:

@@ -52,6 +52,7 @@ KIND = StoreKind(
     "s3://bucket/prefix, on AWS or any server with S3's interface",
     position=2,
     form="s3://bucket/prefix",
+    holds_data=True,
     record_every_s=2.0,
     endpoints=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     secrets=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),

@@ -14,7 +14,7 @@ from raypp.spec.load import parse_job
 def problems(schedule: str, **train: Any) -> list[str]:
     job = {
         "name": "r", "data": {"kind": "synthetic"}, "mesh": {"pp": 2},
-        "pipeline": {"schedule": schedule, "stages_per_rank": 2 if schedule == "zbv" else 1},
+        "pipeline": {"schedule": schedule, "stages_per_rank": SCHEDULES.get(schedule).nearest_stages(1)},
         "train": {"activation_checkpointing": "selective", **train},
     }  # fmt: skip
     return [f"{problem.key}: {problem.what}" for problem in check_plan(parse_job(job))]
