@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import POLICIES
 from raypp.records import RankFailure
 from raypp.spec.job import RecoverySection
-from raypp.spec.policies import POLICIES
 
 _KEY = "recovery.policy"
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")

@@ -1,4 +1,4 @@
-"""restart, with growing pauses, until recovery.max_restarts restarts in a row brought no newer checkpoint"""
+"""The default policy: bounded restarts with growing delays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypp.failure_kinds import FailureKind
+from raypp.kinds import PolicyKind
 from raypp.recovery.policy import (
     AttemptEnd,
     Decision,
@@ -17,6 +18,10 @@ from raypp.recovery.policy import (
     same_again,
 )
 from raypp.spec.job import RecoverySection
+
+KIND = PolicyKind(
+    "default", "restart, with growing pauses, until recovery.max_restarts restarts in a row brought no newer checkpoint"
+)
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0

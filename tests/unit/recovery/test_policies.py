@@ -18,6 +18,7 @@ from raypp.control import machine as m
 from raypp.control.run_events import failure_event
 from raypp.errors import EXIT_RUN_FAILED, EXIT_USAGE
 from raypp.failure_kinds import FailureKind
+from raypp.kinds import POLICIES
 from raypp.records import Event, RankFailure, RunState
 from raypp.recovery.policy import (
     AttemptEnd,
@@ -30,7 +31,6 @@ from raypp.recovery.policy import (
 )
 from raypp.recovery.recall import failed_attempts
 from raypp.spec.job import RecoverySection
-from raypp.spec.policies import POLICIES
 
 KINDS = list(FailureKind)
 PERMANENT = [kind for kind in KINDS if kind.traits.permanent]
