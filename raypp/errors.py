@@ -21,6 +21,12 @@ EXIT_RESOURCES = 4
 EXIT_INTERRUPTED = 130
 
 
+def in_words(error: BaseException) -> str:
+    """What an exception says. Only a `RayppError` explains itself: the text of a `KeyError` is its key alone, so any
+    other exception is named by its type, too."""
+    return str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import raypp
 from raypp.control.credentials import scrubbed
-from raypp.errors import RayppError, causes
+from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure, Seat
 
@@ -41,7 +41,7 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
     none, what caused the exception is looked at, too.
     """
     declared = error.failure_kind if isinstance(error, RayppError) else None
-    text = str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}"
+    text = in_words(error)
     if declared is not None and not declared.traits.symptom:
         return declared, text
     for inner in causes(error):

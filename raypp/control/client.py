@@ -130,7 +130,7 @@ def submit_run(
         "entrypoint": f"{python_of(cluster)} -m raypp.control.driver",
         "submission_id": submission_id,
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
-        "metadata": {"raypp_run": job.name, "raypp_url": url},
+        "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's
     }
     try:
         accepted = cluster.dashboard.submit_job(document)
@@ -200,7 +200,7 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
         {
             "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {shlex.quote(command)} {shlex.quote(run)}",
             "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
-            "metadata": {"raypp_command": f"{command} {run}"},
+            "metadata": {"job_name": f"{command} {run}", "raypp_command": f"{command} {run}"},
         }
     )
     end = time.monotonic() + _COMMAND_PATIENCE_S

@@ -50,6 +50,7 @@ class Machine:
         shape: The mesh of the present or next attempt; None: that of the job.
         reshaping: The present attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
+        adopted: An earlier life started the present attempt, and may have asked it to end for a larger mesh.
     """
 
     policy: Policy = field(default_factory=DefaultPolicy)
@@ -66,6 +67,7 @@ class Machine:
     shape: Shape | None = None
     reshaping: bool = False
     grown_at: int | None = None
+    adopted: bool = False
 
 
 # Events ---------------------------------------------------------------------------------------------
@@ -85,6 +87,8 @@ class Start:
     """How attempts failed that earlier lives led."""
     shape: Shape | None = None
     """The mesh that the last attempt had; None: that of the job."""
+    ending: Finish | None = None
+    """The run is over, and no rank is left."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ def step(machine: Machine, event: Happening) -> Step:
         case Start() if machine.phase is Phase.IDLE:
             return _start(machine, event)
         case Claimed() if machine.phase is Phase.LAUNCHING:
-            return replace(machine, attempt=event.attempt), ()
+            return replace(machine, attempt=event.attempt, adopted=False), ()
         case Seated() if machine.phase is Phase.LAUNCHING:
             state = RunState.STOPPING if machine.stop else RunState.RUNNING
             return replace(machine, phase=Phase.RUNNING, state=state), ()
@@ -234,8 +238,8 @@ def step(machine: Machine, event: Happening) -> Step:
             return replace(machine, phase=Phase.ENDING, ending=finish, error=event.reason), (EndAttempt(),)
         case Reshape() if machine.ending is None and not machine.stop and not machine.reshaping:
             return _reshape(machine, event)
-        case Finished(stopped=True) if machine.phase is Phase.RUNNING and machine.reshaping and not machine.stop:
-            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING), (EndAttempt(),)
+        case Finished(stopped=True) if machine.phase is Phase.RUNNING and _goes_on(machine):
+            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
         case Finished() if machine.phase is Phase.RUNNING:
             finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
             return replace(machine, phase=Phase.ENDING, ending=finish), (EndAttempt(),)
@@ -257,12 +261,19 @@ def _start(machine: Machine, event: Start) -> Step:
         history=event.history,
         shape=event.shape,
     )
+    if event.ending is not None:
+        return _finish(machine, event.ending)
     if event.adopted:
-        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING), ()
+        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING, adopted=True), ()
     machine = replace(machine, phase=Phase.LAUNCHING)
     if event.interrupted:
         machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
     return machine, (Launch(),)
+
+
+def _goes_on(machine: Machine) -> bool:
+    """Whether ranks that stopped did so for the next attempt: the operator's wish is known to every life."""
+    return not machine.stop and (machine.reshaping or machine.adopted)
 
 
 def _reshape(machine: Machine, event: Reshape) -> Step:

@@ -19,7 +19,7 @@ from raypp.data.corpus import Corpus, Ids
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile, find_files, unreadable
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
-from raypp.errors import DataError, Problem
+from raypp.errors import DataError, Problem, in_words
 from raypp.kinds import SourceKind
 
 KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy",), ids="tokenizer")
@@ -50,7 +50,9 @@ def read(request: Request) -> Corpus:
         offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
         digest = json.loads((entry / "meta.json").read_text(encoding="utf-8"))["digest"]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(Problem(request.place, f"its index cannot be read: {error}", f"delete {entry}")) from error
+        raise DataError(
+            Problem(request.place, f"its index cannot be read: {in_words(error)}", f"delete {entry}")
+        ) from error
     return Corpus(tuple(shards), offsets, digest)
 
 

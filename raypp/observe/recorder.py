@@ -6,6 +6,7 @@ import threading
 import time
 from types import TracebackType
 
+from raypp.errors import in_words
 from raypp.kinds import store_kind
 from raypp.observe.append_log import PartWriter
 from raypp.observe.json_lines import LogLine, document, event_line, log_line, step_line
@@ -193,7 +194,7 @@ class RunRecorder:
             self._logs.write()
             self._write_status(at_once=everything)
         except Exception as error:  # noqa: BLE001  training must go on whatever the store does; it is tried again
-            return str(error) or repr(error)
+            return in_words(error)
         return None
 
     def _say_what_was_dropped(self) -> None:

@@ -1,11 +1,12 @@
-"""What an earlier life of the controller knew of failures and of the mesh, read back from the events it told."""
+"""What an earlier life of the controller knew of failures, of the mesh and of the operator's wish, read back from the
+events it told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, RankFailure
+from raypp.records import Event, RankFailure, Requests
 from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd
 
@@ -39,6 +40,17 @@ def last_shape(events: Iterable[Event]) -> Shape | None:
         elif event.kind == "reshaped":
             shape = Shape(**{name: int(size) for name, size in event.details["to"].items()})
     return shape
+
+
+def stop_asked(events: Iterable[Event]) -> Requests | None:
+    """What the operator wants since the run was last submitted; None: that it goes on."""
+    asked = None
+    for event in events:
+        if event.kind == "submitted":
+            asked = None
+        elif event.kind == "stop_requested":
+            asked = Requests(stop=True, save_before_stop=bool(event.details.get("save", True)))
+    return asked
 
 
 def last_device(events: Iterable[Event]) -> str | None:

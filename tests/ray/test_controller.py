@@ -34,6 +34,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
     assert run.exit_code() == 0
+    assert run.job()["metadata"]["job_name"] == "plain"  # what the dashboard's Jobs page shows as Name
     assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
     run.assert_nothing_left()
     assert run.groups() == {"REMOVED"}

@@ -50,6 +50,24 @@ def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None
     assert machine.state is RunState.STOPPED
 
 
+def test_ranks_that_an_earlier_life_asked_to_stop_go_on_unless_the_operator_wants_the_end() -> None:
+    adopted = m.Start(3, 10, adopted=True)
+    machine, commands = play(m.Machine(), adopted, m.Finished(True), m.AttemptGone())
+    assert (machine.phase, machine.restarts, commands[-1]) == (m.Phase.LAUNCHING, 0, m.Launch())
+    machine, _ = play(machine, m.Claimed(4), m.Seated(), m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+    machine, _ = play(m.Machine(), adopted, m.StopAsked(True), m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+
+
+def test_a_run_that_is_over_when_it_is_found_keeps_its_attempt_and_its_checkpoint() -> None:
+    ending = m.Finish(RunState.FAILED, "the sun is too bright", 2)
+    machine, commands = play(m.Machine(), m.Start(3, 10, interrupted=True, ending=ending))
+    assert commands == [ending] and machine.phase is m.Phase.DONE
+    assert (machine.attempt, machine.committed_step, machine.restarts) == (3, 10, 0)
+    assert (machine.state, machine.error) == (RunState.FAILED, "the sun is too bright")
+
+
 def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
     machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptGone())
     assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
