@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
 from raypp.models.documents import PackedDocuments
-from raypp.models.init import initial_value
+from raypp.models.initial_values import initial_value
 from raypp.models.stage import build_stage
 
 

@@ -24,7 +24,7 @@ from raypp.data.loader import open_loader
 from raypp.data.packing import Row
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.zigzag import Layout, contiguous, plan_ring, zigzag
-from raypp.pipeline.agree import padded_length
+from raypp.pipeline.agreement import padded_length
 from raypp.pipeline.collate import longest_row
 from raypp.spec.load import parse_job
 

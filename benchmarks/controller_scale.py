@@ -39,8 +39,8 @@ from benchmarks.held_ranks import (
     job_document,
 )
 from benchmarks.surroundings import describe
-from raypp.control.messages import RunRequest
-from raypp.control.relay_tree import Shape
+from raypp.control.protocol import RunRequest
+from raypp.control.report.relay_tree import Shape
 from raypp.spec.job import Job
 
 STARTS = 5

@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.surroundings import describe
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
 from raypp.storage import open_store
-from raypp.storage.seaweed import SeaweedServer
 
 
 def run(url: str, steps: int, environment: dict[str, str]) -> None:

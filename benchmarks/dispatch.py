@@ -25,9 +25,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from benchmarks.awake import cores_awake
 from benchmarks.surroundings import describe
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.stage import PlannedStage
 from raypp.ports import free_port
 from raypp.schedules.catalogue import build_program
 

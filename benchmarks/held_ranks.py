@@ -15,14 +15,14 @@ import ray
 
 from raypp.control import machine as m
 from raypp.control.controller import Controller
-from raypp.control.crew import Crew
 from raypp.control.leader import Leader, start_thread
-from raypp.control.lifeline import asks_every_s
-from raypp.control.messages import Answer, Batch, Parcel, Presence, RunRequest, Standing, Word
-from raypp.control.outbox import Outbox
+from raypp.control.orphan import asks_every_s
 from raypp.control.placement import Placement
-from raypp.control.relay import Relay, Sorting
-from raypp.control.relay_tree import Plan, Shape
+from raypp.control.protocol import Answer, Batch, Parcel, Presence, RunRequest, Standing, Word
+from raypp.control.report.outbox import Outbox
+from raypp.control.report.relay import Relay, Sorting
+from raypp.control.report.relay_tree import Plan, Shape
+from raypp.control.worker_group import Crew
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, Seat, StepReport
 

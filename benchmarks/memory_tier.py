@@ -21,13 +21,13 @@ from torch import nn
 
 from benchmarks.surroundings import describe
 from raypp.checkpoint.load import load_checkpoint
-from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
-from raypp.checkpoint.memory_load import PreparedLoad
-from raypp.checkpoint.memory_slot import Slot
-from raypp.checkpoint.memory_stock import RunLife
-from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
+from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
+from raypp.memory.rank_slots import RunLife
+from raypp.memory.restore import PreparedLoad
+from raypp.memory.slot import Slot
+from raypp.memory.tier import MemoryTier
 from raypp.records import Coordinates, Event, Requests, Seat
 from raypp.storage.directory import DirectoryStore
 

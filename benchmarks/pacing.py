@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.kept import Kept, add_resume
 from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
-from raypp.storage.seaweed import SeaweedServer
+from raypp.clusters.seaweed import SeaweedServer
 
 BUCKET = "bench"
 WARM = 2

@@ -17,7 +17,7 @@ from benchmarks.recut_bytes import recut_table
 from benchmarks.save_teams import Answers, Teams
 from benchmarks.save_writers import WRITERS
 from benchmarks.surroundings import describe
-from raypp.storage.seaweed import SeaweedServer
+from raypp.clusters.seaweed import SeaweedServer
 
 WORLD = 2
 

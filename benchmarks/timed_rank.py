@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
 from raypp.parallel import late_sums
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.stage import PlannedStage
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job

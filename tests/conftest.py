@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raypp.checkpoint.memory_files import remove_dead
+from raypp.memory.files import remove_dead
 
 for folder in ("e2e", "servers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))

@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 
 from cluster.testbed.network import PREFIX, Cut, Network, remove_leftovers, why_not
-from raypp.control.dashboard import Dashboard, NodeResources
-from raypp.control.home import private_directory, write_private
+from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.seaweed import SeaweedServer
+from raypp.clusters.user_folder import private_directory, write_private
 from raypp.errors import JobError, Problem, RayppError
-from raypp.storage.seaweed import SeaweedServer
 
 BUCKET = "raypp"
 HEALTH_CHECK = {

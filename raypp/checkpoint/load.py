@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.dtypes import DTYPES
-from raypp.checkpoint.fetch import CheckpointFile, FetchedRanges, fetch_ranges, open_files
+from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
 from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError, Problem

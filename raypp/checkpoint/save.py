@@ -26,7 +26,7 @@ from raypp.checkpoint.upload import upload_snapshot, with_patience
 from raypp.errors import CheckpointError, RayppError
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
-from raypp.storage.pace import Abandoned, Pace
+from raypp.storage.rate_limit import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
 from raypp.checkpoint.commit import Commit
-from raypp.checkpoint.fetch import CheckpointFile, fetch_ranges, open_files
+from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore

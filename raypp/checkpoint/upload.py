@@ -12,8 +12,8 @@ from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.tensor_file import BlockSums, encode_header, header_size
 from raypp.storage import ObjectStore, StoreError
-from raypp.storage.pace import Abandoned, Pace
-from raypp.storage.source import MemorySource
+from raypp.storage.byte_source import MemorySource
+from raypp.storage.rate_limit import Abandoned, Pace
 
 _HASHED_AT_ONCE = 4 << 20
 

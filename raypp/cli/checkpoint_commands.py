@@ -14,7 +14,7 @@ from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.leftovers import find_leftovers, remove_leftovers
 from raypp.checkpoint.retention import prune
-from raypp.checkpoint.runs import read_spec
+from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.cli.checkpoint_hf_commands import export_command, import_command
 from raypp.cli.checkpoint_look_commands import diff_command, show_command

@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
-from raypp.checkpoint.export_hf import export_hf
-from raypp.checkpoint.hf_files import HfFiles
-from raypp.checkpoint.import_hf import import_hf
 from raypp.checkpoint.layout import split_location
-from raypp.checkpoint.runs import read_spec
+from raypp.checkpoint.run_spec import read_spec
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
-from raypp.cli.jobs import load_checked_job
-from raypp.control.clusters import lend_store_settings
+from raypp.cli.load_job import load_checked_job
+from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.spec.hf_config import OWN_KEYS, options_from_config
+from raypp.hf.config import OWN_KEYS, options_from_config
+from raypp.hf.export_model import export_hf
+from raypp.hf.files import HfFiles
+from raypp.hf.import_model import import_hf
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
@@ -106,8 +106,8 @@ def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions
     job = file.job
     # Every field counts, also those left at their defaults: the job decides, not config.json.
     asked = parse_job(job_document(job)).model
-    from raypp.checkpoint.hf_names import model_tensors
-    from raypp.checkpoint.hf_source import matching_tensors
+    from raypp.hf.from_hf import matching_tensors
+    from raypp.hf.names import model_tensors
 
     matching_tensors(files, model_tensors(asked))
     try:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.layout import split_location
-from raypp.control import runs
+from raypp.clusters import known_runs
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.storage import ObjectStore, open_store
 
@@ -22,7 +22,7 @@ def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
         JobError: There is nothing of such a run.
     """
     url, name, step = split_location(argument)
-    place = runs.locate_run(name if url is None else f"{url}/{name}")
+    place = known_runs.locate_run(name if url is None else f"{url}/{name}")
     store = open_store(place.url)
     if next(store.list(f"{name}/"), None) is None:
         raise JobError(

@@ -11,13 +11,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from raypp.cli.errors import styled
-from raypp.cli.jobs import load_checked_job
+from raypp.cli.error_view import styled
+from raypp.cli.load_job import load_checked_job
+from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
-from raypp.control.clusters import find_cluster, lend_store_settings
-from raypp.control.doctor import examine
-from raypp.control.findings import Finding, Severity, findings, links_document
-from raypp.control.probe import ProbeOptions
+from raypp.doctor.client import examine
+from raypp.doctor.driver import ProbeOptions
+from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.kinds import SOURCES
 from raypp.spec.job import Job

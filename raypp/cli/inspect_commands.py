@@ -13,13 +13,13 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from raypp.cli.look_up import find_run, open_reader, present_status
+from raypp.cli.find_run import find_run, open_reader, present_status
 from raypp.cli.render import log_tag, log_text, loss_text, quantity, runs_table, show_event, status_view
-from raypp.control import runs
-from raypp.control.runs import RunPlace
+from raypp.clusters import known_runs
+from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
-from raypp.observe.lines import LogLine
-from raypp.observe.parts import Cursor
+from raypp.observe.append_log import Cursor
+from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final
 from raypp.records import Event, RunState
@@ -52,7 +52,7 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def list_command(as_json: bool) -> None:
     """List the runs submitted from here, or known to the cluster."""
-    places = runs.known_runs()
+    places = known_runs.known_runs()
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(_status_or_why_not, places))
     if as_json:

@@ -14,9 +14,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raypp.cli.look_up import recorded_status
+from raypp.cli.find_run import recorded_status
 from raypp.cli.render import curve, date_and_clock, duration, facts, loss_text, quantity, show_event, state_text
-from raypp.control.runs import RunPlace
+from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from raypp.control import local
+from raypp.clusters import local
 from raypp.errors import EXIT_UNREACHABLE
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 import raypp
-from raypp.cli.errors import show_error
+from raypp.cli.error_view import show_error
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError
 from raypp.registry import load_object
 

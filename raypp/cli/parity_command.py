@@ -14,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from raypp.cli.ask import ask
-from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.torch_process import ask
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
@@ -60,7 +60,7 @@ def parity_command(
     _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then on one …"):
         answer = ask(
-            "raypp.train.parity",
+            "raypp.measure.parity",
             {"job": job_document(file.job), "steps": steps, "tolerance": tolerance},
             "the comparison",
         )

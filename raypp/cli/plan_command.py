@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypp.cli.ask import ask
-from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.torch_process import ask
 from raypp.errors import JobError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _measure(job: Job, path: Path) -> None:
     request = {"job": job_document(job), "device": job.resources.device}
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
-        answer = ask("raypp.train.measure", request, "the measurement")
+        answer = ask("raypp.measure.model_costs", request, "the measurement")
     if (others := 1 - 1 / answer["stretched"]) > _OTHERS_TOLD:
         console.print(
             f"Others had the core for {others:.0%} of the time (programs beside it, or the host of a virtual machine); "

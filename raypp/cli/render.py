@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypp.cli.curve import loss_curve
-from raypp.observe.lines import LogLine
+from raypp.observe.json_lines import LogLine
 from raypp.records import Coordinates, Event
 
 _STATE_STYLES = {

@@ -12,15 +12,15 @@ import click
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.hf_source import check_hf_weights
-from raypp.checkpoint.runs import add_spec, read_spec, write_spec
-from raypp.cli.jobs import job_argument, load_checked_job
+from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.cli.find_run import find_run, present_status, runs_below
 from raypp.cli.live import LiveView
-from raypp.cli.look_up import find_run, present_status, runs_below
-from raypp.control import client, runs
-from raypp.control.clusters import Cluster, find_cluster, lend_store_settings
-from raypp.control.dashboard import FINAL_JOB_STATES
-from raypp.control.runs import RunPlace
+from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.clusters import known_runs
+from raypp.clusters.dashboard import FINAL_JOB_STATES
+from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.clusters.known_runs import RunPlace
+from raypp.control import client
 from raypp.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -31,6 +31,7 @@ from raypp.errors import (
     RayppError,
     UnreachableError,
 )
+from raypp.hf.from_hf import check_hf_weights
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
@@ -142,7 +143,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
         )
         raise JobError(file.locate(problem))
     if resume and not exists:
-        hint = runs.hint_of_names(name, runs_below(store), "`--set name={}`")
+        hint = known_runs.hint_of_names(name, runs_below(store), "`--set name={}`")
         fix = "without --resume a new run begins" + (f"; {hint}" if hint else "")
         problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", fix)
         raise JobError(file.locate(problem))
@@ -156,7 +157,7 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
     end = time.monotonic() + _LEAVING_S
     while is_final(reader.status()):
-        jobs = runs.living_jobs(cluster.dashboard, place)
+        jobs = known_runs.living_jobs(cluster.dashboard, place)
         if not jobs:
             return  # its controller may stay a little longer; the next submission sends it away
         if time.monotonic() > end:
@@ -164,7 +165,7 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
             fix = f"wait until the Ray dashboard shows its end, or end it: `ray job stop {jobs[0]}`"
             raise JobError(Problem("name", what, fix))
         time.sleep(_LEAVING_POLL_S)
-    if runs.controller_alive(place):
+    if known_runs.controller_alive(place):
         raise JobError(
             Problem(
                 "name",
@@ -194,7 +195,7 @@ def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tup
             store.delete([f"{job.name}/spec.json"])
         raise
     place = RunPlace(store.url, job.name, cluster.address, submission.submission_id, time.time())
-    runs.remember_run(place)
+    known_runs.remember_run(place)
     return place, view
 
 
@@ -243,7 +244,7 @@ class _JobWatch:
         self._look()
         if self._ended is None or now - self._ended <= _RECORDS_PATIENCE_S:
             return False
-        return runs.controller_alive(self._place) is False
+        return known_runs.controller_alive(self._place) is False
 
     def _look(self) -> None:
         try:
@@ -307,7 +308,7 @@ def _living(run: str) -> tuple[RunPlace, RunReader, Cluster]:
     status = reader.status()
     if is_final(status):
         raise _over(place, reader)
-    return place, reader, runs.cluster_of(place)
+    return place, reader, known_runs.cluster_of(place)
 
 
 def _over(place: RunPlace, reader: RunReader) -> JobError:

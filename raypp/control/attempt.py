@@ -12,12 +12,12 @@ from typing import Any, cast
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from raypp.control.crew import Crew, Member
-from raypp.control.inquest import inquest, raylet_ended, unseen_death
 from raypp.control.machine import AttemptGone, Finished, NoResources, RankFailed, Seated
-from raypp.control.messages import Batch, Ending, Presence, Standing
 from raypp.control.placement import Placement, all_nodes
+from raypp.control.postmortem import inquest, raylet_ended, unseen_death
+from raypp.control.protocol import Batch, Ending, Presence, Standing
 from raypp.control.seats import Rank, plan_facts, seats_for
+from raypp.control.worker_group import Crew, Member
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
 from raypp.records import Event, RankFailure, RankResult

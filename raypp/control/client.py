@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.control.clusters import Cluster
-from raypp.control.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
-from raypp.control.messages import RunRequest
+from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
+from raypp.clusters.find import Cluster
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.package import build_package
-from raypp.control.private import PROFILE, SECRETS, SETTINGS, collect
-from raypp.control.shapes import best_for
+from raypp.control.protocol import RunRequest
+from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.spec.job import Job

@@ -12,9 +12,9 @@ from typing import Any
 import ray
 
 from raypp.control import machine as m
+from raypp.control.credentials import load_private_environment
 from raypp.control.leader import Leader, start_thread
-from raypp.control.messages import Answer, Batch, Outcome, Parcel, RunRequest, Word
-from raypp.control.private import load_private_environment
+from raypp.control.protocol import Answer, Batch, Outcome, Parcel, RunRequest, Word
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from raypp.control.messages import NAMESPACE, Outcome, RunRequest, controller_name
-from raypp.control.private import load_private_environment
+from raypp.control.credentials import load_private_environment
+from raypp.control.protocol import NAMESPACE, Outcome, RunRequest, controller_name
 
 REQUEST_FILE = "raypp-run.json"
 _LOST_S = 60.0

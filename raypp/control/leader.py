@@ -17,18 +17,18 @@ import ray
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.control import machine as m
-from raypp.control import telling
+from raypp.control import run_events
 from raypp.control.attempt import Attempt
-from raypp.control.crew import Crew, end_workers, find_workers
-from raypp.control.fitting import Fitting
-from raypp.control.forget import forget_snapshots
-from raypp.control.gauges import RunGauges
-from raypp.control.inquest import stacks_of_all
-from raypp.control.messages import Answer, Batch, Beat, Outcome, Parcel, RunRequest, Standing, Word
-from raypp.control.notices import LAST_SAVE_S, Notices
+from raypp.control.elastic import Fitting
+from raypp.control.hang_watch import HangWatch
+from raypp.control.metrics import RunGauges
 from raypp.control.placement import Placement, group_name, remove_groups_of
-from raypp.control.record import RunRecord
-from raypp.control.watch import HangWatch
+from raypp.control.postmortem import stacks_of_all
+from raypp.control.preemption import LAST_SAVE_S, Notices
+from raypp.control.protocol import Answer, Batch, Beat, Outcome, Parcel, RunRequest, Standing, Word
+from raypp.control.run_record import RunRecord
+from raypp.control.snapshot_cleanup import forget_snapshots
+from raypp.control.worker_group import Crew, end_workers, find_workers
 from raypp.planning.plan import stage_program
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policy import NODE_KINDS, Policy
@@ -191,7 +191,7 @@ class Leader:
         seated = {e.rank: e for e in events if e.kind == "seated" and e.attempt == last and e.rank is not None}
         attempt.adopt(mine, seated, self.record.step)
         self._attempt = attempt
-        self.record.event(telling.adoption_event(last, attempt.ranks))
+        self.record.event(run_events.adoption_event(last, attempt.ranks))
         self._start_watch(attempt)
         self._apply(m.Start(last, newest, adopted=True, history=history, shape=shape))
 
@@ -313,14 +313,14 @@ class Leader:
             return
         self._watch = None
         for rank, text in stacks_of_all(attempt.ranks, self._crew, stall.rank).items():
-            self.record.event(telling.stack_event(attempt.ranks[rank], text, attempt.number))
+            self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
         self._heard(m.RankFailed(attempt.ranks[stall.rank].failure("hung", stall.cause, stall.details)))
 
     def _look_for_notices(self, attempt: Attempt) -> None:
         """Whoever is told to go takes a last save along; then the attempt ends, and counts for nothing."""
         now = time.monotonic()
         for rank, why, patience_s in self._notices.drained(attempt.ranks, now):
-            self.record.event(telling.notice_event(rank, why, attempt.number))
+            self.record.event(run_events.notice_event(rank, why, attempt.number))
             self._notices.heard(rank, why, now + patience_s, self.machine.committed_step)
             self.save_wanted = True
         failure = self._notices.due(now, self.machine.committed_step)
@@ -336,9 +336,9 @@ class Leader:
     def _heard(self, event: m.Happening) -> None:
         attempt = self._attempt
         if isinstance(event, m.RankFailed):
-            self.record.event(telling.failure_event(event.failure, self.machine.attempt))
+            self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
         elif isinstance(event, m.Seated) and attempt is not None:
-            for seated in telling.seat_events(attempt.ranks, attempt.number):
+            for seated in run_events.seat_events(attempt.ranks, attempt.number):
                 self.record.event(seated)
             self._start_watch(attempt)
         elif isinstance(event, m.AttemptGone):
@@ -377,7 +377,7 @@ class Leader:
                     self._wake_at = time.monotonic() + command.seconds
                     kept, world = len(self._crew.seated), self._placement.world
                     memory = self._job.checkpoint.memory_tier
-                    self.record.event(telling.restart_event(self.machine, command.seconds, kept, world, memory))
+                    self.record.event(run_events.restart_event(self.machine, command.seconds, kept, world, memory))
                 case m.Finish():
                     self._end_everything()
                     self._finish(command)
@@ -457,7 +457,7 @@ class Leader:
         if state is RunState.FAILED:
             with contextlib.suppress(Exception):  # ranks that end in order remove theirs themselves
                 forget_snapshots(self._request.run)
-        record.event(telling.end_event(finish, self.machine.attempt, record.step))
+        record.event(run_events.end_event(finish, self.machine.attempt, record.step))
         record.show(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
         self._gauges.status(record.status(), self.machine.committed_step)
         record.close()

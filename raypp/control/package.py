@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import raypp
+from raypp.control.credentials import FILE as PRIVATE_FILE
 from raypp.control.driver import REQUEST_FILE
-from raypp.control.messages import RunRequest
-from raypp.control.private import FILE as PRIVATE_FILE
+from raypp.control.protocol import RunRequest
 
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 

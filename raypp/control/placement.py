@@ -9,9 +9,9 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raypp.control.bundles import all_nodes as all_nodes
-from raypp.control.bundles import existing_group, make_group, places
-from raypp.control.doubts import Doubts
+from raypp.control.lost_nodes import Doubts
+from raypp.control.ray_nodes import all_nodes as all_nodes
+from raypp.control.ray_nodes import existing_group, make_group, places
 from raypp.control.spares import Spares
 
 _PLACEMENT_TIMEOUT_S = 300.0

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.control.messages import Presence
+from raypp.control.protocol import Presence
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 

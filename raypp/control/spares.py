@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raypp.control.bundles import existing_group, make_group
+from raypp.control.ray_nodes import existing_group, make_group
 
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 5.0

@@ -21,13 +21,13 @@ from typing import Any
 import psutil
 import ray
 
-from raypp.control import traces
-from raypp.control.failures import failure_of
-from raypp.control.lifeline import Lifeline
-from raypp.control.messages import Ending, Presence, Standing
+from raypp.control import process_evidence
+from raypp.control.classify import failure_of
+from raypp.control.credentials import load_private_environment
+from raypp.control.orphan import Lifeline
 from raypp.control.placement import holds_devices, remove_groups_of
-from raypp.control.private import load_private_environment
-from raypp.control.reporting import ControllerReporter, LogTail
+from raypp.control.protocol import Ending, Presence, Standing
+from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.errors import UnreachableError
 from raypp.ports import free_port
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
@@ -91,7 +91,7 @@ class Worker:
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
         os.environ.update({name: value for name, value in environment.items() if value != HIDDEN})
-        traces.prepare()
+        process_evidence.prepare()
         self._hear_of_the_end()
         self._lifeline = Lifeline(
             self._find_controller, orphan_timeout_s, self._end_as_orphan, ask_every_s, self._last_answer
@@ -138,7 +138,7 @@ class Worker:
             interface=interface_of(ip),
             device_index=int(devices[0]) if devices else 0,
         )
-        return Presence(facts, free_port(ip), traces.log_path(), traces.oom_kills())
+        return Presence(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
 
     def standing(self) -> Standing:
         """Who this is and what it does, for a controller that finds it."""
@@ -205,15 +205,15 @@ class Worker:
 
     def stacks(self) -> str:
         """The stacks of this process' threads, the rank's first."""
-        return traces.own_stacks(None if self._thread is None else self._thread.ident)
+        return process_evidence.own_stacks(None if self._thread is None else self._thread.ident)
 
     def stacks_of(self, pid: int, log: str) -> str:
         """Those of another process of this run on this node, which does not answer."""
-        return traces.stacks_of(pid, log, self._run)
+        return process_evidence.stacks_of(pid, log, self._run)
 
     def remains_of(self, pid: int, log: str, oom_kills_before: int) -> Remains:
         """What a dead process of this run on this node left."""
-        return traces.remains_of(pid, log, oom_kills_before)
+        return process_evidence.remains_of(pid, log, oom_kills_before)
 
     # The rank's life ------------------------------------------------------------------------------
 

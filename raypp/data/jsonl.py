@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from raypp.data.corpus import Corpus
-from raypp.data.files import SourceFile, find_files
+from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypp.data.corpus import Corpus
-from raypp.data.files import find_files
-from raypp.data.order import permuted
 from raypp.data.packing import PLAN_VERSION
+from raypp.data.random_order import permuted
+from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Request
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypp.data.corpus import Corpus
-from raypp.data.files import SourceFile, find_files
+from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.kinds import SourceKind
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.cache import cache_directory, made_once
 from raypp.data.corpus import Corpus, small_dtype
-from raypp.data.files import SourceFile
+from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.source_files import SourceFile
 from raypp.data.tokenizer import NotEncodable, Tokenizer
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection

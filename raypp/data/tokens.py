@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.cache import cache_directory, made_once
 from raypp.data.corpus import Corpus, Ids
-from raypp.data.files import SourceFile, find_files, unreadable
+from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.source_files import SourceFile, find_files, unreadable
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from raypp.errors import Problem, RayppError
-from raypp.observe.lines import LogLine, TimedStep, read_document, read_event, read_log, read_step
-from raypp.observe.parts import Cursor, Line, new_lines
+from raypp.observe.append_log import Cursor, Line, new_lines
+from raypp.observe.json_lines import LogLine, TimedStep, read_document, read_event, read_log, read_step
 from raypp.records import Event, StepReport
 from raypp.storage import NotFound, ObjectStore
 

@@ -7,8 +7,8 @@ import time
 from types import TracebackType
 
 from raypp.kinds import store_kind
-from raypp.observe.lines import LogLine, document, event_line, log_line, step_line
-from raypp.observe.parts import PartWriter
+from raypp.observe.append_log import PartWriter
+from raypp.observe.json_lines import LogLine, document, event_line, log_line, step_line
 from raypp.observe.status import HEARTBEAT_S, RunStatus
 from raypp.records import Event, StepReport
 from raypp.storage import ObjectStore

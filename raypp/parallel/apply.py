@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
-from raypp.parallel.groups import RankGroups
 from raypp.parallel.late_sums import sum_by_parts
+from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.recompute import recompute_blocks
 from raypp.spec.job import Job
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypp.parallel.blocks import attend_block, block_gradients
+from raypp.parallel.attention_blocks import attend_block, block_gradients
 from raypp.parallel.zigzag import Block, RingPlan
 
 

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from raypp.pipeline.clock import ActionClock
-from raypp.pipeline.stage import PlannedStage
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
 from raypp.schedules.communication import Line, Send, with_messages
 

@@ -8,7 +8,7 @@ from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.weights import end_weights
-from raypp.planning.wire import wire_problems
+from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.catalogue import schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
-from raypp.mesh.place import Placement, place_stages
+from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.weights import end_weights
 from raypp.schedules.action import Program
 from raypp.schedules.catalogue import build_program, schedule_named

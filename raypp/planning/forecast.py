@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.planning.choices import cut_of, schedule_of
+from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
 from raypp.planning.links import message_bytes
-from raypp.planning.lookahead import best_depth, depths
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, microbatch_tokens, rank_memory, stage_activation_bytes, stage_parameters
 from raypp.planning.traffic import (

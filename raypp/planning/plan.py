@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
 from raypp.planning.flops import flops_per_token, model_parameters
 from raypp.planning.links import Boundary, boundaries

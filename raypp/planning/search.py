@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import JobError, RayppError, ResourcesError
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.planning.check import check_plan, divisors
 from raypp.planning.choices import cut_of, schedule_of
 from raypp.planning.costs import Costs

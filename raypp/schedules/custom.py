@@ -10,7 +10,7 @@ from typing import Any, Literal
 from raypp.errors import JobError, Problem
 from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions
-from raypp.schedules.check import check_program
+from raypp.schedules.validity import check_program
 
 _KEY = "pipeline.schedule"
 _SHOWN = 5

@@ -16,8 +16,8 @@ from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
 from raypp.spec.job import Job
-from raypp.spec.messages import shown
 from raypp.spec.paths import exists, is_glob, is_remote
+from raypp.spec.pydantic_errors import shown
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""

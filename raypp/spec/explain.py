@@ -12,12 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
-from raypp.spec import words
+from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
 from raypp.spec.document import dotted, undotted
 from raypp.spec.job import Job
-from raypp.spec.messages import shown
 from raypp.spec.models import MODELS, MoeOptions, Section
+from raypp.spec.pydantic_errors import shown
 
 WIDTH = 88
 _WITH_EXPERTS = {"model": {"kind": next(kind.name for kind in MODELS if kind.options is MoeOptions)}}
@@ -32,15 +32,15 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
     """
     if not section:
         head = "A job file is YAML. Every key but `name` has a default; unknown keys are errors."
-        parts = [_section(key, found, width) for key, found in words.all_sections()]
+        parts = [_section(key, found, width) for key, found in type_names.all_sections()]
         return "\n\n".join([head, *parts]) + "\n"
     path = undotted(section.strip())
-    found = words.section_at(path, {})
+    found = type_names.section_at(path, {})
     if found is not None and path:
-        inner = [(key, other) for key, other in words.all_sections() if key.startswith(f"{dotted(path)}.")]
+        inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
-    info = words.field_at(path, _WITH_EXPERTS)
+    info = type_names.field_at(path, _WITH_EXPERTS)
     if info is None:
         raise JobError(_no_such_place(section))
     return _field(dotted(path[:-1]), str(path[-1]), info, width) + "\n"
@@ -79,7 +79,7 @@ def _section(key: str, section: type[Section], width: int) -> str:
     """A section: its purpose, its plain keys, and where its inner sections are described."""
     fields = dict(section.model_fields)
     if key == "":
-        fields = {name: info for name, info in fields.items() if words.section_of(info.annotation) is None}
+        fields = {name: info for name, info in fields.items() if type_names.section_of(info.annotation) is None}
     purpose = "What is trained." if key == "model" else section.__doc__
     text = [f"{key}: {purpose}"] if key else []
     text += [
@@ -89,7 +89,7 @@ def _section(key: str, section: type[Section], width: int) -> str:
     if key == "model":
         kinds = [kind.name for kind in MODELS if kind.options is MoeOptions]
         text.append(f"\n  {' and '.join(kinds)} also have:")
-        extra = words.extra_fields(MoeOptions)
+        extra = type_names.extra_fields(MoeOptions)
         text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
     return "\n".join(text)
 
@@ -101,11 +101,11 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
         section: The dotted key of its section; shown in front of the name when not indented below it.
     """
     key = f"{section}.{name}" if section else name
-    takes = "a word" if key in CHOICES else words.words_of(info.annotation, tuple(info.metadata))
+    takes = "a word" if key in CHOICES else type_names.words_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True)
     head = name if indent else key
-    plain = words.literals_of(info.annotation) or bool in get_args(info.annotation)
-    if words.section_of(info.annotation) is not None and not plain:
+    plain = type_names.literals_of(info.annotation) or bool in get_args(info.annotation)
+    if type_names.section_of(info.annotation) is not None and not plain:
         takes = "section" if default is not None else "section or null"
         head += ":" if default is not None else ": null"
     elif default is PydanticUndefined:
@@ -142,8 +142,8 @@ def _words(key: str) -> list[str]:
 
 
 def _no_such_place(section: str) -> Problem:
-    places = [key for key, _ in words.all_sections() if key]
-    keys = [f"{key}.{name}" if key else name for key, found in words.all_sections() for name in found.model_fields]
+    places = [key for key, _ in type_names.all_sections() if key]
+    keys = [f"{key}.{name}" if key else name for key, found in type_names.all_sections() for name in found.model_fields]
     name = section.rpartition(".")[2]
     homes = [key for key in keys if key.rpartition(".")[2] == name]
     close = homes[:1] or difflib.get_close_matches(section, [*places, *keys], n=1)

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from raypp.errors import JobError, Problem
 from raypp.spec.document import Document, KeyPath, read_document, undotted
 from raypp.spec.job import Job
-from raypp.spec.messages import problems_of, shown
 from raypp.spec.overrides import apply_overrides
 from raypp.spec.paths import resolve_paths
-from raypp.spec.words import section_of
+from raypp.spec.pydantic_errors import problems_of, shown
+from raypp.spec.type_names import section_of
 
 
 @dataclass(frozen=True)

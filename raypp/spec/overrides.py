@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from raypp.errors import Problem
 from raypp.spec.document import Document, KeyPath, dotted, read_document
-from raypp.spec.messages import shown
+from raypp.spec.pydantic_errors import shown
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> None:

@@ -18,8 +18,8 @@ _SUFFIXES = (".py", ".typed", ".json")
 def own_files(job: Job) -> list[tuple[str, bytes]]:
     """Files of the modules that a job names as `module.path:function`, as (path below a folder of `sys.path`, content).
 
-    A module in a package brings the whole package. One that is installed (in site-packages) brings nothing: like raypp's
-    dependencies it must be installed on every node.
+    A module in a package brings the whole package. One that is installed (in site-packages) brings nothing: like
+    raypp's dependencies, it must be installed on every node.
     """
     words = [value_at(job, key) for key, choice in CHOICES.items() if choice.is_own(value_at(job, key))]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
-from raypp.storage.patience import Patience
+from raypp.storage.retry import Patience
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import store_forms, store_kind
-from raypp.storage.patience import Patience
+from raypp.storage.retry import Patience
 from raypp.storage.store import ObjectStore
 
 MissingBucket = Literal["error", "create"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
-from raypp.storage.patience import Patience, patience_from_environment
+from raypp.storage.byte_source import MemorySource
+from raypp.storage.retry import Patience, patience_from_environment
 from raypp.storage.s3_client import S3Clients
 from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
 from raypp.storage.s3_errors import (
@@ -30,7 +31,6 @@ from raypp.storage.s3_errors import (
 from raypp.storage.s3_parts import PartBody
 from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
-from raypp.storage.source import MemorySource
 from raypp.storage.store import (
     AlreadyExists,
     BucketMissing,

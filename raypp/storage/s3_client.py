@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
-from raypp.storage.patience import seconds_from_environment
+from raypp.storage.retry import seconds_from_environment
 from raypp.storage.s3_parts import prepare_client
 from raypp.storage.store import AccessRefused
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from raypp.storage.source import MemorySource
+from raypp.storage.byte_source import MemorySource
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

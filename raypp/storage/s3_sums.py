@@ -17,9 +17,9 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_errors import status_of
 from raypp.storage.s3_parts import PartBody
-from raypp.storage.source import MemorySource
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_parts import send_parts
 from raypp.storage.s3_sums import ALGORITHM, UploadSums
-from raypp.storage.source import MemorySource
 from raypp.storage.store import Data, NotFound
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from raypp.models.init import initialise
+from raypp.models.initial_values import initialise
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
-from raypp.parallel.groups import RankGroups
+from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
-from raypp.pipeline.probe import connect
+from raypp.pipeline.link_probe import connect
+from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.stage import PlannedStage
 from raypp.pipeline.tied import TiedEmbedding
 from raypp.pipeline.wire import message_seed, wire_formats
 from raypp.planning.plan import layer_cut, stage_program

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypp.kinds import OptimizerKind
 from raypp.parallel.shard import local_part
-from raypp.parallel.whole import apply_to_whole
+from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions
 from raypp.train.adamw import adamw_of
 from raypp.train.optimizer import decay_groups

@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Event, Seat
-from raypp.train.heap import keep_freed_memory
-from raypp.train.leaving import cut_since
+from raypp.train.abort import cut_since
+from raypp.train.host_allocator import keep_freed_memory
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
 

@@ -11,34 +11,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.leftovers import look_after_store
-from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.data.loader import open_loader
+from raypp.memory.restore import open_memory_tier
+from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
-from raypp.parallel.groups import make_groups
+from raypp.parallel.rank_groups import make_groups
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
-from raypp.storage.pace import Pace as CablePace
-from raypp.storage.patience import LONG_S, patience_from_environment
+from raypp.storage.rate_limit import Pace as CablePace
+from raypp.storage.retry import LONG_S, patience_from_environment
+from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator, evaluation_due
-from raypp.train.faults import LostPeerError, lost_peer
-from raypp.train.injection import FaultyReporter, FaultyStore, Injection, injection_for
-from raypp.train.leaving import cut_connections as cut_connections
+from raypp.train.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
+from raypp.train.lost_peer import LostPeerError, lost_peer
 from raypp.train.nonfinite import BrokenWeightsError
 from raypp.train.optimizer import build_optimizer
-from raypp.train.pace import Pace, SpikeWatch
 from raypp.train.process_group import joined, pick_device
-from raypp.train.recent import RecentReports
+from raypp.train.recent_reports import RecentReports
 from raypp.train.reduce import GradientReducer
 from raypp.train.replicas import ReplicaCheck, ReplicasDifferError, has_replicas
 from raypp.train.restore import Restorable, restore_newest
-from raypp.train.restore_memory import open_memory_tier
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
+from raypp.train.stragglers import Pace, SpikeWatch
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:

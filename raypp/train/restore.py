@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.from_hf import load_from_hf
 from raypp.checkpoint.load import load_checkpoint
-from raypp.checkpoint.memory_tier import MemoryTier
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
+from raypp.hf.initial_weights import load_from_hf
+from raypp.memory.restore import load_from_memory
+from raypp.memory.tier import MemoryTier
 from raypp.records import Event, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
 from raypp.train.build import draw_weights
-from raypp.train.recent import RecentReports
-from raypp.train.restore_memory import load_from_memory
+from raypp.train.recent_reports import RecentReports
 
 
 @dataclass(frozen=True)

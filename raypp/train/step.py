@@ -11,20 +11,20 @@ import torch
 
 from raypp.data.loader import Loader
 from raypp.data.packing import Row
-from raypp.parallel.groups import RankGroups
-from raypp.pipeline.agree import StepPlan, agree_on_step, padded_length
+from raypp.parallel.rank_groups import RankGroups
+from raypp.pipeline.agreement import StepPlan, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, rows_digest
 from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages
-from raypp.train.injection import Injection
-from raypp.train.lookahead import LookaheadTuner, chosen_event
+from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import learning_rate, set_learning_rate
-from raypp.train.pace import Pace
 from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
 from raypp.train.replicas import ReplicaCheck
 from raypp.train.router_losses import RouterLosses
+from raypp.train.stragglers import Pace
+from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
 
 
 @dataclass

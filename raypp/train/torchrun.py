@@ -21,10 +21,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.hf_source import with_hf_sizes
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.runs import add_spec, read_spec, write_spec
+from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
 from raypp.errors import JobError, Problem, RayppError
+from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus

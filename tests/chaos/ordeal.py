@@ -21,8 +21,8 @@ from matrix import EVERY, HANG_S, SHAPES, STEPS, WORLD, Chain
 from struck import Strike, put, read, write_plan
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
-from raypp.control.clusters import find_cluster, lend_store_settings
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.spec.load import job_document, load_job

@@ -25,11 +25,11 @@ import yaml
 from safetensors.numpy import load as load_tensors
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.control.dashboard import Dashboard
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.observe.reader import RunReader
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore
-from raypp.storage.seaweed import SeaweedServer
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "jobs" / "data" / "kjv-new-testament.txt"

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from raypp.checkpoint.commit import claim_attempt, read_commit
 from raypp.checkpoint.layout import commit_key
-from raypp.checkpoint.memory_files import DIRECTORY_VARIABLE, list_slots
+from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
 from raypp.mesh.geometry import Mesh
 from raypp.ports import free_port
 from raypp.records import Event, RankResult, Requests, Seat, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from raypp.train.faults import LostPeerError
+from raypp.train.lost_peer import LostPeerError
 from raypp.train.rank import run_rank
 
 PATIENCE_S = 60.0

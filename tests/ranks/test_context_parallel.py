@@ -19,7 +19,7 @@ from raypp.data.loader import open_loader
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
-from raypp.parallel.groups import make_groups
+from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.ring import Ring
 from raypp.pipeline.collate import labelled_tokens
 from raypp.spec.load import parse_job

@@ -10,7 +10,7 @@ from harness import run_in_turn
 from test_recut_of_runs import CHAINS, job_of, live, mesh, tensors
 
 from raypp.checkpoint.diff import diff_checkpoints
-from raypp.control.shapes import best_for, reshaped
+from raypp.control.reshape import best_for, reshaped
 from raypp.spec.load import job_document, parse_job
 
 pytestmark = pytest.mark.ranks

@@ -21,7 +21,7 @@ from test_optimizers import train_on
 from training import Batch, merged, train_steps
 
 from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.fetch import open_files
+from raypp.checkpoint.ranged_reads import open_files
 from raypp.models.moe import StackedExperts
 from raypp.parallel.expert import ExpertExchange
 from raypp.storage.directory import DirectoryStore

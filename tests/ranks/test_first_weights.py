@@ -10,7 +10,7 @@ from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
 from training import seat_of
 
-from raypp.parallel.groups import make_groups
+from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.shard import local_part
 from raypp.spec.load import parse_job
 from raypp.train.build import build_stages, draw_weights

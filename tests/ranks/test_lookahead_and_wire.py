@@ -14,11 +14,11 @@ from test_mesh_does_not_change_numbers import assert_identical, document
 from told import Told
 from training import merged
 
+from raypp.measure import parity
+from raypp.measure.parity import local_seat, train_some_steps
 from raypp.planning.choices import schedule_of
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.spec.load import parse_job
-from raypp.train import parity
-from raypp.train.parity import local_seat, train_some_steps
 from raypp.train.rank import run_rank
 from raypp.train.step import StepRunner
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lives import Fate, Lives, same
 
-from raypp.checkpoint.memory_files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
+from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
 
 pytestmark = pytest.mark.ranks
 

@@ -18,7 +18,7 @@ from raypp.checkpoint.save import CheckpointSaver
 from raypp.data.loader import open_loader
 from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
 from raypp.models.stage import parameter_names
-from raypp.parallel.groups import make_groups
+from raypp.parallel.rank_groups import make_groups
 from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore

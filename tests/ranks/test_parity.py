@@ -17,8 +17,8 @@ from raypp.cli import parity_command
 from raypp.cli.main import run
 from raypp.cli.parity_command import parity_view
 from raypp.errors import RunFailedError
+from raypp.measure.parity import TOLERANCE, compare, one_process_job, relative_error, run_parity
 from raypp.spec.load import load_job, parse_job
-from raypp.train.parity import TOLERANCE, compare, one_process_job, relative_error, run_parity
 
 pytestmark = pytest.mark.ranks
 

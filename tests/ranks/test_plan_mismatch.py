@@ -10,8 +10,8 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn
 
+from raypp.pipeline.planned_stage import PlanMismatch, PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.stage import PlanMismatch, PlannedStage
 from raypp.schedules.catalogue import build_program
 
 pytestmark = pytest.mark.ranks

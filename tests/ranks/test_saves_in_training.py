@@ -12,10 +12,10 @@ from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.verify import verify_checkpoint
+from raypp.measure.parity import local_seat
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from raypp.train.parity import local_seat
 from raypp.train.rank import run_rank
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ from test_optimizers import train_on
 from training import merged, train_steps
 
 from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.fetch import open_files
+from raypp.checkpoint.ranged_reads import open_files
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks

@@ -11,9 +11,9 @@ import torch
 from harness import run_in_turn
 
 from raypp.data.loader import Loader, Microbatch
+from raypp.measure.parity import local_seat as seat_of
+from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
-from raypp.train.parity import local_seat as seat_of
-from raypp.train.parity import train_some_steps, whole
 
 __all__ = ["Batch", "merged", "seat_of", "train_steps", "whole"]
 

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from raypp.checkpoint.runs import add_spec
-from raypp.control import client, local
-from raypp.control.clusters import Cluster, find_cluster
+from raypp.checkpoint.run_spec import add_spec
+from raypp.clusters import local
+from raypp.clusters.find import Cluster, find_cluster
+from raypp.control import client
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.spec.load import job_document, parse_job

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from raypp.control.clusters import Cluster
-from raypp.control.local import LocalCluster
+from raypp.clusters.find import Cluster
+from raypp.clusters.local import LocalCluster
 from raypp.errors import UnreachableError
 
 CPUS = 40

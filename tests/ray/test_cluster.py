@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypp.control import client, local, runs
-from raypp.control.clusters import Cluster, find_cluster
-from raypp.control.dashboard import Dashboard
-from raypp.control.home import raypp_home, write_private
-from raypp.control.processes import wait_until
+from raypp.clusters import known_runs, local
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster, find_cluster
+from raypp.clusters.processes import wait_until
+from raypp.clusters.user_folder import raypp_home, write_private
+from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
 from raypp.spec.load import parse_job
 from tests.ray.extra_nodes import ExtraNodes
@@ -67,8 +68,8 @@ def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
 
 
 def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:
-    place = runs.RunPlace("/nowhere", "nobody", cluster.address)
-    assert runs.controller_alive(place) is False
+    place = known_runs.RunPlace("/nowhere", "nobody", cluster.address)
+    assert known_runs.controller_alive(place) is False
     assert client.command_run(cluster, "nobody", "save") == {"found": False}
 
 

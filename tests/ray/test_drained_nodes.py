@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raypp.control.clusters import Cluster
+from raypp.clusters.find import Cluster
 from tests.ray.conftest import StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raypp.control.clusters import Cluster
-from raypp.control.dashboard import Dashboard
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster
 from raypp.errors import RayppError
 from raypp.ports import free_ports
 from tests.ray.conftest import runs_on

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypp.control.clusters import Cluster
+from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node
 

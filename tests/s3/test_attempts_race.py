@@ -13,8 +13,8 @@ from seaweed import BUCKET, seaweed
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = [pytest.mark.s3, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
 

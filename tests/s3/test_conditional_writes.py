@@ -16,10 +16,10 @@ from saving import OneRank, committed, newest
 from seaweed import BUCKET
 
 from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AlreadyExists
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_conditional import BIDS, create_by_bids
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.s3
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from seaweed import BUCKET, seaweed
 
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.data.sources import open_documents
 from raypp.errors import DataError, UnreachableError
 from raypp.spec.job import Job
 from raypp.storage import open_store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.s3
 
@@ -53,7 +53,7 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
     open_store(f"s3://{BUCKET}/ids").put("a.npy", sink.getvalue())
     for _ in range(2):
         assert documents(kind="tokens", path=f"s3://{BUCKET}/ids") == [[1, 2, 256], [3]]
-        monkeypatch.setattr("raypp.data.files.SourceFile.chunks", None)
+        monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
 
 
 def test_what_is_not_there_is_named() -> None:

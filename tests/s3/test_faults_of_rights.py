@@ -18,9 +18,9 @@ from saving import PART, OneRank, committed
 from seaweed import BUCKET
 
 from raypp.checkpoint.layout import rank_key
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AccessRefused, StoreError
 from raypp.storage.s3 import S3Store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 ALL = ["Admin", "Read", "Write", "List", "Tagging"]

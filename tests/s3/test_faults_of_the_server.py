@@ -12,9 +12,9 @@ from fault_proxy import FaultProxy, Request
 from saving import PART, OneRank, committed, newest
 from seaweed import BUCKET
 
-from raypp.storage.patience import Patience
+from raypp.clusters.seaweed import SeaweedServer
+from raypp.storage.retry import Patience
 from raypp.storage.s3 import S3Store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 

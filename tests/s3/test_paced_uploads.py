@@ -14,11 +14,11 @@ import pytest
 from saving import PART
 from seaweed import BUCKET, seaweed
 
+from raypp.storage.byte_source import MemorySource
 from raypp.storage.directory import DirectoryStore
-from raypp.storage.pace import Abandoned, Pace
+from raypp.storage.rate_limit import Abandoned, Pace
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_parts import low_priority_options
-from raypp.storage.source import MemorySource
 from raypp.storage.store import ObjectStore
 
 pytestmark = pytest.mark.s3

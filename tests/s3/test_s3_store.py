@@ -11,10 +11,10 @@ import pytest
 from seaweed import BUCKET, seaweed
 from store_contract import StoreContract
 
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.kinds import STORES
 from raypp.storage import AccessRefused, BucketMissing, ObjectStore, ServerNotThere, open_store
 from raypp.storage.s3 import S3Store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.s3
 _PREFIXES = (f"test-{number}" for number in itertools.count())

@@ -12,10 +12,10 @@ from fault_proxy import FaultProxy
 from saving import PART
 from seaweed import BUCKET
 
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.errors import JobError
 from raypp.storage import open_store
 from raypp.storage.s3 import S3Store
-from raypp.storage.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.s3
 

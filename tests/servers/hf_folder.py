@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from raypp.checkpoint.hf_names import hf_parts, model_tensors
-from raypp.spec.hf_config import config_from_options
+from raypp.hf.config import config_from_options
+from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.models import DecoderOptions, MoeOptions
 
 

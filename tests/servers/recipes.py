@@ -34,7 +34,7 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
 SOURCE = '''"""A document is a line of plain text."""
 
 from raypp.data.corpus import Corpus
-from raypp.data.files import find_files
+from raypp.data.source_files import find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.kinds import SourceKind
 

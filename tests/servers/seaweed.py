@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raypp.storage.seaweed import SeaweedServer
+from raypp.clusters.seaweed import SeaweedServer
 
 BUCKET = "raypp-tests"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.checkpoint.tensor_file import BLOCK_BYTES, BlockSums, block_digest
-from raypp.storage.source import MemorySource
+from raypp.storage.byte_source import MemorySource
 
 SIZE = 3 * BLOCK_BYTES + 777
 DATA = memoryview(bytes(zlib.crc32(bytes([place & 255, place >> 8 & 255, place >> 16])) & 255 for place in range(SIZE)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.runs import add_spec, read_spec, write_spec
+from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
 from raypp.errors import CheckpointError
 from raypp.spec.job import Job
 from raypp.storage import AlreadyExists

@@ -354,8 +354,9 @@ def test_a_snapshot_buffer_is_not_used_twice_at_once_but_again_after_release() -
 
 def test_the_parts_that_know_only_bytes_import_no_torch() -> None:
     code = (
-        "import sys, raypp.storage.s3, raypp.storage.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
-        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.runs, raypp.checkpoint.layout; "
+        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
+        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.run_spec, "
+        "raypp.checkpoint.layout; "
         "print([name for name in ('torch', 'boto3') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

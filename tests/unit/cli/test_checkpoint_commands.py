@@ -13,9 +13,9 @@ import pytest
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, newest_attempt, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.runs import write_spec
+from raypp.checkpoint.run_spec import write_spec
 from raypp.cli.main import run
-from raypp.control.runs import RunPlace, remember_run
+from raypp.clusters.known_runs import RunPlace, remember_run
 from raypp.storage.directory import DirectoryStore
 
 

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from raypp.cli.main import run
-from raypp.control.runs import RunPlace, remember_run
-from raypp.observe.lines import LogLine, document
+from raypp.clusters.known_runs import RunPlace, remember_run
+from raypp.observe.json_lines import LogLine, document
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import STATUS_KEYS, RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState, StepReport

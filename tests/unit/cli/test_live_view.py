@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from raypp.cli.live import LiveView, next_commands, summary_view
-from raypp.control.runs import RunPlace
-from raypp.observe.lines import document
+from raypp.clusters.known_runs import RunPlace
+from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus

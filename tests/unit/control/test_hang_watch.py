@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raypp.control.hang_watch import HangWatch, Stall
 from raypp.control.seats import Rank
-from raypp.control.watch import HangWatch, Stall
 from raypp.records import Coordinates
 
 RANKS = [Rank(n, f"pp{n}", Coordinates(n), n, "", f"node-{n}", 100 + n) for n in range(3)]

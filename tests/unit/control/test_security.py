@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import raypp
 from raypp.checkpoint.layout import check_run
-from raypp.checkpoint.runs import add_spec, read_spec, write_spec
-from raypp.control import private
-from raypp.control.home import write_private
+from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.clusters.user_folder import write_private
+from raypp.control import credentials
 from raypp.control.package import build_package
 from raypp.errors import JobError, RayppError
 from raypp.spec.document import read_document
@@ -161,13 +161,13 @@ def test_no_spec_and_no_request_has_the_secrets_of_the_environment(tmp_path: Pat
 def test_what_is_in_the_private_file_is_scrubbed_from_texts_and_readable_by_its_owner_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / private.FILE
+    path = tmp_path / credentials.FILE
     path.write_text(json.dumps({"SOME_SECRET": "value-of-something"}))
     monkeypatch.setenv("SOME_SECRET", "")
-    monkeypatch.setattr(private, "_values", set())
-    private.load_private_environment(tmp_path)
+    monkeypatch.setattr(credentials, "_values", set())
+    credentials.load_private_environment(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert private.scrubbed("GET https://value-of-something@host") == "GET https://***@host"
+    assert credentials.scrubbed("GET https://value-of-something@host") == "GET https://***@host"
     write_private(tmp_path / "home" / "token", "x")
     assert stat.S_IMODE((tmp_path / "home" / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
@@ -179,4 +179,4 @@ def test_the_package_marks_the_private_file_as_private() -> None:
 
     _, content = build_package(None, {"SOME_SECRET": "x"})
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        assert archive.getinfo(private.FILE).external_attr >> 16 == 0o600
+        assert archive.getinfo(credentials.FILE).external_attr >> 16 == 0o600

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.control.messages import Ending
+from raypp.control.protocol import Ending
 from raypp.control.worker import Worker
 from raypp.errors import DataError
 from raypp.records import Coordinates, Event, RankFailure, RankResult, Reporter, Seat

@@ -40,7 +40,7 @@ def test_files_of_a_directory_or_a_glob_come_in_order_of_name(tmp_path: Path) ->
 
 
 def test_lines_longer_than_a_chunk_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.data.files._CHUNK", 5)
+    monkeypatch.setattr("raypp.data.source_files._CHUNK", 5)
     paragraphs = ["short", "a much longer line", "ä" * 20, "x\ny", "end."]
     (tmp_path / "a.txt").write_text("\n\n".join(paragraphs))
     assert texts_of(open_documents(job(kind="text", path=str(tmp_path))).train) == paragraphs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
-from raypp.data.cache import cache_directory, made_once
+from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.sources import open_documents
 from raypp.errors import DataError
 

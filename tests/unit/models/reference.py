@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.init import initial_value
+from raypp.models.initial_values import initial_value
 from raypp.models.stage import build_stage
 from raypp.spec.models import DecoderOptions
 

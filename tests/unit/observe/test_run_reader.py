@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.errors import RayppError
-from raypp.observe.lines import ROW_KEYS, LogLine, event_line, log_line, read_event, read_log, read_step, step_line
-from raypp.observe.parts import Cursor
+from raypp.observe.append_log import Cursor
+from raypp.observe.json_lines import ROW_KEYS, LogLine, event_line, log_line, read_event, read_log, read_step, step_line
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.records import Event, StepReport

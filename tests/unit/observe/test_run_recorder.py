@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.observe.lines import LogLine
+from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
@@ -249,7 +249,7 @@ def test_the_status_in_the_store_has_the_keys_of_the_contract(store):
 WRITER = """
 import sys
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.lines import LogLine
+from raypp.observe.json_lines import LogLine
 from raypp.records import StepReport
 from raypp.storage import open_store
 recorder = RunRecorder(open_store(sys.argv[1]), "r", sys.argv[2], interval_s=0.005, part_bytes=3000)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from raypp.data.packing import Row
 from raypp.parallel.context import RingShare, UlyssesShare, WholeRows
 from raypp.parallel.ring import Ring
-from raypp.pipeline.agree import padded_length
+from raypp.pipeline.agreement import padded_length
 from raypp.pipeline.collate import collate, labelled_tokens, rows_digest
 
 

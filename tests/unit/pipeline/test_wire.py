@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypp.pipeline.wire import AsIs, Int8, message_seed, wire_formats
-from raypp.planning.wire import wire_problems
+from raypp.planning.wire_checks import wire_problems
 from raypp.spec.load import parse_job
 
 SHAPE = (3, 40, 64)

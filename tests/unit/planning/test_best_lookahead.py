@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypp.planning.lookahead import best_depth, depths
+from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.schedules.simulate import StageTimes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by, with_messages
 from raypp.schedules.deadlock import waits_for_ever

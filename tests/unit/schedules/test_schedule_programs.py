@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.place import place_stages
+from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.action import Action, parse_actions, printed
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.check import check_program
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.one_f_one_b import build as build_1f1b
 from raypp.schedules.simulate import StageTimes, simulate
+from raypp.schedules.validity import check_program
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20), st.integers(0, 2))
 times = st.floats(0.1, 3)

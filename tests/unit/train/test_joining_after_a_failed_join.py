@@ -14,8 +14,8 @@ import torch.distributed as dist
 from raypp.errors import UnreachableError
 from raypp.ports import free_port
 from raypp.records import Coordinates, Seat
-from raypp.train.faults import lost_peer
-from raypp.train.leaving import cut_connections
+from raypp.train.abort import cut_connections
+from raypp.train.lost_peer import lost_peer
 from raypp.train.process_group import connect, joined
 
 

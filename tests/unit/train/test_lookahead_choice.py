@@ -9,7 +9,7 @@ import torch
 
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.train.lookahead import choose, chosen_event, free_bytes
+from raypp.train.tune_lookahead import choose, chosen_event, free_bytes
 
 
 def job(pp: int = 2, schedule: str = "1f1b", stages_per_rank: int = 1, microbatches: int = 16) -> Job:

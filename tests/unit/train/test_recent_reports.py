@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from raypp.records import Event, Requests, StepReport
-from raypp.train.recent import RecentReports
+from raypp.train.recent_reports import RecentReports
 
 
 class Listener:

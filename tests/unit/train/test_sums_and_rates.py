@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
-from raypp.train.faults import lost_peer
 from raypp.train.loss import token_loss_sum
+from raypp.train.lost_peer import lost_peer
 from raypp.train.optimizer import build_optimizer, learning_rate
 from raypp.train.reduce import coefficient
 

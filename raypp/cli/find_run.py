@@ -1,0 +1,91 @@
+"""From what the user typed to a run: where it lives, its records, and how it stands."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from raypp.clusters import known_runs
+from raypp.clusters.known_runs import RunPlace
+from raypp.errors import JobError, Problem
+from raypp.observe.reader import RunReader
+from raypp.observe.status import GONE_AFTER_S, RunStatus, is_final, without_a_sign_of_life
+from raypp.records import RunState
+from raypp.storage import ObjectStore, open_store
+
+_KEYS_LOOKED_AT = 2000
+
+
+def find_run(argument: str) -> tuple[RunPlace, RunReader]:
+    """The run of a name, or of URL/NAME.
+
+    Raises:
+        JobError: There is no such run; the message names those whose names are close.
+        StoreError: Its store does not answer.
+    """
+    place = known_runs.locate_run(argument)
+    store = open_store(place.url)
+    reader = RunReader(store, place.name)
+    if place.submitted_at is None and not reader.exists():
+        raise _no_such_run(store, place.name)
+    return place, reader
+
+
+def open_reader(place: RunPlace) -> RunReader:
+    """The records of a run that is known."""
+    return RunReader(open_store(place.url), place.name)
+
+
+def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
+    """How the run stands now: `recorded_status`, but PENDING when it was submitted again and has not spoken yet.
+
+    Raises:
+        StoreError: Its store does not answer.
+    """
+    status = recorded_status(place, reader)
+    submitted_again = place.submitted_at is not None and place.submitted_at > status["updated_at"]
+    if is_final(status) and submitted_again and known_runs.controller_alive(place):
+        return {**status, "state": str(RunState.PENDING), "ranks": [], "error": None}
+    return status
+
+
+def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
+    """What the run's records say, or FAILED when whoever should write them is gone.
+
+    Raises:
+        StoreError: Its store does not answer.
+    """
+    status = reader.status() or _before_the_first(place)
+    if is_final(status) or time.time() - status["updated_at"] < GONE_AFTER_S:
+        return status
+    # Only for a silent run: asking takes a connection to the cluster.
+    alive = known_runs.controller_alive(place)
+    # It may have written its end between our look at the records and our question.
+    status = reader.status() or status
+    return without_a_sign_of_life(status, alive, time.time())
+
+
+def _before_the_first(place: RunPlace) -> dict[str, Any]:
+    """Submitted, but nobody has written a status yet."""
+    since = place.submitted_at
+    if since is None:
+        spec = open_store(place.url).head(f"{place.name}/spec.json")
+        since = spec.modified if spec else time.time()
+    return RunStatus(place.name, RunState.PENDING, updated_at=since).as_dict()
+
+
+def runs_below(store: ObjectStore) -> list[str]:
+    """Names of the runs in a store, as far as a first look at its keys shows.
+
+    Raises:
+        StoreError: It does not answer.
+    """
+    first = itertools.islice(store.list(), _KEYS_LOOKED_AT)
+    return sorted({info.key.partition("/")[0] for info in first if "/" in info.key})
+
+
+def _no_such_run(store: ObjectStore, name: str) -> JobError:
+    fix = known_runs.hint_of_names(name, runs_below(store), f"{store.url.rstrip('/')}/{{}}")
+    fix = fix or "there is no run at all; is it the checkpoint.url of the job?"
+    return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))

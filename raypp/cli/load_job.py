@@ -1,0 +1,75 @@
+"""A job from the command line, checked by everything that needs no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.errors import JobError, Problem
+from raypp.planning.check import check_plan
+from raypp.spec.checks import check_spec
+from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
+from raypp.spec.paths import is_remote
+
+
+def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument `JOB` and the option `--set` of a command, as `job` (a path) and `overrides`."""
+    setting = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Replace one value of the job file, e.g. --set mesh.pp=4. May be given several times.",
+    )
+    return click.argument("job", type=click.Path(path_type=Path))(setting(command))
+
+
+def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
+    """Reads a job file and checks the job, its mesh, its cut and its schedule.
+
+    Raises:
+        JobError: With every problem, each located (`job.yaml:14`, `--set mesh.pp=4`).
+    """
+    problems: list[Problem] = []
+    try:
+        file = load_job(path, overrides)
+    except IncompleteJobError as error:
+        if error.rest is None:
+            raise
+        file, problems = error.rest, list(error.problems)
+    try:
+        file = sized(file)
+    except JobError as error:
+        # Without sizes there is no plan, and whether the data fit is not known either.
+        raise JobError(in_order([*problems, *error.problems])) from error
+    reported = {problem.key for problem in problems}
+    problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
+    reported |= {problem.key for problem in problems}
+    # What is refused already is not told twice, also not by what builds on it (a schedule that cannot be imported).
+    problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    if problems:
+        raise JobError(in_order(file.locate(problem) for problem in problems))
+    return file
+
+
+def sized(file: JobFile) -> JobFile:
+    """The job with the sizes of the model that `model.from_hf` names, if it names one."""
+    if file.job.model.from_hf is None:
+        return file
+    from raypp.hf.from_hf import with_hf_sizes
+
+    if is_remote(file.job.model.from_hf):
+        from raypp.clusters.find import lend_store_settings
+
+        lend_store_settings()
+    return with_hf_sizes(file)
+
+
+def _plan_problems(file: JobFile) -> list[Problem]:
+    try:
+        return check_plan(file.job)
+    except JobError as error:
+        return list(error.problems)

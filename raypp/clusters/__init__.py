@@ -1,0 +1,1 @@
+"""Finding and starting a cluster. Imports no ray."""

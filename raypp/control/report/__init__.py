@@ -1,0 +1,1 @@
+"""How a rank's reports reach the controller."""

@@ -1,0 +1,208 @@
+"""What the controller tells: to the store (through the recorder), and as lines to whoever follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from raypp.checkpoint.layout import step_folder
+from raypp.control.machine import Machine
+from raypp.control.seats import Rank
+from raypp.observe.json_lines import LogLine
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RankStatus, RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.spec.job import Job, MeshSection
+from raypp.storage import ObjectStore
+
+_LINES_KEPT = 5000
+_KEYS_KEPT = 50_000
+
+
+class RunRecord:
+    """A run's records while it is led by one life of its controller. May be used from several threads.
+
+    Args:
+        writer: The recorder's name; no other living writer has it.
+    """
+
+    def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
+        self._store = store
+        self._job = job
+        self._recorder = RunRecorder(store, job.name, writer)
+        self._lines: list[str] = []
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
+        self._restarts_before = 0
+        self._known: dict[tuple[Any, ...], None] = {}
+
+    @property
+    def taken(self) -> int:
+        """How many steps and events it was told."""
+        return self._recorder.taken
+
+    @property
+    def durable(self) -> int:
+        """How many of those are in the store."""
+        return self._recorder.durable
+
+    @property
+    def step(self) -> int:
+        """The last finished step; after a resume, the step it starts from."""
+        return self._status.step
+
+    def earlier_status(self) -> dict[str, Any] | None:
+        """What an earlier life of the controller wrote last."""
+        return RunReader(self._store, self._job.name).status()
+
+    def earlier_events(self) -> list[Event]:
+        """What earlier lives of the controller told."""
+        return list(RunReader(self._store, self._job.name).events())
+
+    def begin(
+        self, committed_step: int | None, earlier: dict[str, Any] | None, *, going_on: bool = False
+    ) -> list[Event]:
+        """Where the run stands before its first attempt here.
+
+        Args:
+            earlier: The status that an earlier life of the controller wrote last.
+            going_on: That life was killed: what its ranks tell again may be known already.
+
+        Returns:
+            The events told so far, when it goes on.
+        """
+        events: list[Event] = []
+        if going_on:
+            reader = RunReader(self._store, self._job.name)
+            events = list(reader.events())
+            for key in [*map(_key, events), *((row["step"], row["attempt"]) for row in reader.history())]:
+                self._is_new(key)
+        last = int(earlier["step"]) if earlier and going_on else 0
+        self._status = dataclasses.replace(
+            self._status,
+            step=max(last, committed_step or 0),
+            checkpoint=self._url_of(committed_step),
+            loss=earlier["loss"] if earlier else None,
+        )
+        self._restarts_before = int(earlier["restarts"]) if earlier else 0
+        self._recorder.status(self._status)
+        return events
+
+    def status(self) -> RunStatus:
+        return self._status
+
+    def has_mesh(self, mesh: MeshSection) -> None:
+        """The mesh of the present attempt."""
+        self._status = dataclasses.replace(self._status, mesh=_sizes(mesh))
+
+    def checkpoint_url(self) -> str | None:
+        """URL/NAME/step-N of the newest commit."""
+        return self._status.checkpoint
+
+    def took_step(self, report: StepReport) -> None:
+        self._status = dataclasses.replace(
+            self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
+        )
+        if not self._is_new((report.step, report.attempt)):
+            return
+        self._recorder.step(report)
+        self._say(
+            f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
+            f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
+        )
+
+    def event(self, event: Event) -> None:
+        if not self._is_new(_key(event)):
+            return
+        self._recorder.event(event)
+        self._say(f"{event.kind}: {event.message}")
+
+    def log(self, line: LogLine) -> None:
+        self._recorder.log(line)
+
+    def show(
+        self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
+    ) -> None:
+        """Makes the status say how machine and ranks stand. Without ranks the last ones stay, as they ended."""
+        shown = _rank_status(ranks, self._status.ranks)
+        if not shown:
+            over = {"done": "done"}
+            shown = tuple(
+                dataclasses.replace(one, state=over.get(one.state, "dead")) if state is not RunState.SUCCEEDED
+                else dataclasses.replace(one, state="done")
+                for one in self._status.ranks
+            )  # fmt: skip
+        self._status = dataclasses.replace(
+            self._status,
+            state=state or machine.state,
+            attempt=machine.attempt,
+            restarts=self._restarts_before + machine.restarts,
+            checkpoint=self._url_of(machine.committed_step),
+            ranks=shown,
+            error=error or machine.error,
+        )
+        self._recorder.status(self._status)
+
+    def close(self) -> bool:
+        """Makes all of it durable; returns whether that worked."""
+        durable = self._recorder.close()
+        if not durable:
+            self._say(f"the run's last records could not be written: {self._recorder.last_error}")
+        return durable
+
+    def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
+        """The lines after the first `cursor` ones, waiting so long for the first; and the next cursor."""
+        end = time.monotonic() + patience_s
+        with self._changed:
+            while self._dropped + len(self._lines) <= cursor:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
+
+    def _is_new(self, key: tuple[Any, ...]) -> bool:
+        """Whether this was not told before: ranks tell again what they cannot know to be written."""
+        if key in self._known:
+            return False
+        self._known[key] = None
+        if len(self._known) > _KEYS_KEPT:
+            del self._known[next(iter(self._known))]
+        return True
+
+    def _say(self, text: str) -> None:
+        with self._changed:
+            self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
+            if len(self._lines) > _LINES_KEPT:
+                self._dropped += len(self._lines) - _LINES_KEPT
+                del self._lines[:-_LINES_KEPT]
+            self._changed.notify_all()
+
+    def _url_of(self, step: int | None) -> str | None:
+        return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"
+
+
+def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
+    """How the ranks stand. What has not changed is not made again: thousands of ranks are asked for in each turn."""
+    if len(before) != len(ranks):
+        return tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
+    return tuple(
+        old
+        if (old.state, old.pid, old.node, old.rank, old.coordinates)
+        == (one.state, one.pid, one.node, one.rank, one.coordinates)
+        else RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state)
+        for one, old in zip(ranks, before, strict=True)
+    )
+
+
+def _key(event: Event) -> tuple[Any, ...]:
+    return (event.time, event.kind, event.message, event.rank)
+
+
+def _sizes(mesh: MeshSection) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}

@@ -1,0 +1,1 @@
+"""`raypp doctor`: measures a cluster and says what is wrong with it."""

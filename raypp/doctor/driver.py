@@ -1,0 +1,203 @@
+"""`python -m raypp.doctor.driver OPTIONS`: the driver of `raypp doctor`, inside the cluster.
+
+One actor per node, pinned to it. Prints what it does, line by line, and the report as one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raypp.control.credentials import load_private_environment
+from raypp.control.protocol import NAMESPACE
+from raypp.doctor.node import NodeProbe
+
+_START_S = 60.0
+_DEVICES_S = 150.0
+_STORE_S = 300.0
+TOLD = "> "
+"""Begins each line of progress."""
+MANY_NODES = 16
+"""Up to so many nodes one pair is measured at a time; with more, pairs without a common node at once."""
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What to examine.
+
+    Attributes:
+        store_url: A store every node is to try; empty: none.
+        paths: Files that every node needs.
+        seconds: Of each bandwidth measurement.
+        devices: Whether to run a matrix product on every device.
+    """
+
+    store_url: str = ""
+    paths: list[str] = field(default_factory=list)
+    seconds: float = 0.6
+    devices: bool = True
+
+    def as_argument(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of `count` nodes in rounds; the pairs of a round share no node and may be measured at once."""
+    if count <= MANY_NODES:
+        return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
+    seats = [*range(count), *([-1] if count % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+class Examination:
+    """Every living node of the cluster, examined from inside it."""
+
+    def __init__(self, options: ProbeOptions) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._options = options
+        self._ray = ray
+        token = secrets.token_hex(32)
+        known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        self._nodes = sorted((node for node in known if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+        actor: Any = ray.remote(NodeProbe)
+        self._actors = [
+            actor.options(
+                num_cpus=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            ).remote(token)
+            for node in self._nodes
+        ]
+        self._report: list[dict[str, Any]] = []
+
+    def report(self) -> dict[str, Any]:
+        """All there is to tell; nothing raises, what fails is told in `error`s."""
+        self._look_around()
+        working = [index for index, one in enumerate(self._report) if "error" not in one]
+        if self._options.devices:
+            _say("devices: a matrix product on each")
+            asked = {index: self._actors[index].devices.remote() for index in working}
+            for index, answer in self._gather(asked, _DEVICES_S).items():
+                self._report[index]["torch"] = answer
+        links = self._links(working)
+        store = self._store(working) if self._options.store_url else None
+        for index in working:
+            self._ray.kill(self._actors[index])
+        return {"measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "nodes": self._report, "links": links, "store": store}
+
+    def _look_around(self) -> None:
+        _say(f"{len(self._nodes)} nodes")
+        asked = {
+            index: actor.facts.remote(node["NodeManagerAddress"])
+            for index, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))
+        }
+        answers = self._gather(asked, _START_S)
+        for index, node in enumerate(self._nodes):
+            has = node["Resources"]
+            basis = {
+                "node_id": node["NodeID"],
+                "ip": node["NodeManagerAddress"],
+                "hostname": node["NodeManagerHostname"],
+                "cpus": has.get("CPU", 0),
+                "gpus": has.get("GPU", 0),
+            }
+            self._report.append(basis | answers[index])
+            for path in self._gather({0: self._actors[index].missing.remote(self._options.paths)}, _START_S).values():
+                self._report[index]["missing"] = path if isinstance(path, list) else []
+
+    def _links(self, working: list[int]) -> list[dict[str, Any]]:
+        if len(working) < 2:
+            return []
+        ports = self._gather({index: self._actors[index].listen.remote(self._ip(index)) for index in working}, _START_S)
+        found: list[dict[str, Any]] = []
+        for pairs in rounds(len(working)):
+            asked = {}
+            for one, other in ((working[first], working[second]) for first, second in pairs):
+                seconds = self._options.seconds
+                asked[one, other] = self._actors[one].measure.remote(self._ip(other), ports[other], seconds)
+            for (one, other), answer in self._gather(asked, 60 + 4 * self._options.seconds).items():
+                found.append({"from": self._ip(one), "to": self._ip(other), **answer})
+                _say(f"link {self._ip(one)} – {self._ip(other)}: {_link_words(answer)}")
+        return found
+
+    def _store(self, working: list[int]) -> dict[str, Any]:
+        url, nonce = self._options.store_url, secrets.token_hex(6)
+        marks = {index: f".raypp-doctor-{nonce}/{index}" for index in working}
+        results: dict[int, Any] = {}
+        for index in working:
+            asked = {index: self._actors[index].try_store.remote(url, marks[index])}
+            results |= self._gather(asked, _STORE_S)
+            _say(f"store from {self._ip(index)}: {_store_words(results[index])}")
+        written = [marks[index] for index in working if "error" not in results[index]]
+        seen = self._gather({index: self._actors[index].sees.remote(url, written) for index in working}, _START_S)
+        for index in working:
+            found = seen[index] if isinstance(seen[index], list) else []
+            hidden = [other for other in working if marks[other] in written and marks[other] not in found]
+            results[index]["hidden_from_it"] = [self._ip(other) for other in hidden]
+        self._gather({index: self._actors[index].forget.remote(url, marks[index]) for index in working}, _START_S)
+        return {"url": url, "nodes": [{"ip": self._ip(index), **results[index]} for index in working]}
+
+    def _ip(self, index: int) -> str:
+        return str(self._nodes[index]["NodeManagerAddress"])
+
+    def _gather(self, asked: dict[Any, Any], patience_s: float) -> dict[Any, Any]:
+        """The answers by key; `{"error": …}` for whoever raised or did not answer in time."""
+        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=patience_s)
+        answers = {}
+        for key, reference in asked.items():
+            try:
+                answers[key] = self._ray.get(reference, timeout=0.1)
+            except self._ray.exceptions.GetTimeoutError:
+                answers[key] = {"error": f"no answer within {patience_s:.0f} s"}
+            except self._ray.exceptions.RayError as error:
+                answers[key] = {"error": str(error).strip().splitlines()[-1][:400]}
+        return answers
+
+
+def _say(text: str) -> None:
+    print(f"{TOLD}{text}", flush=True)  # noqa: T201
+
+
+def _link_words(answer: dict[str, Any]) -> str:
+    if "error" in answer:
+        return str(answer["error"])
+    return f"{answer['gbps_out']:.3g} and {answer['gbps_in']:.3g} Gbit/s, {answer['latency_ms']:.3g} ms"
+
+
+def _store_words(answer: dict[str, Any]) -> str:
+    return (
+        str(answer["error"])
+        if "error" in answer
+        else f"{answer['up_mbps']:.0f} MB/s up, {answer['down_mbps']:.0f} down"
+    )
+
+
+def main(arguments: list[str]) -> int:
+    import ray
+
+    load_private_environment()
+    ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    report = Examination(ProbeOptions(**json.loads(arguments[0]))).report()
+    report["ray"] = ray.__version__
+    print(json.dumps(report), flush=True)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)

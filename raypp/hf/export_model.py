@@ -1,0 +1,232 @@
+"""A checkpoint as a Hugging Face model: safetensors in shards, config.json, the tokenizer. Without torch.
+
+Tensors go from store to store a few rows at a time: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypp.checkpoint.arrays import FLOATS, convert
+from raypp.checkpoint.commit import Commit
+from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
+from raypp.checkpoint.tensor_file import ELEMENT_BYTES
+from raypp.data.tokenizer import END_NAMES, ByteTokenizer
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.config import config_from_options
+from raypp.hf.names import hf_parts, model_tensors
+from raypp.spec.load import parse_job
+from raypp.spec.models import DecoderOptions
+from raypp.storage import ObjectStore
+
+PIECE_BYTES = 32 << 20
+"""What is in memory at once, about twice."""
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        files: Keys below the target.
+        tensors: Of the model, as transformers counts them.
+        size: Bytes of the tensors.
+        remarks: What a person should know: a tokenizer that is not there, for example.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    size: int
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the export: `rows` of a saved one, of which it may be one index (an expert)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: TensorInfo
+    expert: int | None
+
+    @property
+    def bytes(self) -> int:
+        count = ELEMENT_BYTES[self.dtype]
+        for length in self.shape:
+            count *= length
+        return count
+
+
+def export_hf(
+    store: ObjectStore,
+    commit: Commit,
+    target: ObjectStore,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = 5 << 30,
+    job: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] = lambda _bytes: None,
+) -> Exported:
+    """Writes a checkpoint's model where transformers' `from_pretrained` loads it.
+
+    config.json comes last: a directory with it is complete.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        commit: The checkpoint's COMMIT.
+        target: Where the files go.
+        dtype: Of all tensors, by safetensors' name; None: as they were saved.
+        shard_bytes: Most bytes of tensors in one file.
+        job: The run's resolved job, for its tokenizer; None: the commit's.
+        progress: Called with the bytes written since its last call.
+
+    Raises:
+        JobError: The model's family has no such format.
+        CheckpointError: An object is missing, torn or corrupt, or a tensor of the model is not in the checkpoint.
+        StoreError: One of the stores failed.
+    """
+    options = saved_options(commit)
+    saved = SavedTensors(store, commit)
+    tensors = _tensors(options, saved, dtype)
+    shards = _shards(tensors, shard_bytes)
+    files = []
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        key = "model.safetensors"
+        if len(shards) > 1:
+            key = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = _header(shard)
+        size = len(header) + sum(tensor.bytes for tensor in shard)
+        target.put_stream(key, _chunks(header, shard, saved, progress), size)
+        where |= {tensor.name: key for tensor in shard}
+        files.append(key)
+    total = sum(tensor.bytes for tensor in tensors)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        files.append(_put_json(target, "model.safetensors.index.json", index))
+    document = dict(job or commit.job)
+    tokenizer, eos_id, remarks = _tokenizer(document)
+    for key, content in tokenizer.items():
+        target.put(key, content)
+        files.append(key)
+    names = {tensor.dtype for tensor in tensors}
+    if eos_id is not None:
+        files.append(_put_json(target, "generation_config.json", {"eos_token_id": eos_id}))
+    config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=_context(document), eos_id=eos_id)
+    files.append(_put_json(target, "config.json", config))
+    return Exported(tuple(files), len(tensors), total, tuple(remarks))
+
+
+def saved_options(commit: Commit) -> DecoderOptions:
+    """The `model:` section of the job that wrote a checkpoint.
+
+    Raises:
+        JobError: COMMIT does not say.
+    """
+    model = commit.job.get("model")
+    if not isinstance(model, dict):
+        raise JobError(Problem(f"step {commit.step} of {commit.run}", "COMMIT does not say which model it is of"))
+    return parse_job({"name": commit.run, "model": model}).model
+
+
+def _tensors(options: DecoderOptions, saved: SavedTensors, dtype: str | None) -> list[_Tensor]:
+    """What transformers wants, in the model's order.
+
+    Raises:
+        CheckpointError: A tensor of the model is missing or has another shape; all are named.
+    """
+    found: list[_Tensor] = []
+    problems: list[Problem] = []
+    for name, shape in model_tensors(options).items():
+        info = saved.infos.get(name)
+        if info is None or info.shape != shape:
+            what = "is not in the checkpoint" if info is None else f"has shape {list(info.shape)}, not {list(shape)}"
+            problems.append(Problem(name, what))
+            continue
+        kind = dtype if dtype is not None and info.dtype in FLOATS else info.dtype
+        found += [_Tensor(part.name, part.shape, kind, info, part.expert) for part in hf_parts(name, shape)]
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _shards(tensors: list[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
+    shards: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    # Widest elements first, so that every tensor is aligned without gaps.
+    return [sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype]) for shard in shards]
+
+
+def _header(shard: list[_Tensor]) -> bytes:
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in shard:
+        offsets = [begin, begin + tensor.bytes]
+        document[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        begin += tensor.bytes
+    header = json.dumps(document, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _chunks(
+    header: bytes, shard: list[_Tensor], saved: SavedTensors, progress: Callable[[int], None]
+) -> Iterator[bytes]:
+    yield header
+    for tensor in shard:
+        source = tensor.source
+        expert = tensor.expert
+        for first, last in source.pieces(PIECE_BYTES) if expert is None else [(expert, expert + 1)]:
+            data = convert(saved.rows(source.name, first, last), source.dtype, tensor.dtype).tobytes()
+            yield data
+            progress(len(data))
+
+
+def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, list[str]]:
+    """The tokenizer's files, the id that ends a text, and remarks."""
+    data = job.get("data") or {}
+    name = data.get("tokenizer")
+    if name is None:
+        return {}, None, []
+    if name == "bytes":
+        return {}, ByteTokenizer.eos_id, ["the bytes tokenizer has no files: a token is a byte, 256 ends a document"]
+    try:
+        content = Path(name).read_bytes()
+        document = json.loads(content)
+        vocabulary = dict(_vocabulary(document))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return {}, None, [f"the tokenizer was not exported: {name} cannot be read ({error})"]
+    end = next((word for word in END_NAMES if word in vocabulary), None)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _context(job)}
+    if end is not None:
+        config["eos_token"] = end
+    files = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+    return files, None if end is None else vocabulary[end], []
+
+
+def _vocabulary(document: Any) -> Iterator[tuple[str, int]]:
+    words = document["model"].get("vocab", {})
+    yield from words.items() if isinstance(words, dict) else ((word[0], index) for index, word in enumerate(words))
+    for token in document.get("added_tokens") or ():
+        yield token["content"], int(token["id"])
+
+
+def _context(job: Mapping[str, Any]) -> int:
+    return int((job.get("data") or {}).get("seq_len", 2048))
+
+
+def _put_json(target: ObjectStore, key: str, document: Any) -> str:
+    target.put(key, json.dumps(document, indent=2).encode())
+    return key

@@ -1,0 +1,81 @@
+"""`model.from_hf`: a job gets its sizes from a Hugging Face model's config.json. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.config import options_from_config
+from raypp.hf.files import HfFiles, HfTensor
+from raypp.hf.names import Shape, hf_parts, model_tensors
+from raypp.spec.job import Job
+from raypp.spec.load import JobFile
+from raypp.spec.models import DecoderOptions
+
+_SHOWN = 8
+
+
+def with_hf_sizes(file: JobFile) -> JobFile:
+    """The job file with the sizes of the model that `model.from_hf` names; itself when it names none.
+
+    Reads config.json and nothing else.
+
+    Raises:
+        JobError: There is no such config.json, or raypp cannot train what it describes, or the job says otherwise.
+        StoreError: The store does not answer.
+    """
+    model = file.job.model
+    if model.from_hf is None:
+        return file
+    try:
+        sized = hf_options(model)
+    except JobError as error:
+        raise JobError(file.locate(problem) for problem in error.problems) from error
+    return replace(file, job=file.job.model_copy(update={"model": sized}))
+
+
+def hf_options(model: DecoderOptions) -> DecoderOptions:
+    """The `model:` section with the sizes of config.json; see `with_hf_sizes`."""
+    assert model.from_hf is not None
+    files = HfFiles(model.from_hf)
+    return options_from_config(files.config(), model, files.place("config.json"))
+
+
+def check_hf_weights(job: Job) -> None:
+    """Reads the headers of the model's files: are all tensors there, with the right shapes?
+
+    Raises:
+        CheckpointError: They are not; the tensors are named.
+        StoreError: The store does not answer.
+    """
+    if job.model.from_hf is not None:
+        matching_tensors(HfFiles(job.model.from_hf), model_tensors(job.model))
+
+
+def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, HfTensor]:
+    """The tensors of the files that make up these global ones, by their names in the files.
+
+    Args:
+        files: The model's.
+        wanted: Global names and shapes.
+
+    Raises:
+        CheckpointError: Tensors are missing or have another shape; they are named.
+    """
+    parts = [part for name, shape in wanted.items() for part in hf_parts(name, shape)]
+    there = files.tensors(part.name for part in parts)
+    problems = []
+    for part in parts:
+        tensor = there.get(part.name)
+        if tensor is None:
+            problems.append(Problem(part.name, f"is not in {files.store.url}", "is it the same model?"))
+        elif tensor.shape != part.shape:
+            what = (
+                f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model has {list(part.shape)}"
+            )
+            problems.append(Problem(part.name, what, "is it the same model?"))
+    if problems:
+        left = len(problems) - _SHOWN
+        raise CheckpointError([*problems[:_SHOWN], *([Problem("", f"and {left} more tensors")] if left > 0 else [])])
+    return {part.name: there[part.name] for part in parts}

@@ -1,0 +1,162 @@
+"""A Hugging Face model as a run's checkpoint of step 0. Without torch, an object's worth of memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from raypp.checkpoint.commit import (
+    Commit,
+    ObjectRecord,
+    claim_next_attempt,
+    job_identity,
+    list_checkpoints,
+    write_commit,
+)
+from raypp.checkpoint.layout import rank_key
+from raypp.checkpoint.run_spec import write_spec
+from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry, encode_header
+from raypp.errors import JobError, Problem
+from raypp.hf.files import HfFiles, HfTensor
+from raypp.hf.from_hf import matching_tensors
+from raypp.hf.names import HfPart, Shape, hf_parts, model_tensors
+from raypp.spec.models import DecoderOptions
+from raypp.storage import AlreadyExists, ObjectStore
+
+OBJECT_BYTES = 256 << 20
+"""Tensor data of one object, and what is in memory at once."""
+
+
+@dataclass
+class _Object:
+    """An object that is being filled: some rows of some tensors, each at most once."""
+
+    entries: list[TensorEntry] = field(default_factory=list)
+    reads: list[tuple[HfTensor, int, int]] = field(default_factory=list)
+    size: int = 0
+
+
+def import_hf(
+    files: HfFiles,
+    store: ObjectStore,
+    run: str,
+    options: DecoderOptions,
+    job: Mapping[str, Any],
+    *,
+    progress: Callable[[int], None] = lambda _bytes: None,
+    object_bytes: int = OBJECT_BYTES,
+) -> Commit:
+    """Begins a run with a committed checkpoint of step 0 that holds the weights, in the dtype they have.
+
+    `raypp submit --resume` goes on from it: with a fresh optimizer, at the begin of the data.
+
+    Args:
+        files: The Hugging Face model's.
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        options: The model's sizes.
+        job: What is kept as the run's spec.json: the resolved job, or as much of it as is decided.
+        progress: Called with the bytes stored since its last call.
+        object_bytes: Most tensor data in one object.
+
+    Raises:
+        CheckpointError: Tensors do not fit the model; they are named, and nothing was written.
+        AlreadyExists, JobError: There is such a run already.
+        StoreError: One of the stores failed; without COMMIT, what was written is no checkpoint.
+    """
+    shapes = model_tensors(options)
+    there = matching_tensors(files, shapes)
+    if list_checkpoints(store, run):
+        raise JobError(Problem("name", f"{run} has checkpoints at {store.url}", "import under another name"))
+    try:
+        write_spec(store, run, job)
+    except AlreadyExists as error:
+        raise AlreadyExists(Problem("name", error.problems[0].what, "import under another name")) from None
+    attempt = claim_next_attempt(store, run)
+    records = []
+    for number, part in enumerate(_objects(shapes, there, object_bytes)):
+        records.append(_store(files, store, rank_key(run, 0, attempt, number), number, part))
+        progress(part.size)
+    mesh = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1}
+    commit = Commit(run, 0, attempt, mesh, job_identity(job), {"imported_from": files.store.url}, tuple(records))
+    write_commit(store, commit)
+    return commit
+
+
+def _objects(shapes: Mapping[str, Shape], there: Mapping[str, HfTensor], object_bytes: int) -> Iterator[_Object]:
+    """Deals the rows of all tensors out to objects of at most so many bytes (one row, or expert, at least).
+
+    Widest elements first, so that every slice is aligned without gaps.
+    """
+    names = list(shapes)
+
+    def width(name: str) -> int:
+        return ELEMENT_BYTES[there[next(hf_parts(name, shapes[name])).name].dtype]
+
+    filled = _Object()
+    for name in sorted(names, key=width, reverse=True):
+        shape = shapes[name]
+        parts = list(hf_parts(name, shape))
+        dtype = one_dtype([there[part.name] for part in parts])
+        row = prod(shape[1:]) * ELEMENT_BYTES[dtype]
+        done = 0
+        while done < shape[0]:
+            count = min(shape[0] - done, max((object_bytes - filled.size) // row, 0 if filled.size else 1))
+            if count == 0:
+                yield filled
+                filled = _Object()
+                continue
+            _add(filled, name, dtype, shape, done, count, row)
+            filled.reads += list(_reads(parts, there, done, done + count))
+            done += count
+    if filled.size:
+        yield filled
+
+
+def one_dtype(tensors: list[HfTensor]) -> str:
+    """The dtype of a layer's experts, which are stacked into one tensor.
+
+    Raises:
+        JobError: They have several.
+    """
+    kinds = sorted({tensor.dtype for tensor in tensors})
+    if len(kinds) > 1:
+        what = f"experts of {' and '.join(kinds)} cannot be stacked"
+        raise JobError(Problem(tensors[0].name, what, "convert the model to one dtype"))
+    return kinds[0]
+
+
+def _add(filled: _Object, name: str, dtype: str, shape: Shape, first: int, count: int, row: int) -> None:
+    begin, filled.size = filled.size, filled.size + count * row
+    offset = (first, *(0 for _ in shape[1:]))
+    filled.entries.append(TensorEntry(name, dtype, (count, *shape[1:]), begin, filled.size, shape, offset))
+
+
+def _reads(
+    parts: list[HfPart], there: Mapping[str, HfTensor], first: int, last: int
+) -> Iterator[tuple[HfTensor, int, int]]:
+    """Their tensors, and the rows of them, that are rows of a global tensor."""
+    if parts[0].expert is None:
+        yield there[parts[0].name], first, last
+        return
+    for part in parts[first:last]:
+        yield there[part.name], 0, part.shape[0]
+
+
+def _store(files: HfFiles, store: ObjectStore, key: str, number: int, part: _Object) -> ObjectRecord:
+    data = bytearray(part.size)
+    at = 0
+    for tensor, first, last in part.reads:
+        piece = files.read(tensor, first, last)
+        data[at : at + len(piece)] = piece
+        at += len(piece)
+    run = key.partition("/")[0]
+    header = encode_header(part.entries, memoryview(data), {"run": run, "step": 0, "rank": number})
+    digest = hashlib.sha256(header)
+    digest.update(data)
+    size = len(header) + len(data)
+    store.put_stream(key, [header, memoryview(data)], size)
+    return ObjectRecord(key, size, digest.hexdigest(), number, len(header), hashlib.sha256(header).hexdigest())

@@ -1,0 +1,101 @@
+"""Weights from a Hugging Face model at step 0: each rank reads the rows of the tensors that its slices need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raypp.checkpoint.dtypes import DTYPES
+from raypp.checkpoint.state import Slice, model_slices
+from raypp.hf.files import HfFiles, HfTensor
+from raypp.hf.from_hf import matching_tensors
+from raypp.hf.names import hf_parts
+
+_READ_BYTES = 16 << 20
+_READERS = 8
+
+
+@dataclass(frozen=True)
+class LoadedFromHf:
+    """What was read.
+
+    Attributes:
+        tensors: Of their files, in part or whole.
+        bytes_read: Of tensors, by this rank.
+        seconds: This took on this rank.
+    """
+
+    tensors: int
+    bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of one of their tensors, and where they go."""
+
+    source: HfTensor
+    first: int
+    last: int
+    columns: tuple[tuple[int, int], ...]
+    """Begin and length in every further dimension."""
+    goal: Tensor
+
+
+def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
+    """Fills this rank's parameters, in place. No communication; the values do not depend on the mesh.
+
+    Only rows are read by range: of a tensor cut along another dimension a rank reads whole rows.
+
+    Args:
+        url: The directory or S3 URL of the model.
+        stages: This rank's stages; the names of their parameters are global.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape, or a file is missing or torn; nothing was changed
+            in the first two cases.
+    """
+    started = time.monotonic()
+    files = HfFiles(url)
+    targets = [target for slices in model_slices(stages).values() for target in slices if target.tensor.numel()]
+    there = matching_tensors(files, {target.name: target.global_shape for target in targets})
+    pieces = [piece for target in targets for piece in _pieces(target, there)]
+
+    @torch.no_grad()
+    def fill(piece: _Piece) -> None:
+        data = bytearray(files.read(piece.source, piece.first, piece.last))
+        values = torch.frombuffer(data, dtype=DTYPES[piece.source.dtype])
+        values = values.view((piece.last - piece.first, *piece.source.shape[1:]) if piece.source.shape else ())
+        for dim, (begin, length) in enumerate(piece.columns, start=1):
+            values = values.narrow(dim, begin, length)
+        piece.goal.copy_(values)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(fill, pieces):
+            pass
+    sources = {piece.source.name for piece in pieces}
+    return LoadedFromHf(len(sources), files.bytes_read, time.monotonic() - started)
+
+
+def _pieces(target: Slice, there: dict[str, HfTensor]) -> Iterator[_Piece]:
+    for part in hf_parts(target.name, target.global_shape):
+        source, goal = there[part.name], target.tensor
+        offset: tuple[int, ...] = target.offset
+        if part.expert is not None:
+            row = part.expert - offset[0]
+            if not 0 <= row < len(goal):
+                continue
+            goal, offset = goal[row], offset[1:]
+        if not source.shape:
+            yield _Piece(source, 0, 1, (), goal)
+            continue
+        columns = tuple(zip(offset[1:], goal.shape[1:], strict=True))
+        step = max(1, _READ_BYTES // max(1, source.row_bytes))
+        for first in range(0, len(goal), step):
+            rows = goal[first : first + step]
+            yield _Piece(source, offset[0] + first, offset[0] + first + len(rows), columns, rows)

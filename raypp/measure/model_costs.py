@@ -1,0 +1,280 @@
+"""What the parts of a job's model cost on one device of this machine: times of a clock, for `raypp plan --costs`.
+
+`main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON object. Three stages are
+timed on the job's own rows: two layers, two layers with the embedding, two layers with the head. Their differences are
+the parts. The rank's other work of a step (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs
+the cores that compute also copy (`train.measure_copies`).
+
+On CPUs the parts are compared by the thread's own time, which a moment's disturbance does not change, and all are then
+stretched by what the clock on the wall said of the whole: a host that gives its virtual machines only 90 % of a core
+does so in training, too. How much that was is told, for it may have been another program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from raypp.data.loader import open_loader
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
+from raypp.measure.copy_costs import COPIES, copying_seconds
+from raypp.measure.parity import local_seat, one_process_job
+from raypp.models.initial_values import initialise
+from raypp.models.stage import build_stage, parameter_names
+from raypp.parallel.apply import compute_dtype, prepare_stage
+from raypp.parallel.rank_groups import RankGroups, make_groups
+from raypp.parallel.shard import write_whole
+from raypp.pipeline.collate import StageBatch
+from raypp.pipeline.split import backward_for_input
+from raypp.ports import free_port
+from raypp.records import Requests
+from raypp.spec.job import Job
+from raypp.spec.load import job_document, parse_job
+from raypp.train.build import build_stages
+from raypp.train.loss import token_loss_sum
+from raypp.train.optimizer import build_optimizer
+from raypp.train.process_group import joined, pick_device
+from raypp.train.reduce import GradientReducer
+from raypp.train.step import StepRunner, Stopwatch
+
+_LAYERS = 2
+_ROUNDS = 5
+_MICROBATCHES = 4
+
+
+def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
+    """Times the parts of a job's model on one device; arguments of `open_meter`, answer of `Meter.take`."""
+    with open_meter(job, device_kind) as meter:
+        return meter.take()
+
+
+@contextmanager
+def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
+    """Makes ready to time the parts of a job's model, as often as is wanted, on one device.
+
+    What is small or steady is timed here, once: a step's work besides its schedule, and on CPUs what moving data costs.
+
+    Args:
+        job: The job; its mesh and schedule do not matter.
+        device_kind: cpu or cuda.
+    """
+    copies = copying_seconds(job) if device_kind == "cpu" else dict.fromkeys(COPIES, 0.0)
+    document = job_document(one_process_job(job))
+    document["model"]["num_layers"] = _LAYERS
+    document["pipeline"]["microbatches"] = _MICROBATCHES
+    small = parse_job(document)
+    seat = local_seat(0, 1, free_port(), small, device=device_kind)
+    device = pick_device(seat)
+    with joined(seat, 60):
+        groups = make_groups(seat.mesh_sizes, device.type, 1)
+        whole = build_stages(small, groups, device, lambda action: None)
+        optimizer = build_optimizer(whole.modules, small.train.optimizer, small.train.precision)
+        reducer = GradientReducer(whole.modules, parameter_names(small.model))
+        loader = open_loader(small, 0, 1)
+        try:
+            runner = StepRunner(small, seat, groups, whole, loader, optimizer, reducer, device)
+            outside = _outside(runner, sum(p.numel() for m in whole.modules for p in m.parameters()))
+            read = runner.read(Requests(), Stopwatch())
+            yield Meter(small, groups, device, runner.batches(read), outside | copies)
+        finally:
+            loader.close()
+
+
+class Meter:
+    """Times the parts of a model; made by `open_meter`.
+
+    Args:
+        job: Of two layers.
+        groups: Of one rank.
+        device: Where the parts run.
+        batches: The microbatches they run on.
+        steady: `optimizer_s`, `step_s` and what `copying_seconds` found.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        groups: RankGroups,
+        device: torch.device,
+        batches: Sequence[StageBatch],
+        steady: Mapping[str, float],
+    ) -> None:
+        self._job, self._device, self._batches, self._steady = job, device, batches, steady
+        self._stages = [_stage(job, groups, device, first=first, last=last) for first, last in ((0, 0), (1, 0), (0, 1))]
+
+    def take(self, rounds: int = _ROUNDS) -> dict[str, Any]:
+        """Times all parts.
+
+        Args:
+            rounds: How often each part is timed on every microbatch.
+
+        Returns:
+            `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
+            parameter), `step_s` (of a step, whatever its size), `copy_s`, `gather_s` and `sum_s` (of
+            `copying_seconds`; zero on GPUs, which copy beside their compute), `input_share` and `weight_share` (of a
+            layer's backward, what its halves take when they are done apart), `stretched` (seconds that passed, of each
+            second that the parts had of a core) and `device`, in words.
+        """
+        (middle, first, last, halves), stretched = self._seconds(rounds)
+        layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
+
+        def part(forward: float, backward: float) -> dict[str, float]:
+            return {"forward": forward, "backward": backward}
+
+        return {
+            "layer": part(*layer),
+            "first": part(*(max(0.0, a - b) for a, b in zip(first, middle, strict=True))),
+            "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
+            **self._steady,
+            **{name: stretched * self._steady[name] for name in COPIES},
+            "input_share": halves[0] / middle[1],
+            "weight_share": halves[1] / middle[1],
+            "stretched": stretched,
+            "device": _device_name(self._device),
+        }
+
+    def _seconds(self, rounds: int) -> tuple[list[tuple[float, float]], float]:
+        """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head, and
+        the two halves of a backward of layers alone; and how much longer all of it took by the clock on the wall.
+
+        They take turns, so that a machine that gets slower does so for all.
+        """
+        ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
+        ways.append(partial(_halves, self._stages[0]))
+        taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+        own = passed = 0.0
+        for turn in range(rounds + 1):
+            for way, found in zip(ways, taken, strict=True):
+                for batch in self._batches if turn else self._batches[:1]:  # the first time, memory grows
+                    one, other, wall = way(batch, self._job, self._device)
+                    if turn:
+                        found.append((one, other))
+                        own, passed = own + one + other, passed + wall
+                for stage in self._stages:
+                    stage.zero_grad()
+        stretched = max(1.0, passed / own)
+        return [
+            (
+                stretched * statistics.median(one for one, _ in times),
+                stretched * statistics.median(two for _, two in times),
+            )
+            for times in taken
+        ], stretched
+
+
+def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
+    """Seconds of a step besides its schedule: fixed (`step_s`), and per parameter (sums, clipping, update)."""
+    fixed, growing = [], []
+    for step in range(1, _ROUNDS + 2):
+        watch = Stopwatch()
+        runner.run(step, runner.read(Requests(), watch), watch)
+        if step > 1:
+            growing.append(watch.parts["reduce"] + watch.parts["optimizer"])
+            fixed.append(watch.parts["data"] + watch.parts["negotiate"])
+    return {"step_s": statistics.median(fixed), "optimizer_s": statistics.median(growing) / parameters}
+
+
+def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
+    stage = build_stage(job.model, range(_LAYERS), first=bool(first), last=bool(last))
+    mesh = groups.mesh["fsdp"] if job.train.precision == "bf16" else None
+    stage = prepare_stage(stage, job, mesh, device, groups)
+    initialise(stage, job.model, job.train.seed, write_whole)
+    return stage
+
+
+def _one(
+    stage: nn.Module, batch: StageBatch, job: Job, device: torch.device, *, first: bool, last: bool
+) -> tuple[float, float, float]:
+    """Seconds of forward and backward, and what passed meanwhile."""
+    given = batch.tokens_BT if first else _activations(batch, job, device).requires_grad_()
+    clock = _Clock(device)
+    output = stage(given, **batch.stage_arguments())
+    if last:
+        output = token_loss_sum(output, batch.labels_BT)
+    clock.lap()
+    output.backward(None if last else torch.ones_like(output))
+    return clock.laps()
+
+
+def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of a backward for the input and of the rest for the weights, and what passed meanwhile."""
+    given = _activations(batch, job, device).requires_grad_()
+    output = stage(given, **batch.stage_arguments())
+    gradient = torch.ones_like(output)
+    if isinstance(stage, FSDPModule):  # as between the microbatches of a step: weights stay, gradients add up
+        stage.set_reshard_after_backward(False)
+        stage.set_requires_gradient_sync(False)
+    clock = _Clock(device)
+    for_weights = backward_for_input(stage, output, gradient, given)
+    clock.lap()
+    for_weights()
+    laps = clock.laps()
+    if isinstance(stage, FSDPModule):
+        stage.set_reshard_after_backward(True)
+        stage.set_requires_gradient_sync(True)
+    return laps
+
+
+def _activations(batch: StageBatch, job: Job, device: torch.device) -> Tensor:
+    return torch.randn((*batch.tokens_BT.shape, job.model.hidden_size), dtype=compute_dtype(job), device=device)
+
+
+class _Clock:
+    """Two laps, by the thread's own time where one thread does it all (see the top), and what passed in all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._now = time.thread_time if alone else time.perf_counter
+        self._wait()
+        self._begun, self._times = time.perf_counter(), [self._now()]
+
+    def lap(self) -> None:
+        self._wait()
+        self._times.append(self._now())
+
+    def laps(self) -> tuple[float, float, float]:
+        """Ends the second lap; seconds of both, and what passed."""
+        self.lap()
+        start, middle, end = self._times
+        return middle - start, end - middle, time.perf_counter() - self._begun
+
+
+def _nothing() -> None:
+    pass
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the request, prints the answer."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+    job = parse_job(request["job"])
+    torch.set_num_threads(max(1, int(job.resources.cpus_per_rank)))
+    kind = request.get("device") or "auto"
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        answer = measure(job, kind)
+    except RayppError as error:
+        print(json.dumps({"error": "\n".join(problem.what for problem in error.problems)}))  # noqa: T201
+        return EXIT_RUN_FAILED
+    print(json.dumps(answer))  # noqa: T201
+    return EXIT_OK

@@ -1,0 +1,310 @@
+"""Does the mesh change the numbers? A few steps of a job on its mesh and in one process, compared name by name.
+
+`main` reads `{"job", "steps", "tolerance"}` as JSON from standard input, runs both on local gloo ranks on the CPU, and
+prints the comparison as one JSON object. It needs no cluster and no store; every rank leaves what it computed as
+safetensors in a temporary directory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from raypp.data.loader import Loader, open_loader
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError, RunFailedError
+from raypp.mesh.geometry import Mesh
+from raypp.models.stage import parameter_names
+from raypp.parallel.rank_groups import make_groups
+from raypp.ports import free_port
+from raypp.records import Requests, Seat, StepReport
+from raypp.spec.job import Job
+from raypp.spec.load import job_document, parse_job
+from raypp.train.build import build_stages
+from raypp.train.optimizer import build_optimizer
+from raypp.train.process_group import joined, pick_device
+from raypp.train.reduce import GradientReducer
+from raypp.train.step import StepRunner, Stopwatch
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2}
+"""Largest relative error by precision. bf16 keeps 8 bits (4e-3); what two steps of rounding do to a small gradient was
+measured as 2e-2."""
+_PATIENCE_S = 600.0
+
+Tensors = dict[str, Tensor]
+
+
+def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
+    """The seat of a rank on this machine, which meets the others at a port of loopback."""
+    mesh = Mesh.of(job.mesh)
+    if mesh.world != world:
+        raise ValueError(f"{world} processes for a mesh of {mesh.world}")
+    return Seat(
+        run=job.name,
+        attempt=attempt,
+        rank=rank,
+        world_size=world,
+        coordinates=mesh.coordinates(rank),
+        mesh_sizes=mesh.sizes,
+        local_rank=rank,
+        local_world_size=world,
+        master_port=port,
+        device=device,
+        device_index=rank,
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, also of a sharded tensor (then collective over the ranks that share it)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def train_some_steps(
+    job: Job,
+    seat: Seat,
+    steps: int,
+    keep: Callable[[str, Tensors], None],
+    wrap: Callable[[Loader, int], Any] = lambda loader, replica: loader,
+) -> list[StepReport]:
+    """The first steps of a job on one rank, without store or control. Collective over the mesh.
+
+    Args:
+        job: The job.
+        seat: This rank's.
+        steps: How many.
+        keep: Given `step-1`, `step-2` … with the whole scaled gradients of this rank's stages, by global name, and last
+            `weights` with their weights. A step without any label has no gradients to keep.
+        wrap: Makes the loader that is read from, of the replica's own and its number.
+    """
+    device = pick_device(seat)
+    with joined(seat, 60):
+        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
+        built = build_stages(job, groups, device, lambda action: None)
+        optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+        reducer = GradientReducer(built.modules, parameter_names(job.model))
+        replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
+        loader = wrap(open_loader(job, replica, job.mesh.replicas), replica)
+        runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
+        reports: list[StepReport] = []
+        named = [(name, p) for module in built.modules for name, p in module.named_parameters()]
+
+        def keep_gradients(*_: Any) -> None:
+            keep(f"step-{len(reports) + 1}", {name: whole(p.grad) for name, p in named if p.grad is not None})
+
+        optimizer.register_step_pre_hook(keep_gradients)
+        for step in range(1, steps + 1):
+            watch = Stopwatch()
+            reports.append(runner.run(step, runner.read(Requests(), watch), watch))
+        keep("weights", {name: whole(p) for module in built.modules for name, p in module.named_parameters()})
+        loader.close()
+    return reports
+
+
+def one_process_job(job: Job) -> Job:
+    """The same job for one rank: one stage, the microbatches of all replicas one after another."""
+    mesh = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
+    pipeline = {
+        "schedule": "1f1b",
+        "stages_per_rank": 1,
+        "lookahead": 0,
+        "layers_per_stage": None,
+        "microbatches": job.pipeline.microbatches * job.mesh.replicas,
+        "wire": {"dtype": "auto", "compression": "none"},
+    }
+    document = job_document(job)
+    document["mesh"] |= mesh
+    document["pipeline"] |= pipeline
+    return parse_job(document)
+
+
+# One rank's process.
+
+
+def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    place = Path(folder)
+    try:
+        job = parse_job(document)
+        seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
+        # Replicas have the same tensors; those of the first are enough.
+        writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
+
+        def keep(name: str, tensors: Tensors) -> None:
+            if writes:
+                save_file(tensors, place / f"{name}.{rank}.safetensors")
+
+        reports = train_some_steps(job, seat, steps, keep)
+        figures = [{"loss": r.loss, "grad_norm": r.grad_norm, "tokens": r.tokens} for r in reports]
+        (place / f"figures.{rank}.json").write_text(json.dumps(figures))
+    except RayppError as error:
+        (place / f"failed.{rank}").write_text(str(error))
+        sys.exit(error.exit_code)
+    except BaseException:
+        (place / f"failed.{rank}").write_text(traceback.format_exc())
+        raise
+
+
+def _run_ranks(job: Job, steps: int, folder: Path) -> None:
+    """Runs all ranks of a job as processes of this machine.
+
+    Raises:
+        RunFailedError: One failed; with what it said.
+    """
+    folder.mkdir()
+    port = free_port()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    document = job_document(job)
+    processes = [
+        context.Process(target=_rank, args=(rank, port, document, steps, str(folder)), daemon=True)
+        for rank in range(Mesh.of(job.mesh).world)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        while any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+    finally:
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    if failed:
+        told = sorted(folder.glob("failed.*"))
+        words = told[0].read_text().strip() if told else f"no answer within {_PATIENCE_S:.0f} s"
+        rank = told[0].suffix[1:] if told else failed[0]
+        raise RunFailedError(f"rank {rank} of {len(processes)} failed: {words}")
+
+
+# The comparison.
+
+
+def relative_error(found: Tensor, reference: Tensor) -> float:
+    """|found - reference| / |reference| by 2-norms; infinity for what differs from zero and for what is not finite."""
+    difference = float((found.double() - reference.double()).norm())
+    size = float(reference.double().norm())
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
+
+
+def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
+    """Compares what two runs left in their folders.
+
+    Returns:
+        `steps`: of each step loss and norm of both, and how many gradients differ; `parameters`: those whose gradient
+        or final weight differs, the worst first; `max_error`; `bitwise`.
+    """
+    ours, theirs = (json.loads((folder / "figures.0.json").read_text()) for folder in (found, reference))
+    rows: list[dict[str, Any]] = []
+    gradients: dict[str, float] = {}
+    bitwise = ours == theirs
+    for index in range(steps):
+        errors = dict(_errors(found, reference, f"step-{index + 1}"))
+        for name, (error, _) in errors.items():
+            gradients[name] = max(gradients.get(name, 0.0), error)
+        differing = sum(not same for _, same in errors.values())
+        bitwise &= not differing
+        rows.append(
+            {
+                "step": index + 1,
+                "loss": [ours[index]["loss"], theirs[index]["loss"]],
+                "grad_norm": [ours[index]["grad_norm"], theirs[index]["grad_norm"]],
+                "tokens": [ours[index]["tokens"], theirs[index]["tokens"]],
+                "gradients": len(errors),
+                "differing": differing,
+                "worst": max((error for error, _ in errors.values()), default=0.0),
+            }
+        )
+    weights = dict(_errors(found, reference, "weights"))
+    bitwise &= all(same for _, same in weights.values())
+    parameters = [
+        {"name": name, "gradient_error": gradients.get(name, 0.0), "weight_error": weights[name][0]} for name in weights
+    ]
+    differing_names = [p for p in parameters if p["gradient_error"] or p["weight_error"]]
+    scalars = [_scalar_error(*row[key]) for row in rows for key in ("loss", "grad_norm", "tokens")]
+    return {
+        "steps": rows,
+        "parameters": sorted(differing_names, key=lambda p: -max(p["gradient_error"], p["weight_error"])),
+        "compared": len(weights),
+        "max_error": max([*scalars, *gradients.values(), *(error for error, _ in weights.values())], default=0.0),
+        "bitwise": bitwise,
+    }
+
+
+def _scalar_error(found: float, reference: float) -> float:
+    return relative_error(torch.tensor([found], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64))
+
+
+def _errors(found: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple[float, bool]]]:
+    """Error and sameness by name. A name that only one of the two has has the error infinity."""
+    theirs: Tensors = {}
+    for file in sorted(reference.glob(f"{kind}.*.safetensors")):
+        theirs.update(load_file(file))
+    seen: dict[str, tuple[float, bool]] = {}
+    for file in sorted(found.glob(f"{kind}.*.safetensors")):
+        for name, value in load_file(file).items():
+            other = theirs.get(name)
+            now = (math.inf, False)
+            if other is not None and other.shape == value.shape:
+                now = relative_error(value, other), torch.equal(value, other)
+            # Both ends of a tied embedding have it: the worse counts.
+            seen[name] = max(now, seen.get(name, now))
+    for name in theirs:
+        seen.setdefault(name, (math.inf, False))
+    yield from seen.items()
+
+
+def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str, Any]:
+    """Runs a job's mesh and one process, and compares them.
+
+    Args:
+        job: The job; its mesh may have one rank.
+        steps: Steps of each.
+        tolerance: Largest relative error; None: `TOLERANCE` of the job's precision.
+
+    Returns:
+        What `compare` says, and `world`, `tolerance`, `seconds`, `passed`.
+
+    Raises:
+        RunFailedError: A rank failed.
+    """
+    started = time.monotonic()
+    limit = TOLERANCE[job.train.precision] if tolerance is None else tolerance
+    with TemporaryDirectory(prefix="raypp-parity-") as folder:
+        found, reference = Path(folder, "mesh"), Path(folder, "one")
+        _run_ranks(job, steps, found)
+        _run_ranks(one_process_job(job), steps, reference)
+        result = compare(found, reference, steps)
+    passed = result["bitwise"] or result["max_error"] <= limit
+    seconds = round(time.monotonic() - started, 1)
+    return {"world": Mesh.of(job.mesh).world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the request, prints the answer."""
+    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+    try:
+        answer = run_parity(parse_job(request["job"]), int(request["steps"]), request.get("tolerance"))
+    except RayppError as error:
+        print(json.dumps({"error": "\n".join(problem.what for problem in error.problems)}))  # noqa: T201
+        return EXIT_RUN_FAILED
+    print(json.dumps(answer))  # noqa: T201
+    return EXIT_OK

@@ -1,0 +1,222 @@
+"""Which snapshots an attempt restores, and how each one reaches its rank.
+
+`choose` is pure: it maps what every rank sees on its node to the newest step that all ranks can
+restore. `fetch_snapshot` opens a rank's snapshot on its own node, or receives the copy that another
+node holds. Facts travel as JSON over the CPU process group, never as a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raypp.memory.files import SlotName, keeper, peek
+from raypp.memory.slot import Slot, checksum
+from raypp.memory.tier import MemoryTier
+
+_ARRIVED = 9
+"""Number, in its name, of a snapshot that came from another node."""
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """One step of one attempt that could be gone on from.
+
+    Attributes:
+        step: Optimizer steps done.
+        attempt: Who took them.
+        holders: By rank: the ranks on whose node its snapshot lies.
+        committed: The newest commit that was known when they were taken.
+    """
+
+    step: int
+    attempt: int
+    holders: dict[int, list[int]]
+    committed: int
+
+    def source(self, owner: int) -> int:
+        """Who gives a rank its snapshot: itself, when it lies on its node."""
+        return owner if owner in self.holders[owner] else min(self.holders[owner])
+
+
+def choose(seen: Sequence[Sequence[Sequence[int]]], newest_commit: int) -> tuple[Snapshots | None, str]:
+    """The snapshots to go on from, and in words why there are none.
+
+    Args:
+        seen: By rank: attempt, step, rank whose state it is, newest commit known then, of every snapshot it sees.
+        newest_commit: Step of the newest commit in the store.
+    """
+    found: dict[tuple[int, int], Snapshots] = {}
+    for rank, snapshots in enumerate(seen):
+        for attempt, step, owner, committed in snapshots:
+            known = found.setdefault((step, attempt), Snapshots(step, attempt, {}, committed))
+            known.holders.setdefault(owner, []).append(rank)
+            found[step, attempt] = replace(known, committed=max(known.committed, committed))
+    newer = [found[key] for key in sorted(found, reverse=True) if key[0] > newest_commit]
+    if not newer:
+        return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
+    gone_back = [one for one in newer if one.committed > newest_commit]
+    if len(gone_back) == len(newer):
+        why = f"step {gone_back[0].committed} was committed and is gone: snapshots taken after it are not used"
+        return None, why
+    newer = [one for one in newer if one.committed <= newest_commit]
+    whole = next((one for one in newer if all(rank in one.holders for rank in range(len(seen)))), None)
+    if whole is not None:
+        return whole, ""
+    missing = [rank for rank in range(len(seen)) if rank not in newer[0].holders]
+    ranks = f"rank {missing[0]}'s snapshot" if len(missing) == 1 else f"the snapshots of ranks {missing}"
+    return None, f"{ranks} of step {newer[0].step} {'is' if len(missing) == 1 else 'are'} in no memory"
+
+
+def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName, Path, dict[str, Any]]]:
+    """The whole snapshots of this job that lie on this node."""
+    found = []
+    for name, path in tier.earlier():
+        if name.step is None or path in damaged:
+            continue
+        about = peek(path)
+        facts = (name.rank, name.step, name.attempt, tier.life.job, True)
+        keys = ("rank", "step", "attempt", "job", "complete")
+        if about is not None and tuple(about.get(key) for key in keys) == facts:
+            found.append((name, path, about))
+    return found
+
+
+def fetch_snapshot(
+    tier: MemoryTier, best: Snapshots, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
+) -> Slot:
+    """This rank's own snapshot, from its node or from its partner's; gives others theirs. All in one order."""
+    me = tier.seat.rank
+    own: Slot | None = None
+    failure = ""
+    for owner in range(tier.seat.world_size):
+        source = best.source(owner)
+        if me not in (owner, source):
+            continue
+        try:
+            if source == owner:
+                own = _open(best, owner, here, damaged)
+            elif me == source:
+                _give(best, owner, here, damaged)
+            else:
+                own = _receive(tier, best, source)
+        except (OSError, ValueError) as error:
+            failure = str(error)
+    if own is None or failure:
+        if own is not None:
+            own.close()
+        raise ValueError(failure)
+    return own
+
+
+def _open(
+    best: Snapshots, owner: int, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
+) -> Slot:
+    """A verified snapshot of this node.
+
+    Raises:
+        ValueError: None is whole; those that are not are added to `damaged`.
+    """
+    wanted = (best.attempt, best.step, owner)
+    why = "it is gone"
+    for name, path, _ in here:
+        if (name.attempt, name.step, name.rank) != wanted or path in damaged:
+            continue
+        slot = Slot.open(path, name)
+        if slot is not None and slot.verify() is not None:
+            return slot
+        damaged.add(path)
+        why = "it is gone" if slot is None else "its bytes are not those that were written"
+        if slot is not None:
+            slot.close(delete=True)  # nobody can use it; others on this node would offer it
+    raise ValueError(why)
+
+
+def _give(
+    best: Snapshots, owner: int, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
+) -> None:
+    """The holder's side of `_receive`; says so when it has none."""
+    try:
+        slot = _open(best, owner, here, damaged)
+    except (OSError, ValueError):
+        dist.send(torch.zeros(2, dtype=torch.int64), owner)
+        return
+    control = slot.control() or {}
+    facts = json.dumps(control).encode() + b"\n" + (slot.tail(control) or b"")
+    dist.send(torch.tensor([len(facts), control["data_size"]]), owner)
+    send_bytes(torch.frombuffer(bytearray(facts), dtype=torch.uint8), owner)
+    send_bytes(slot.memory(control["data_size"]), owner)
+    slot.close()
+
+
+def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
+    """This rank's snapshot from another node, as a file of this one.
+
+    Raises:
+        ValueError: The holder has it no more, or it arrived damaged.
+    """
+    sizes = torch.zeros(2, dtype=torch.int64)
+    dist.recv(sizes, source)
+    length, size = (int(one) for one in sizes)
+    if not length:
+        raise ValueError(f"its copy with rank {source} is not whole")
+    facts = torch.zeros(length, dtype=torch.uint8)
+    receive_bytes(facts, source)
+    text, _, tail = facts.numpy().tobytes().partition(b"\n")
+    about = {**json.loads(text), "keeper": keeper()}
+    name = SlotName(tier.life.run, tier.life.life, best.attempt, tier.seat.rank, "own", _ARRIVED)
+    slot, failure = None, ""
+    try:
+        slot = Slot.create(tier.directory, name)
+        data = slot.memory(size)
+    except OSError as error:
+        failure = f"there is no room for it: {error}"
+        data = torch.empty(size, dtype=torch.uint8)  # the holder sends it in any case
+    receive_bytes(data, source)
+    if slot is None or failure or checksum(data) != about["data_crc"]:
+        if slot is not None:
+            slot.close(delete=True)
+        raise ValueError(failure or "it arrived damaged")
+    slot.begin(name, about)
+    slot.seal(best.step, about, size, tail)
+    return slot
+
+
+def gather_json(value: Any) -> list[Any]:
+    """What every rank said, in rank order. Collective over the world.
+
+    Args:
+        value: Plain JSON.
+    """
+    data = json.dumps(value).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    said = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(said, padded)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(said, sizes, strict=True)]
+
+
+def from_rank_zero(value: Any) -> Any:
+    """What rank 0 said; the others' values do not matter. Collective over the world."""
+    return gather_json(value if dist.get_rank() == 0 else None)[0]
+
+
+def send_bytes(tensor: torch.Tensor, to: int, piece: int = 64 << 20) -> None:
+    """Sends a uint8 tensor in pieces; `receive_bytes` there has one of the same length."""
+    for start in range(0, tensor.numel(), piece):
+        dist.send(tensor[start : start + piece], to)
+
+
+def receive_bytes(tensor: torch.Tensor, source: int, piece: int = 64 << 20) -> None:
+    """Fills a uint8 tensor with what `send_bytes` sends."""
+    for start in range(0, tensor.numel(), piece):
+        dist.recv(tensor[start : start + piece], source)

@@ -1,0 +1,325 @@
+"""Copies of snapshots on another node: who holds whose, and how the bytes get there.
+
+Plain TCP, in threads of its own, never the training's groups. Both sides prove that they know the attempt's secret
+(HMAC-SHA-256 over both sides' nonces) before a byte is taken; what arrives is bytes and JSON, never a pickle, and is
+checked by its CRC-32. It is not encrypted, as the training's own traffic is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raypp.memory.files import CONTROL_BYTES, keeper
+from raypp.memory.slot import Slot, checksum
+from raypp.storage.rate_limit import Abandoned, Pace
+
+log = logging.getLogger(__name__)
+
+_IO_S = 60.0
+_HELLO_S = 5.0
+_CONNECT_S = 2.0
+_RETRY_S = (0.2, 1.0, 5.0, 30.0)
+_REST = 3.0
+"""Without a cap the sender pauses this many times as long as a piece took: a copy takes a quarter of the link, and what
+training sends waits for one piece at most."""
+_PIECE_BYTES = 1 << 20
+_BUFFER_BYTES = 128 << 10
+"""Of the sender's socket: small beside a piece, whose time would otherwise be that of a copy into the buffer."""
+_NONCE = 32
+_HELLO = struct.Struct("<8sQ")
+_FRAME = struct.Struct("<QQII")
+"""step, bytes of data, bytes of control block, bytes of tail."""
+_ANSWER = struct.Struct("<Q?")
+_MAGIC = b"RAYPPCP1"
+_LARGEST_TAIL = 256 << 20
+_LOW_PRIORITY = 0x20  # DSCP CS1: may wait behind everything else
+
+Place = Callable[[int, int], Slot]
+"""(rank whose copy comes, bytes) -> a slot that may be overwritten; raises OSError when there is no room."""
+
+
+def partner_of(rank: int, nodes: Sequence[int]) -> int | None:
+    """Who holds the copy of a rank's snapshot: the rank of the same index on the next node; None on a single node.
+
+    Args:
+        rank: Whose.
+        nodes: The node of every rank.
+    """
+    order = sorted(set(nodes))
+    if len(order) < 2:
+        return None
+    following = order[(order.index(nodes[rank]) + 1) % len(order)]
+    there = [other for other, node in enumerate(nodes) if node == following]
+    index = [other for other, node in enumerate(nodes) if node == nodes[rank]].index(rank)
+    return there[index % len(there)]
+
+
+def own_address(address: str, master: str) -> str:
+    """The address of this node that the others reach: the seat's, or the one that the way to rank 0 starts from."""
+    with contextlib.suppress(OSError):
+        socket.inet_aton(address)
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))
+        return str(probe.getsockname()[0])
+
+
+class CopyReceiver:
+    """Takes the copies of other ranks' snapshots.
+
+    Args:
+        address: Of this node.
+        secret: The attempt's.
+        place: Where a copy goes.
+    """
+
+    def __init__(self, address: str, secret: bytes, place: Place) -> None:
+        self._secret, self._place = secret, place
+        self._server = socket.create_server((address, 0), backlog=16)
+        self._closed = False
+        self._connections: set[socket.socket] = set()
+        self._of: dict[int, tuple[socket.socket, threading.Lock]] = {}
+        self._threads: list[threading.Thread] = []
+        self.port = int(self._server.getsockname()[1])
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """Ends all connections and threads."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, name="raypp-copies", daemon=True)
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            self._connections.add(connection)
+            self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(_HELLO_S)
+                owner = _welcome(connection, self._secret)
+                with self._alone(owner, connection):
+                    while not self._closed:
+                        self._take(connection, owner)
+        except (OSError, ValueError, KeyError) as error:
+            if not self._closed:
+                log.info("a connection for copies ended: %s", error)
+        finally:
+            self._connections.discard(connection)
+
+    def _alone(self, owner: int, connection: socket.socket) -> threading.Lock:
+        """Ends a connection of the same rank that is broken and has not noticed; two must not write one slot."""
+        before, lock = self._of.get(owner, (None, threading.Lock()))
+        self._of[owner] = (connection, lock)
+        if before is not None:
+            with contextlib.suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        return lock
+
+    def _take(self, connection: socket.socket, owner: int) -> None:
+        """One copy: into the slot, checked, sealed, acknowledged."""
+        connection.settimeout(None)
+        header = _read(connection, _FRAME.size)
+        connection.settimeout(_IO_S)
+        step, size, control_size, tail_size = _FRAME.unpack(header)
+        if control_size > CONTROL_BYTES or tail_size > _LARGEST_TAIL:
+            raise ValueError(f"a control block of {control_size} and a tail of {tail_size} bytes")
+        control = json.loads(_read(connection, control_size))
+        tail = _read(connection, tail_size)
+        if control.get("rank") != owner:
+            raise ValueError(f"rank {owner} sent a snapshot of rank {control.get('rank')}")
+        control["keeper"] = keeper()
+        slot = self._place(owner, size)
+        slot.begin(slot.name, control)
+        data = slot.memory(size)
+        _read_into(connection, data.numpy().data)
+        fine = checksum(data) == control["data_crc"]
+        if fine:
+            slot.seal(step, control, size, tail)
+        connection.sendall(_ANSWER.pack(step, fine))
+
+
+class CopySender:
+    """Sends this rank's snapshots to its partner, one at a time, again after an error.
+
+    Args:
+        rank: This rank.
+        partner: Address and port.
+        secret: The attempt's.
+        pace: A cap, shared with the uploads.
+    """
+
+    def __init__(self, rank: int, partner: tuple[str, int], secret: bytes, pace: Pace | None = None) -> None:
+        self._rank, self._partner, self._secret = rank, partner, secret
+        self._pace = (pace or Pace()).shared(lambda: self._closed)
+        self._wake = threading.Condition()
+        self._slot: Slot | None = None
+        self._closed = False
+        self._socket: socket.socket | None = None
+        self.arrived: int | None = None
+        """The last step whose copy is whole over there."""
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name="raypp-copy", daemon=True)
+        self._thread.start()
+
+    def offer(self, slot: Slot) -> None:
+        """Sends that slot next; it must not be written until `arrived` is its step."""
+        with self._wake:
+            self._slot = slot
+            self._wake.notify()
+
+    def close(self) -> bool:
+        """Gives up what is under way; whether the thread has let go of its slot."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5.0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or self._slot is not None)
+                slot, closed = self._slot, self._closed
+            if closed or slot is None:
+                self._drop()
+                return
+            try:
+                step = self._send(slot)
+            except Abandoned:
+                continue
+            except (OSError, ValueError) as error:
+                self._drop()
+                self.error = str(error)
+                self._pause(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                failures += 1
+                continue
+            failures, self.error = 0, ""
+            with self._wake:
+                if self._slot is slot:
+                    self._slot = None
+                self.arrived = step
+
+    def _pause(self, seconds: float) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed, timeout=seconds)
+
+    def _send(self, slot: Slot) -> int:
+        control = slot.control()
+        tail = None if control is None else slot.tail(control)
+        if control is None or tail is None:
+            raise ValueError("the snapshot to be sent is not whole")
+        if self._socket is None:
+            self._socket = self._connect()
+        step, size = int(control["step"]), int(control["data_size"])
+        text = json.dumps(control).encode()
+        self._socket.sendall(_FRAME.pack(step, size, len(text), len(tail)) + text + tail)
+        self._send_pieces(self._socket, slot.memory(size).numpy().data)
+        answered, fine = _ANSWER.unpack(_read(self._socket, _ANSWER.size))
+        if answered != step or not fine:
+            raise ValueError(f"the copy of step {step} arrived damaged")
+        return step
+
+    def _send_pieces(self, connection: socket.socket, data: memoryview) -> None:
+        """Raises Abandoned when the tier is closed."""
+        capped = self._pace.bytes_per_s > 0
+        while data:
+            piece = data[: self._pace.piece_bytes if capped else _PIECE_BYTES]
+            self._pace.take(len(piece))
+            started = time.monotonic()
+            connection.sendall(piece)
+            data = data[len(piece) :]
+            if not capped and data:
+                self._pause(_REST * (time.monotonic() - started))
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
+        self._socket = connection  # `close` ends it from here on
+        connection.settimeout(_HELLO_S)
+        try:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_PRIORITY)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            _introduce(connection, self._secret, self._rank)
+            connection.settimeout(_IO_S)
+        except BaseException:
+            self._drop()
+            raise
+        return connection
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _welcome(connection: socket.socket, secret: bytes) -> int:
+    """The receiver's side: who is there, once it has proved that it knows the secret."""
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(mine)
+    hello = _read(connection, _HELLO.size + _NONCE + hashlib.sha256().digest_size)
+    magic, owner = _HELLO.unpack(hello[: _HELLO.size])
+    theirs, proof = hello[_HELLO.size : _HELLO.size + _NONCE], hello[_HELLO.size + _NONCE :]
+    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, b"sender", mine, theirs, owner)):
+        raise ValueError("somebody connected who does not know the attempt's secret")
+    connection.sendall(_proof(secret, b"receiver", mine, theirs, owner))
+    return int(owner)
+
+
+def _introduce(connection: socket.socket, secret: bytes, owner: int) -> None:
+    """The sender's side of `_welcome`."""
+    theirs = _read(connection, _NONCE)
+    mine = secrets.token_bytes(_NONCE)
+    connection.sendall(_HELLO.pack(_MAGIC, owner) + mine + _proof(secret, b"sender", theirs, mine, owner))
+    proof = _read(connection, hashlib.sha256().digest_size)
+    if not hmac.compare_digest(proof, _proof(secret, b"receiver", theirs, mine, owner)):
+        raise ValueError("the partner does not know the attempt's secret")
+
+
+def _proof(secret: bytes, side: bytes, receiver: bytes, sender: bytes, owner: int) -> bytes:
+    return hmac.digest(secret, side + receiver + sender + owner.to_bytes(8, "little"), "sha256")
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _read_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(connection: socket.socket, view: memoryview) -> None:
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the other side ended the connection")
+        view = view[count:]

@@ -1,0 +1,162 @@
+"""The files of one rank in one attempt: of its own snapshots, and of copies for the ranks whose partner it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
+from raypp.checkpoint.state import Slice
+from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.memory.files import (
+    SlotName,
+    keeper,
+    list_slots,
+    memory_directory,
+    remove,
+    remove_dead,
+    room,
+)
+from raypp.memory.slot import Slot, encode_layout, encode_tail
+from raypp.records import Seat
+
+COPIES = 2
+"""Files for the copies of each rank this one is the partner of."""
+_MARGIN = 0.8
+"""Of the memory there is that the tier may take."""
+
+
+@dataclass(frozen=True)
+class RunLife:
+    """What a snapshot must have been taken in to be of use.
+
+    Attributes:
+        run: The run's name.
+        life: 12 hex digits of where the run lives and when it began.
+        job: Hex digits of model, data, mesh, pipeline and train.
+        secret: Of this attempt; never written anywhere.
+    """
+
+    run: str
+    life: str
+    job: str
+    secret: bytes = b""
+
+
+class RankSlots:
+    """Takes the memory, gives the files their names, writes them, and removes them. `MemoryTier` decides when.
+
+    Args:
+        life: The run's, the same on every rank.
+        seat: This rank's place.
+    """
+
+    def __init__(self, life: RunLife, seat: Seat) -> None:
+        self.life, self.seat, self.directory = life, seat, memory_directory()
+        self.slots: list[Slot] = []
+        """This rank's own."""
+        self._numbers: dict[Slot, int] = {}
+        self._copies: dict[int, list[Slot]] = {}
+        self._buffers: dict[Slot, SnapshotBuffer] = {}
+        self._layouts: dict[Slot, tuple[list[TensorEntry], str]] = {}
+        self._keeper = keeper()
+        remove_dead(self.directory)
+
+    def earlier(self) -> list[tuple[SlotName, Path]]:
+        """This node's files of this run's earlier attempts, of any rank, whole or not."""
+        return [
+            (name, path)
+            for name, path in list_slots(self.directory)
+            if (name.run, name.life) == (self.life.run, self.life.life) and name.attempt < self.seat.attempt
+        ]
+
+    def forget_earlier(self) -> None:
+        """Removes those."""
+        for _, path in self.earlier():
+            remove(path)
+
+    def room(self) -> int:
+        """Bytes of host memory that the ranks of this node may take."""
+        return int(_MARGIN * room(self.directory, self.life.run, self.life.life))
+
+    def take_memory(self, files: int, size: int) -> None:
+        """Makes as many files of that size this rank's own; those of its earlier attempts first."""
+        for name, path in self.earlier():
+            mine = (name.rank, name.kind) == (self.seat.rank, "own")
+            if mine and len(self.slots) < files and (slot := Slot.open(path, name)) is not None:
+                self.add(slot)
+        while len(self.slots) < files:
+            self.add(slot := Slot.create(self.directory, replace(self._blank, number=len(self._numbers))))
+            slot.begin(slot.name, {"keeper": self._keeper})
+        for slot in self.slots:
+            slot.memory(size, pinned=self.seat.device == "cuda")
+
+    def copy(self, slot: Slot, slices: list[Slice], committed: int) -> tuple[Snapshot, dict[str, Any]]:
+        """Begins a snapshot of the state in a file of this rank; `seal` must follow, with what this returns."""
+        seat = self.seat
+        about = {
+            "run": self.life.run, "life": self.life.life, "job": self.life.job, "attempt": seat.attempt,
+            "rank": seat.rank, "committed": committed, "keeper": self._keeper,
+        }  # fmt: skip
+        slot.begin(self._name(slot), about)
+        buffer = self._buffers.setdefault(slot, SnapshotBuffer(slot.memory))
+        return buffer.take(slices), about
+
+    def before_update(self) -> None:
+        """Weights and state are about to change: waits for copies that are under way."""
+        for buffer in self._buffers.values():
+            buffer.before_update()
+
+    def seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> float:
+        """Waits for the copy and makes the file whole; returns the CPU seconds of the second."""
+        try:
+            snapshot.data()
+            entries, layout = self._layouts.get(slot, ([], ""))
+            if entries is not snapshot.entries:
+                layout = encode_layout(snapshot.entries)
+                self._layouts[slot] = (snapshot.entries, layout)
+            started = time.thread_time()
+            slot.seal(step, about, snapshot.size, encode_tail(layout, extra))
+            return time.thread_time() - started
+        finally:
+            snapshot.release()
+
+    def place_copy(self, owner: int, size: int) -> Slot:
+        """Of the two files for a rank's copies the one with the older step (or none)."""
+        slots = self._copies.setdefault(owner, [])
+        while len(slots) < COPIES:
+            name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
+            slots.append(Slot.create(self.directory, name))
+        return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
+
+    def give_back(self, files: int, keep: int) -> None:
+        """Removes files of this rank until so many are left, never the one of step `keep`."""
+        spare = [slot for slot in self.slots if slot.step is None or slot.step != keep]
+        for slot in spare[: max(0, len(self.slots) - files)]:
+            self.slots.remove(slot)
+            self._buffers.pop(slot, None)
+            slot.close(delete=True)
+
+    def add(self, slot: Slot) -> None:
+        """One more file of this rank."""
+        self._numbers[slot] = len(self._numbers)
+        self.slots.append(slot)
+
+    def close(self, *, delete: bool) -> None:
+        """Lets go of the files, which no thread may use any more; removes them, and earlier ones, with `delete`."""
+        self._buffers.clear()
+        self._layouts.clear()
+        for slot in [*self.slots, *(slot for slots in self._copies.values() for slot in slots)]:
+            slot.close(delete=delete)
+        self.slots, self._copies = [], {}
+        if delete:
+            self.forget_earlier()
+
+    @property
+    def _blank(self) -> SlotName:
+        return SlotName(self.life.run, self.life.life, self.seat.attempt, self.seat.rank, "own", 0)
+
+    def _name(self, slot: Slot) -> SlotName:
+        return replace(self._blank, number=self._numbers[slot])

@@ -1,0 +1,213 @@
+"""Going on from snapshots in memory: which step all ranks still have, who has it, and how it comes back.
+
+Every rank looks at the files of its node; one exchange of what each sees tells all ranks the same, so that all choose
+alike. A snapshot that turns out to be gone or damaged is left out, and they choose again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypp.checkpoint.commit import job_identity
+from raypp.checkpoint.dtypes import DTYPES
+from raypp.checkpoint.layout import attempt_key
+from raypp.checkpoint.load import fill_optimizer
+from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
+from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.memory.fetch import choose, fetch_snapshot, from_rank_zero, gather_json, snapshots_here
+from raypp.memory.rank_slots import RunLife
+from raypp.memory.slot import Slot, decode_tail
+from raypp.memory.tier import MemoryTier
+from raypp.records import Reporter, Seat
+from raypp.spec.job import Job
+from raypp.spec.load import job_document
+from raypp.storage import NotFound, ObjectStore
+from raypp.storage.rate_limit import Pace
+
+_TRIES = 8
+
+
+@dataclass
+class FoundInMemory:
+    """What came of looking.
+
+    Attributes:
+        step: That was loaded; 0: none.
+        told: In words, why that one or why none.
+        slot: This rank's snapshot of that step, open.
+        extra: What the trainer had given with it; of rank 0 also the recent reports.
+        nodes: The node of every rank.
+        addresses: Where every rank takes copies.
+        from_partner: Ranks whose snapshot came from another node.
+    """
+
+    nodes: list[int]
+    addresses: list[tuple[str, int] | None]
+    step: int = 0
+    told: str = ""
+    slot: Slot | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    from_partner: list[int] = field(default_factory=list)
+
+    def in_words(self, step: int, newest_commit: int) -> str:
+        """For the event."""
+        if not self.step:
+            return f"from the store: step {step}; {self.told}"
+        through = ""
+        if self.from_partner:
+            ranks = "rank" if len(self.from_partner) == 1 else "ranks"
+            through = f" ({ranks} {', '.join(map(str, self.from_partner))} from the copy on another node)"
+        commit = f"newest commit is step {newest_commit}" if newest_commit >= 0 else "nothing is committed"
+        refused = f"; {self.told}" if self.told else ""
+        return f"from memory: step {step} on all {len(self.nodes)} ranks{through}; {commit}{refused}"
+
+
+def open_memory_tier(
+    job: Job, seat: Seat, store: ObjectStore, reporter: Reporter, pace: Pace | None = None
+) -> MemoryTier | None:
+    """The memory tier of this rank, not yet started; None when the job does without. Collective over the world.
+
+    Args:
+        pace: What uploads and copies of this rank share.
+    """
+    if not job.checkpoint.memory_tier:
+        return None
+    facts = [_life(store, job), secrets.token_hex(32)] if seat.rank == 0 else None
+    life, secret = from_rank_zero(facts)
+    identity = json.dumps(job_identity(job_document(job)), sort_keys=True)
+    about = RunLife(job.name, life, hashlib.sha256(identity.encode()).hexdigest()[:16], bytes.fromhex(secret))
+    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace)
+
+
+def load_from_memory(
+    tier: MemoryTier, newest_commit: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> FoundInMemory:
+    """Loads the newest step of which every rank's snapshot is there, when it is newer than the newest commit.
+
+    Collective over the world. Either every rank's weights and optimizer state are replaced, or none's.
+
+    Args:
+        tier: This rank's.
+        newest_commit: Its step; the same on every rank. 0: there is none.
+    """
+    seat, address = tier.seat, tier.listen()
+    damaged: set[Path] = set()
+    result: FoundInMemory | None = None
+    reasons: list[str] = []
+    for _ in range(_TRIES):
+        here = snapshots_here(tier, damaged)
+        seen = [[name.attempt, name.step, name.rank, about["committed"]] for name, _, about in here]
+        said = gather_json({"node": seat.node_rank, "address": address, "seen": seen})
+        if result is None:
+            where = [None if one["address"] is None else tuple(one["address"]) for one in said]
+            result = FoundInMemory([one["node"] for one in said], where)
+        best, why = choose([one["seen"] for one in said], newest_commit)
+        if best is None:
+            result.told = "; ".join([*reasons, why])
+            return result
+        slot, failure, prepared = None, "", None
+        try:
+            slot = fetch_snapshot(tier, best, here, damaged)
+            prepared = _prepare(slot, stages, optimizer, damaged)
+        except (OSError, ValueError) as error:
+            failure = str(error)
+        failures = {rank: text for rank, text in enumerate(gather_json(failure)) if text}
+        if not failures and prepared is not None:
+            prepared.apply()
+            result.step, result.slot, result.extra = best.step, slot, prepared.extra
+            result.told = "; ".join(reasons)
+            result.from_partner = [rank for rank in range(seat.world_size) if best.source(rank) != rank]
+            return result
+        if slot is not None:
+            slot.close(delete=slot.path in damaged)
+        reasons += [
+            f"rank {rank}'s snapshot of step {best.step} cannot be used: {text}" for rank, text in failures.items()
+        ]
+    assert result is not None
+    result.told = "; ".join(reasons)
+    return result
+
+
+def _life(store: ObjectStore, job: Job) -> str:
+    """Where the run lives and when it began, as 12 hex digits: another store, or a run begun anew, has others."""
+    try:
+        first = store.get(attempt_key(job.name, 1))
+    except NotFound:
+        first = b""
+    return hashlib.sha256(b"\0".join((job.run_url.encode(), first))).hexdigest()[:12]
+
+
+def _prepare(
+    slot: Slot, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, damaged: set[Path]
+) -> PreparedLoad:
+    control = slot.control()
+    try:
+        if control is None:
+            raise ValueError("it is not whole")
+        return PreparedLoad(slot, control, stages, optimizer)
+    except ValueError:
+        damaged.add(slot.path)
+        raise
+
+
+class PreparedLoad:
+    """A verified snapshot that fits this rank's stages; `apply` puts it in place.
+
+    Everything that can go wrong goes wrong here, before anything is changed.
+
+    Args:
+        slot: Verified (`Slot.verify`); must stay open until `apply` returns.
+        control: Its control block.
+        stages: This rank's stages.
+        optimizer: Over their parameters.
+
+    Raises:
+        ValueError: The snapshot is not of these stages; the tensor is named.
+    """
+
+    def __init__(
+        self, slot: Slot, control: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
+        tail = slot.tail(control)
+        if tail is None:
+            raise ValueError("its tail is corrupt")
+        entries, self.extra = decode_tail(tail)
+        self._stages, self._optimizer = stages, optimizer
+        self._data = slot.memory(control["data_size"])
+        by_name = {entry.name: entry for entry in entries}
+        saved = {name: (e.global_shape, DTYPES[e.dtype]) for name, e in by_name.items() if name.startswith(OPTIMIZER)}
+        targets = model_slices(stages)
+        more, self._entries = optimizer_slices(stages, optimizer, saved)
+        targets.update(more)
+        self._python = {name: entry.python for name, entry in by_name.items() if entry.python}
+        self._pairs: list[tuple[Tensor, TensorEntry]] = []
+        for name, slices in targets.items():
+            for target in slices:
+                if target.tensor.numel():
+                    self._pairs.append((target.tensor, _matching(target, by_name.get(name))))
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Replaces weights and optimizer state."""
+        for target, entry in self._pairs:
+            target.copy_(self._data[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape))
+        fill_optimizer(self._optimizer, self._stages, self._entries, self._python)
+
+
+def _matching(target: Slice, entry: TensorEntry | None) -> TensorEntry:
+    if entry is None:
+        raise ValueError(f"it has no {target.name}")
+    here = (tuple(target.tensor.shape), target.global_shape, target.offset)
+    there = (entry.shape, entry.global_shape, entry.offset)
+    if here != there:
+        raise ValueError(f"{target.name} is cut otherwise: {there}, here {here}")
+    return entry

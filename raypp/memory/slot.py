@@ -1,0 +1,213 @@
+"""One snapshot file in shared memory, mapped as a tensor: written in place, sealed, read back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.memory.files import (
+    CONTROL_BYTES,
+    SlotName,
+    close_unlocked,
+    open_locked,
+    read_control,
+    remove,
+    tail_offset,
+    write_control,
+)
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_CHECK_BYTES = 8 << 20
+
+
+class Slot:
+    """A file of this process, and its memory. Its lock is held until `close`.
+
+    Args:
+        path: Where it is.
+        name: What its name says.
+        descriptor: Open and locked.
+    """
+
+    def __init__(self, path: Path, name: SlotName, descriptor: int) -> None:
+        self.path = path
+        self.name = name
+        self._descriptor = descriptor
+        self._data: Tensor | None = None
+        self._registered = 0
+
+    @classmethod
+    def create(cls, directory: Path, name: SlotName) -> Slot:
+        """A new, empty file.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        path = directory / replace(name, step=None).file_name()
+        remove(path)  # left by a process that is gone
+        descriptor = open_locked(path, create=True)
+        if descriptor is None:
+            raise FileExistsError(f"{path} is taken away or held by another process")
+        return cls(path, replace(name, step=None), descriptor)
+
+    @classmethod
+    def open(cls, path: Path, name: SlotName) -> Slot | None:
+        """A file that is there; None when it is gone, or a living process holds it."""
+        descriptor = open_locked(path)
+        return None if descriptor is None else cls(path, name, descriptor)
+
+    @property
+    def step(self) -> int | None:
+        """The step it holds whole; None when it holds none."""
+        return self.name.step
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of data it has memory for in this process."""
+        return 0 if self._data is None else self._data.numel()
+
+    def control(self) -> dict[str, Any] | None:
+        """Its control block; None when that is torn, or says that the file is not whole."""
+        about = read_control(self._descriptor)
+        if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
+            return None
+        facts = os.fstat(self._descriptor)
+        whole = tail_offset(about["data_size"]) + about["tail_size"] <= facts.st_size
+        return about if whole and about.get("step") == self.name.step else None
+
+    def memory(self, size: int, pinned: bool = False) -> Tensor:
+        """The data section as a uint8 tensor of `size` elements; the memory is taken now, not when it is written.
+
+        Args:
+            pinned: Make it known to CUDA, for faster copies from a device.
+
+        Raises:
+            OSError: There is no room (a page that cannot be had later would end the process).
+        """
+        if self._data is None or self._data.numel() < size:
+            self._unmap()
+            os.posix_fallocate(self._descriptor, 0, max(tail_offset(size), os.fstat(self._descriptor).st_size))
+            mapped = mmap.mmap(self._descriptor, CONTROL_BYTES + size)
+            self._data = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=CONTROL_BYTES)
+        if pinned and not self._registered:
+            self._register()
+        return self._data[:size]
+
+    def begin(self, name: SlotName, about: Mapping[str, Any]) -> None:
+        """From now on it holds nothing; must come before its memory is written."""
+        self._rename(replace(name, step=None))
+        write_control(self._descriptor, {**about, "format": FORMAT, "complete": False})
+
+    def seal(self, step: int, about: Mapping[str, Any], size: int, tail: bytes) -> dict[str, Any]:
+        """Makes what was written whole: tail, control block, name, in this order.
+
+        Args:
+            about: What else the control block says.
+            size: Bytes of data; their checksum is computed here unless `about` brings it.
+
+        Returns:
+            The control block.
+        """
+        os.pwrite(self._descriptor, tail, tail_offset(size))
+        crc = about["data_crc"] if "data_crc" in about else checksum(self.memory(size))
+        facts = {"data_size": size, "data_crc": crc, "tail_size": len(tail), "tail_crc": zlib.crc32(tail)}
+        control = {**about, **facts, "format": FORMAT, "complete": True, "step": step}
+        write_control(self._descriptor, control)
+        self._rename(replace(self.name, step=step))
+        return control
+
+    def tail(self, control: Mapping[str, Any]) -> bytes | None:
+        """The tail; None when it is not what was written."""
+        data = os.pread(self._descriptor, control["tail_size"], tail_offset(control["data_size"]))
+        return data if zlib.crc32(data) == control["tail_crc"] else None
+
+    def verify(self) -> dict[str, Any] | None:
+        """Reads every byte; the control block when all are what was written, else None."""
+        control = self.control()
+        if control is None or self.tail(control) is None:
+            return None
+        return control if checksum(self.memory(control["data_size"])) == control["data_crc"] else None
+
+    def close(self, *, delete: bool = False) -> None:
+        """Lets go of memory and lock; the file stays unless `delete`. May be called twice."""
+        if self._descriptor < 0:
+            return
+        if delete:
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+        self._unmap()
+        close_unlocked(self._descriptor)
+        self._descriptor = -1
+
+    def __del__(self) -> None:
+        # A lock that is forgotten would keep this process' next attempt from its own snapshot.
+        if self._descriptor >= 0:
+            close_unlocked(self._descriptor)
+
+    def _rename(self, name: SlotName) -> None:
+        goal = self.path.with_name(name.file_name())
+        if goal != self.path:
+            self.path.rename(goal)
+        self.path, self.name = goal, name
+
+    def _register(self) -> None:
+        """Page-locks the memory for CUDA. Where that fails, copies are slower, nothing else."""
+        assert self._data is not None
+        address = self._data.data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, self._data.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(error) == 0:
+            self._registered = address
+        else:
+            log.warning("shared memory could not be page-locked (CUDA error %d): snapshots take longer", int(error))
+            self._registered = -1
+
+    def _unmap(self) -> None:
+        if self._registered > 0:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+        self._registered = 0
+        self._data = None  # the mapping goes with its last tensor
+
+
+def checksum(data: Tensor) -> int:
+    """CRC-32 of a uint8 tensor's bytes. Other threads run meanwhile."""
+    view = data.numpy().data
+    value = 0
+    for start in range(0, len(view), _CHECK_BYTES):
+        value = zlib.crc32(view[start : start + _CHECK_BYTES], value)
+    return value
+
+
+def encode_layout(entries: Sequence[TensorEntry]) -> str:
+    """The entries as JSON text."""
+    return json.dumps([asdict(entry) for entry in entries], separators=(",", ":"))
+
+
+def encode_tail(layout: str, extra: str) -> bytes:
+    """What stands behind the data: where each tensor lies, and the trainer's own JSON."""
+    return f'{{"tensors":{layout},"extra":{extra}}}'.encode()
+
+
+def decode_tail(tail: bytes) -> tuple[list[TensorEntry], dict[str, Any]]:
+    """Entries and extra."""
+    document = json.loads(tail)
+    entries = []
+    for saved in document["tensors"]:
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
+        }
+        entries.append(TensorEntry(**fields))
+    return entries, document["extra"]

@@ -1,0 +1,136 @@
+"""Pydantic's errors as problems a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
+
+from raypp.errors import Problem
+from raypp.spec import type_names
+from raypp.spec.document import KeyPath, dotted
+
+
+def problems_of(error: ValidationError, document: Any) -> list[Problem]:
+    """One problem per wrong key (a union's several errors are one), in the order of the document's sections."""
+    problems: dict[KeyPath, Problem] = {}
+    for details in error.errors(include_url=False, include_context=False):
+        if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
+            continue  # of a union with a section, whose own errors say what is wrong with it
+        path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
+        if path in problems:
+            continue
+        if details["type"] == "extra_forbidden":
+            problems[path] = unknown_key(path, document)
+        elif details["type"] == "missing" and isinstance(path[-1], str):
+            problems[path] = Problem(dotted(path), "is missing", f"add `{path[-1]}:` ({_expected(path, document)})")
+        elif details["type"] == "missing":
+            problems[path[:-1]] = wrong_value(path[:-1], _value(path[:-1], document), document)
+        else:
+            problems[path] = wrong_value(path, details["input"], document)
+    return list(problems.values())
+
+
+def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyPath:
+    """An error's location without the parts that name a union's member instead of a key."""
+    if location[:1] == ("model",):
+        location = location[:1] + location[2:]  # the second part is the tag of the options class
+    path: list[str | int] = []
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        inside = part in document if isinstance(document, dict) else False
+        if isinstance(document, list) and isinstance(part, int):
+            inside = part < len(document)
+        if inside:
+            document = document[part]
+        elif not (missing and last):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def unknown_key(path: KeyPath, document: Any) -> Problem:
+    """A key that its section does not have: the nearest one it has, or the section that has it, or all it has."""
+    name, section = str(path[-1]), type_names.section_at(path[:-1], document)
+    known = type_names.known_keys(section) if section else []
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    homes = [f"{key}.{name}" if key else name for key, other in type_names.all_sections() if name in other.model_fields]
+    if close:
+        fix = f"did you mean {close[0]}?"
+    elif len(homes) == 1:
+        fix = f"did you mean {homes[0]}?"
+    else:
+        fix = f"remove it; {dotted(path[:-1]) or 'a job'} has: {', '.join(known)}"
+    return Problem(dotted(path), "unknown key", fix)
+
+
+def wrong_value(path: KeyPath, value: Any, document: Any) -> Problem:
+    """A value of another type or out of its range."""
+    return Problem(dotted(path), f"must be {_expected(path, document)}, is {shown(value)}", _fix(path, value, document))
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in the file, cut when long."""
+    if value is None:
+        return "null"
+    if isinstance(value, str | float):
+        text = repr(value)
+    elif isinstance(value, dict):
+        text = "a section of keys"
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _expected(path: KeyPath, document: Any) -> str:
+    return type_names.expected_at(path, document)
+
+
+def _fix(path: KeyPath, value: Any, document: Any) -> str:
+    expected, name = _expected(path, document), str(path[-1])
+    info = type_names.field_at(path, document)
+    literals = type_names.literals_of(info.annotation) if info else []
+    if literals and isinstance(value, str):
+        close = difflib.get_close_matches(value.lower(), literals, n=1, cutoff=0.5)
+        if close:
+            return f"did you mean {close[0]}?"
+    if "whole number" in expected and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if "number" in expected and isinstance(value, str) and _number(value):
+        return f"write it without quotes: {value.strip()}"
+    if expected.startswith("text") and isinstance(value, bool | int | float):
+        return f"put it in quotes: '{json.dumps(value)}'"
+    if expected == "true or false":
+        return "write true" if str(value).lower() in ("yes", "on", "1") else "write true or false"
+    if path == ("name",):
+        slug = re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-")[:40]
+        return f"for example `name: {slug or 'my-run'}`"
+    if literals and "number" not in expected:
+        return f"use {' or '.join(literals)}" if len(literals) < 3 else f"use one of {', '.join(literals)}"
+    if info is not None and type_names.section_of(info.annotation) is not None:
+        keys = type_names.known_keys(type_names.section_of(info.annotation))  # type: ignore[arg-type]
+        return f"put its keys below `{name}:`, indented ({', '.join(keys[:4])} …)"
+    default = info.get_default(call_default_factory=True) if info else PydanticUndefined
+    if default is not PydanticUndefined and default is not None:
+        return f"for example `{name}: {default if isinstance(default, str) else json.dumps(default)}`"
+    sections = (path[:depth] for depth in range(len(path), 0, -1))
+    section = next((dotted(part) for part in sections if type_names.section_at(part, document)), "")
+    return f"see `raypp explain {section}`" if section else "see `raypp explain`"
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(path: KeyPath, document: Any) -> Any:
+    for part in path:
+        document = document[part]
+    return document

@@ -1,0 +1,69 @@
+"""The bytes of a large object that lies in memory: a store can send several places of it at once, without copies."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+from raypp.storage.rate_limit import Pace
+
+_CHUNK_BYTES = 4 << 20
+
+
+class MemorySource:
+    """Buffers, one after the other, as one object. Given to `put_stream` in place of chunks.
+
+    A store may read it in any order, in several threads, and again after a failure. It asks for the beginning last when
+    it can: the first buffer may still be in the making, then whoever asks for it waits.
+
+    Args:
+        sizes: Bytes of each buffer.
+        buffer: Gives the i-th; called in any thread, any number of times. They must not change until the upload ends.
+        pace: How fast they go out.
+        crc32: (i, start, end, CRC-32 of what comes before) -> the CRC-32 with these bytes of the i-th buffer, of who
+            has sums of them already; None: they are read for it.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        buffer: Callable[[int], memoryview],
+        pace: Pace | None = None,
+        crc32: Callable[[int, int, int, int], int] | None = None,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.size = sum(sizes)
+        self.pace = pace or Pace()
+        self._buffer = buffer
+        self._crc32 = crc32 or self._read_crc32
+
+    def views(self, start: int, end: int) -> list[memoryview]:
+        """The bytes [start, end) as views of the buffers."""
+        return [self._buffer(index)[first:last] for index, first, last in self._places(start, end)]
+
+    def crc32(self, start: int, end: int) -> int:
+        """Of the bytes [start, end)."""
+        crc = 0
+        for index, first, last in self._places(start, end):
+            crc = self._crc32(index, first, last, crc)
+        return crc
+
+    def _places(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Buffer, and first and last byte in it."""
+        begin = 0
+        for index, size in enumerate(self.sizes):
+            first, last = max(start - begin, 0), min(end - begin, size)
+            if first < last:
+                yield index, first, last
+            begin += size
+
+    def _read_crc32(self, index: int, start: int, end: int, before: int) -> int:
+        return zlib.crc32(self._buffer(index)[start:end], before)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """All bytes in order, in chunks, at the source's pace."""
+        chunk = min(_CHUNK_BYTES, self.pace.piece_bytes) if self.pace.bytes_per_s else _CHUNK_BYTES
+        for start in range(0, self.size, chunk):
+            for view in self.views(start, min(start + chunk, self.size)):
+                self.pace.take(len(view))
+                yield view

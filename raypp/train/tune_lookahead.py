@@ -1,0 +1,218 @@
+"""`pipeline.lookahead: auto`: the first steps are timed, then all ranks choose the same depth of the warm-up.
+
+Steps 2 and 3 of a rank's life are timed action by action. Before step 4 the channels are timed with a few messages of
+the size that was sent, one `all_reduce(MAX)` over the world gives every rank the slowest replica's figures for every
+stage and border and the least memory, and every rank runs the same simulation on the same numbers. A program of another
+depth adds the same gradients in the same order, so the choice changes no bit. A new attempt measures and chooses anew:
+it may run on other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raypp.parallel.apply import compute_dtype
+from raypp.parallel.rank_groups import RankGroups
+from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.link_probe import message_seconds
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.wire import wire_formats
+from raypp.planning.choices import cut_of, schedule_of
+from raypp.planning.choose_lookahead import Depth, best_depth, depths
+from raypp.planning.memory import stage_activation_bytes
+from raypp.records import Event, Seat
+from raypp.schedules.catalogue import build_program
+from raypp.schedules.simulate import StageTimes
+from raypp.spec.job import Job
+
+_TIMED = (2, 3)
+"""Steps of this life that are timed: the first one allocates, connects and compiles."""
+_SHARE = 0.8
+"""Of the free memory that activations may fill; the rest is for what a forward and a backward need for a moment."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured and chosen; the same on every rank.
+
+    Attributes:
+        times: Seconds of every stage and border.
+        found: The depths that fit, with their simulated steps.
+        best: The one that is used.
+        free: The one that would be used if memory did not matter.
+        most_in_flight: Microbatches each stage has memory for.
+    """
+
+    times: StageTimes
+    found: Sequence[Depth]
+    best: Depth
+    free: Depth
+    most_in_flight: Sequence[int]
+
+    def words(self) -> str:
+        """The choice and its reason, in one sentence."""
+        links = [self.times.message(border) for border in range(len(self.times.forward) - 1)]
+        border = max(range(len(links)), key=lambda b: links[b] / max(self.times.forward[b], 1e-9))
+        measured = (
+            f"link {_seconds(links[border])} per message against {_seconds(self.times.forward[border])} forward and "
+            f"{_seconds(self.times.backward[border])} backward between stage {border} and {border + 1}"
+        )
+        now, classic = self.best, self.found[0]
+        if now.lookahead:
+            gain = f"a step of {_seconds(now.step_s)} by simulation, {_seconds(classic.step_s)} with 0"
+        elif len(self.found) == 1 and self.free.lookahead == 0:
+            gain = "this schedule has no deeper warm-up"
+        else:
+            gain = "more does not pay"
+        if self.free.lookahead > now.lookahead:
+            gain += f"; {self.free.lookahead} would need more memory"
+        return f"lookahead {now.lookahead}: {measured}; {gain}"
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "lookahead": self.best.lookahead,
+            "forward_s": [round(t, 6) for t in self.times.forward],
+            "backward_s": [round(t, 6) for t in self.times.backward],
+            "link_s": [round(self.times.message(b), 6) for b in range(len(self.times.forward) - 1)],
+            "step_s": {depth.lookahead: round(depth.step_s, 6) for depth in self.found},
+            "most_in_flight": list(self.most_in_flight),
+        }
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"
+
+
+class LookaheadTuner:
+    """Times the first steps and then switches the runtime's program. One per rank; every rank of the mesh has one.
+
+    Args:
+        job: The job; its lookahead is auto and it has more than one pipeline rank.
+        seat: This rank's.
+        groups: Its process groups.
+        runtime: Runs its training program.
+        device: Where it computes.
+    """
+
+    def __init__(self, job: Job, seat: Seat, groups: RankGroups, runtime: ProgramRuntime, device: torch.device) -> None:
+        self.job, self.seat, self.groups, self.runtime, self.device = job, seat, groups, runtime, device
+        self._steps = 0
+        self._clock = ActionClock(device)
+        self._tokens = 0
+
+    def before_step(self, own_lengths: Sequence[int]) -> Choice | None:
+        """Call once before each step, on all ranks. Collective over the world before the fourth one.
+
+        Args:
+            own_lengths: Tokens of a row in each microbatch of the step, on this rank.
+
+        Returns:
+            What was chosen, once.
+        """
+        self._steps += 1
+        self.runtime.clock = self._clock if self._steps in _TIMED else None
+        self._tokens = max(self._tokens, max(own_lengths) * self.job.train.micro_batch_size)
+        if self._steps != _TIMED[-1] + 1:
+            return None
+        choice = choose(self.job, self._gathered())
+        if choice.best.lookahead:
+            pipeline, depth = self.job.pipeline, choice.best.lookahead
+            self.runtime.load(
+                build_program(
+                    schedule_of(self.job), self.job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, depth
+                )
+            )
+        return choice
+
+    def _gathered(self) -> list[float]:
+        """Everybody's figures, the largest of each, as `choose` takes them."""
+        stages = self.job.num_stages
+        own = torch.zeros(5 * stages, dtype=torch.float64)
+        own[4 * stages :] = -float("inf")
+        for (kind, stage), seconds in self._clock.medians().items():
+            if kind == "F":
+                own[stage] = seconds
+            else:
+                own[stages + stage] += seconds
+                own[2 * stages + stage] += seconds if kind == "I" else 0.0
+        for (source, to), seconds in self._links().items():
+            ranks = self.runtime.rank_of_stage
+            for border in range(stages - 1):
+                if {ranks[border], ranks[border + 1]} == {source, to}:
+                    own[3 * stages + border] = max(float(own[3 * stages + border]), seconds)
+        for stage, fits in self._room().items():
+            own[4 * stages + stage] = -fits
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        return [float(number) for number in own]
+
+    def _links(self) -> dict[tuple[int, int], float]:
+        formats = wire_formats(self.job, compute_dtype(self.job))
+        shape = (1, self._tokens, self.job.model.hidden_size)
+        size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
+        dist.barrier()  # all channels at once
+        groups, ranks = self.groups, self.runtime.rank_of_stage
+        return message_seconds(groups.coordinates.pp, ranks, groups.forward, groups.backward, self.device, size)
+
+    def _room(self) -> dict[int, int]:
+        """Microbatches that each stage of this rank could keep, were free memory dealt out evenly to its stages."""
+        free = _SHARE * free_bytes(self.device, self.seat.local_world_size) / len(self.runtime.planned)
+        cut = cut_of(self.job)
+        found = {}
+        for stage in self.runtime.planned:
+            computed = self._tokens * stage_activation_bytes(self.job, stage, cut)
+            found[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
+        return found
+
+
+def choose(job: Job, figures: Sequence[float]) -> Choice:
+    """The depth, from what all ranks measured: a function of its arguments alone.
+
+    Args:
+        job: The job.
+        figures: Five numbers per stage, one kind after the other: seconds of forward, of backward, of its part for the
+            input (0: backwards are whole), of a message to the next stage; minus the microbatches there is memory for.
+    """
+    stages = job.num_stages
+    forward, backward, inputs, links, room = (figures[i * stages : (i + 1) * stages] for i in range(5))
+    # The first stage's backward is all W: its input needs no gradient.
+    share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
+    times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
+    most = [int(-number) for number in room]
+    arguments = schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, times
+    found, unbounded = depths(*arguments, most), depths(*arguments)
+    return Choice(times, found, best_depth(found), best_depth(unbounded), most)
+
+
+def free_bytes(device: torch.device, sharers: int) -> float:
+    """Memory this rank could still take: of its GPU, or its share of the host's.
+
+    Args:
+        sharers: Ranks on this host.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free = _meminfo_available()
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
+        free = min(free, int(bound) - int(used.read_text()))
+    return max(0, free) / sharers
+
+
+def _meminfo_available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 2**62  # nobody to ask: the job's own plan must do
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def chosen_event(choice: Choice, step: int, attempt: int) -> Event:
+    """For the run's records."""
+    return Event("lookahead", choice.words(), attempt=attempt, step=step, details=choice.details())

@@ -1,0 +1,82 @@
+"""Which mesh a run has when devices are missing, and what of the job follows from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.control.elastic import Fitting
+from raypp.control.reshape import reshape_event, reshaped, shape_of
+from raypp.planning.check import check_plan
+from raypp.records import Coordinates, Event, RankFailure
+from raypp.recovery.policy import AttemptEnd, bad_nodes
+from raypp.recovery.recall import last_device, last_shape
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+
+
+def job_of(elastic: Any = True, **sections: Any) -> Job:
+    return parse_job(
+        {
+            "name": "a",
+            "mesh": {"pp": 2, "dp_replicate": 2},
+            "pipeline": {"microbatches": 4, "layers_per_stage": [3, 1]},
+            "model": {"num_layers": 4},
+            "data": {"kind": "synthetic"},
+            "recovery": {"elastic": elastic},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize(("room", "world"), [(4, 4), (3, 2), (2, 2), (1, 1), (0, None)])
+def test_the_mesh_follows_the_room_and_every_step_takes_the_same_rows(room: int, world: int | None) -> None:
+    job = job_of()
+    best = Fitting(job, lambda event: None).best(room)
+    assert (best.world if best else None) == world
+    if best is None:
+        return
+    smaller = reshaped(job, best)
+    assert smaller.mesh.world == world and check_plan(smaller) == []
+    assert smaller.mesh.replicas * smaller.pipeline.microbatches == job.mesh.replicas * job.pipeline.microbatches
+    assert smaller.train == job.train and smaller.data == job.data
+    assert smaller.pipeline.layers_per_stage == ([3, 1] if best.pp == 2 else None)
+    assert shape_of(smaller) == best
+
+
+def test_without_elastic_there_is_the_jobs_mesh_or_none() -> None:
+    fitting = Fitting(job_of(elastic=False), lambda event: None)
+    assert fitting.best(3) is None and fitting.best(4) == fitting.wanted
+
+
+def test_the_job_says_how_small_and_how_large() -> None:
+    fitting = Fitting(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
+    assert fitting.best(1) is None
+    assert fitting.first().world == 2
+
+
+def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
+    fitting = Fitting(job_of(), lambda event: None)
+    half = fitting.best(2)
+    assert half is not None
+    assert fitting.of_seat(Coordinates(2, 1, 1, 1)) == half
+    told = [Event("submitted", ""), reshape_event(fitting.wanted, half, "why", 2)]
+    assert last_shape(told) == half
+    assert last_shape([*told, Event("submitted", "")]) is None
+    assert "pp 2 × dp_replicate 2 (4 ranks" in told[1].message and "pp 2 (2 ranks, 8 microbatches)" in told[1].message
+
+
+def test_a_later_life_uses_the_device_that_the_first_one_chose() -> None:
+    told = [Event("device_chosen", "", details={"device": device}) for device in ("cpu", "cuda")]
+    assert last_device([told[0], Event("submitted", ""), told[1], Event("submitted", "")]) == "cuda"
+    assert last_device([Event("submitted", "")]) is None
+
+
+def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
+    def end(attempt: int, *kinds: str) -> AttemptEnd:
+        failures = tuple(RankFailure(rank, "", "10.0.0.3", 1, kind, "") for rank, kind in enumerate(kinds))
+        return AttemptEnd(attempt, failures, None)
+
+    assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "oom_host")]) == {}
+    assert bad_nodes([end(1, "node_lost"), end(2, "raylet_lost", "lost_peer")]) == {"10.0.0.3": 2}

@@ -1,0 +1,160 @@
+"""Stacks of living processes, and exceptions told apart."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from raypp.control import process_evidence
+from raypp.control.classify import kind_and_cause
+from raypp.control.preemption import Notices
+from raypp.control.seats import Rank
+from raypp.errors import DataError, UnreachableError
+from raypp.records import Coordinates
+from raypp.storage import StoreError
+
+
+class LostPeerError(Exception):
+    """Known by its name."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ValueError("no"), "raised", "ValueError: no"),
+        (DataError("all wrong"), "user_error", "all wrong"),
+        (LostPeerError("gone"), "lost_peer", "gone"),
+        (OutOfMemoryError("CUDA out of memory"), "out_of_memory", "device"),
+        (MemoryError("big"), "out_of_memory", "host"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "host"),
+        (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),
+        (StoreError("503"), "store_down", "503"),
+        (UnreachableError("no route"), "unreachable", "no route"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_exceptions_are_told_apart(error: Exception, kind: str, words: str) -> None:
+    found, cause = kind_and_cause(error)
+    assert found == kind and words in cause
+
+
+def test_a_full_disk_is_found_below_the_error_that_it_led_to() -> None:
+    with pytest.raises(StoreError) as raised:
+        try:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", "/mnt/y")
+        except OSError as error:
+            raise StoreError("the object could not be written") from error
+    kind, cause = kind_and_cause(raised.value)
+    assert kind == "disk_full" and "/mnt/y" in cause
+
+
+def test_an_error_in_the_users_own_code_names_its_line(tmp_path: Path) -> None:
+    source = tmp_path / "my_model.py"
+    source.write_text("def forward():\n    raise KeyError('layer')\n")
+    space: dict[str, object] = {}
+    exec(compile(source.read_text(), str(source), "exec"), space)
+    with pytest.raises(KeyError) as raised:
+        space["forward"]()  # type: ignore[operator]
+    assert f"(in {source}:2 (forward))" in kind_and_cause(raised.value)[1]
+
+
+def test_the_stacks_of_this_process_begin_with_the_asked_thread_and_are_bounded() -> None:
+    stop = threading.Event()
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        else:
+            stop.wait(30)
+
+    thread = threading.Thread(target=deep, args=(100,), name="stuck")
+    thread.start()
+    try:
+        text = process_evidence.own_stacks(thread.ident)
+    finally:
+        stop.set()
+        thread.join()
+    assert text.startswith("thread stuck") and "deep" in text and len(text) <= process_evidence.MOST_CHARACTERS
+
+
+def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:
+    """A process with a rank's title that tells its stacks, and a rank's log."""
+    code = """
+from raypp.control import process_evidence
+import time
+
+def stuck():
+    print(1, flush=True)
+    time.sleep(60)
+
+process_evidence.prepare()
+stuck()
+"""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [title, "-c", code], executable=sys.executable, stdout=subprocess.PIPE, stderr=file,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is_told_as_that(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    process = _sleeper(log, "ray::raypp/mine/pp0")
+    try:
+        assert process_evidence.stacks_of(process.pid, str(log), "other") == "the process is gone"
+        assert "in stuck" in process_evidence.stacks_of(process.pid, str(log), "mine")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        frozen = process_evidence.stacks_of(process.pid, str(log), "mine")
+        assert "process state: stopped" in frozen and len(frozen) <= process_evidence.MOST_CHARACTERS
+    finally:
+        process.kill()
+        process.wait()
+    assert process_evidence.stacks_of(process.pid, str(log), "mine") == "the process is gone"
+
+
+def test_only_the_log_of_the_process_in_question_is_read(tmp_path: Path) -> None:
+    (tmp_path / "worker-ab-7.err").write_text("Fatal Python error: Bus error")
+    assert "Bus error" in process_evidence.remains_of(7, str(tmp_path / "worker-ab-7.err"), 0).words
+    assert process_evidence.remains_of(8, str(tmp_path / "worker-ab-7.err"), 0).words == ""
+    assert process_evidence.remains_of(7, "/etc/passwd", 0).words == ""
+
+
+def test_a_host_that_refuses_is_there_and_its_process_is_not() -> None:
+    import socket
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        listening.listen()
+        assert process_evidence.host_answers("127.0.0.1", port) is True
+    assert process_evidence.host_answers("127.0.0.1", port) is None
+
+
+def test_a_rank_that_is_told_to_go_leaves_after_the_save_or_when_its_time_is_over() -> None:
+    rank = Rank(1, "pp1", Coordinates(1), 1, "node", "10.0.0.1", 7)
+    notices = Notices()
+    assert notices.due(0.0, 10) is None
+    notices.heard(rank, "it was told to end (SIGTERM)", 25.0, 10)
+    assert notices.due(5.0, 10) is None
+    failure = notices.due(6.0, 13)
+    assert failure is not None and (failure.kind, failure.rank) == ("preempted", 1)
+    assert "after a save at step 13" in failure.cause
+    late = notices.due(26.0, 10)
+    assert late is not None and "without a new save" in late.cause
+    assert notices.over() is False and notices.due(30.0, 14) is None

@@ -1,0 +1,217 @@
+"""What `raypp doctor` makes of what it measured, and the measuring itself, on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.doctor.driver import MANY_NODES, rounds
+from raypp.doctor.findings import Severity, findings, links_document
+from raypp.doctor.node import NodeProbe
+
+_PACKAGES = dict.fromkeys(("torch", "ray", "boto3", "safetensors", "pydantic"), "1.0")
+
+
+def _node(ip: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "ip": ip,
+        "hostname": ip,
+        "python": "3.11.7",
+        "packages": dict(_PACKAGES),
+        "cpus": 2,
+        "gpus": 0,
+        "memory_free": 8 << 30,
+        "shm_free": 4 << 30,
+        "disk_free": 50 << 30,
+        "interfaces": [{"name": "eth0", "address": ip, "mbps": 1000, "up": True}],
+        "lookup_s": 0.001,
+        "torch": {"torch": "1.0", "cuda": None, "nccl": None, "devices": [], "cpu": {"kind": "x", "flops": 1e10}},
+    } | changes
+
+
+def _report() -> dict[str, Any]:
+    link = {
+        "from": "10.0.0.1",
+        "to": "10.0.0.2",
+        "interface": "eth0",
+        "gbps_out": 0.94,
+        "gbps_in": 0.93,
+        "latency_ms": 0.2,
+        "skew_s": 0.001,
+    }
+    nodes = [_node("10.0.0.1"), _node("10.0.0.2")]
+    return {"measured": "now", "nodes": nodes, "links": [link], "store": None}
+
+
+def test_nothing_is_found_on_two_equal_nodes_with_a_good_link() -> None:
+    assert findings(_report()) == []
+
+
+def _other_torch(report: dict[str, Any]) -> None:
+    report["nodes"][1]["packages"]["torch"] = "2.11"
+
+
+def _other_python(report: dict[str, Any]) -> None:
+    report["nodes"][1]["python"] = "3.12.1"
+
+
+def _unreachable(report: dict[str, Any]) -> None:
+    report["links"][0] = {"from": "10.0.0.1", "to": "10.0.0.2", "interface": "eth0", "error": "no answer"}
+
+
+def _lopsided(report: dict[str, Any]) -> None:
+    report["links"][0]["gbps_in"] = 0.1
+
+
+def _slow(report: dict[str, Any]) -> None:
+    report["links"][0] |= {"gbps_in": 0.09, "gbps_out": 0.09}
+
+
+def _faster_unused(report: dict[str, Any]) -> None:
+    faster = {"name": "eth1", "address": "10.1.0.1", "mbps": 10000, "up": True}
+    report["nodes"][0]["interfaces"].append(faster)
+
+
+def _skewed(report: dict[str, Any]) -> None:
+    report["links"][0]["skew_s"] = -900.0
+
+
+def _no_answer(report: dict[str, Any]) -> None:
+    report["nodes"][1]["error"] = "no answer within 60 s"
+
+
+def _unshared_store(report: dict[str, Any]) -> None:
+    fine = {"up_mbps": 1, "down_mbps": 1, "hidden_from_it": []}
+    nodes = [{"ip": "10.0.0.1", **fine}, {"ip": "10.0.0.2", **fine, "hidden_from_it": ["10.0.0.1"]}]
+    report["store"] = {"url": "/runs", "nodes": nodes}
+
+
+def _no_rights(report: dict[str, Any]) -> None:
+    report["store"] = {"url": "s3://b", "nodes": [{"ip": "10.0.0.2", "error": "403", "fix": "other keys"}]}
+
+
+def _no_data(report: dict[str, Any]) -> None:
+    report["nodes"][1]["missing"] = ["/data/text.txt"]
+
+
+def _blind(report: dict[str, Any]) -> None:
+    report["nodes"][1]["gpus"] = 1
+
+
+def _tired(report: dict[str, Any]) -> None:
+    for node, flops in zip(report["nodes"], (7e14, 4e14), strict=True):
+        node["gpus"] = 1
+        node["torch"]["devices"] = [{"kind": "H", "flops": flops}]
+
+
+@pytest.mark.parametrize(
+    ("harm", "severity", "told"),
+    [
+        (_other_torch, Severity.BREAKS, "different versions of torch: 1.0 on 10.0.0.1, 2.11 on 10.0.0.2"),
+        (_other_python, Severity.BREAKS, "different versions of python: 3.11 on 10.0.0.1, 3.12 on 10.0.0.2"),
+        (_unreachable, Severity.BREAKS, "10.0.0.1 does not reach 10.0.0.2 over eth0: no answer"),
+        (_lopsided, Severity.SLOWS, "the link 10.0.0.1 – 10.0.0.2 is lopsided: 0.94 Gbit/s there, 0.1 back"),
+        (_slow, Severity.SLOWS, "carries 0.09 Gbit/s; its interface eth0 has 1"),
+        (_faster_unused, Severity.SLOWS, "node 10.0.0.1 talks over eth0 (1 Gbit/s), and has eth1 with 10"),
+        (_skewed, Severity.BREAKS, "clocks of 10.0.0.1 and 10.0.0.2 differ by 900.0 s"),
+        (_no_answer, Severity.BREAKS, "no worker answers on node 10.0.0.2"),
+        (_unshared_store, Severity.BREAKS, "10.0.0.2 does not see in /runs what 10.0.0.1 wrote there"),
+        (_no_rights, Severity.BREAKS, "the store s3://b from 10.0.0.2: 403"),
+        (_no_data, Severity.BREAKS, "the training data /data/text.txt are not on 10.0.0.2"),
+        (_tired, Severity.SLOWS, "a H on 10.0.0.2 computes less than 70 % of what the fastest H does"),
+        (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
+    ],
+)
+def test_each_harm_is_found_by_itself_named_and_has_a_fix(harm: Any, severity: Severity, told: str) -> None:
+    report = _report()
+    harm(report)
+    (found,) = findings(deepcopy(report))
+    assert found.severity is severity
+    assert told in found.problem.what
+    assert found.problem.fix
+
+
+def test_the_worst_is_told_first() -> None:
+    report = _report()
+    _lopsided(report)
+    _skewed(report)
+    assert [found.severity for found in findings(report)] == [Severity.BREAKS, Severity.SLOWS]
+
+
+def test_links_for_planning_have_both_directions_and_every_device() -> None:
+    report = _report()
+    report["nodes"][1]["torch"]["cpu"] = {"kind": "y", "flops": 2e10}
+    document = links_document(report)
+    assert document["nodes"] == ["10.0.0.1", "10.0.0.2"]
+    assert [(one["from"], one["to"], one["gbps"]) for one in document["links"]] == [
+        ("10.0.0.1", "10.0.0.2", 0.94),
+        ("10.0.0.2", "10.0.0.1", 0.93),
+    ]
+    speeds = [(one["node"], one["flops_rel"]) for one in document["devices"]]
+    assert speeds == [("10.0.0.1", 0.5)] * 2 + [("10.0.0.2", 1.0)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, MANY_NODES, MANY_NODES + 1, 40])
+def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count: int) -> None:
+    all_rounds = rounds(count)
+    pairs = [pair for one in all_rounds for pair in one]
+    assert sorted(pairs) == [(one, other) for one in range(count) for other in range(one + 1, count)]
+    for one in all_rounds:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+        assert count > MANY_NODES or len(one) == 1
+
+
+@pytest.fixture
+def token() -> str:
+    return "ab" * 32
+
+
+@pytest.fixture
+def late(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProbe]:
+    """A node whose clock is 7 s ahead."""
+    monkeypatch.chdir(tmp_path)
+    probe = NodeProbe(token, lambda: time.time() + 7)
+    yield probe
+    probe.close()
+
+
+def test_rate_latency_and_skew_of_a_link_are_measured(token: str, late: NodeProbe) -> None:
+    port = late.listen("127.0.0.1")
+    found = NodeProbe(token).measure("127.0.0.1", port, 0.1)
+    assert "error" not in found
+    assert found["skew_s"] == pytest.approx(7, abs=0.2)
+    assert found["gbps_out"] > 0.1 < found["gbps_in"]
+    assert 0 < found["latency_ms"] < 100
+
+
+def test_a_stranger_gets_nothing(late: NodeProbe) -> None:
+    port = late.listen("127.0.0.1")
+    found = NodeProbe("cd" * 32).measure("127.0.0.1", port, 0.1)
+    assert found["error"]
+    assert not {"latency_ms", "gbps_out", "gbps_in"} & found.keys()
+
+
+def test_a_node_that_does_not_listen_is_an_error_not_an_exception(token: str, late: NodeProbe) -> None:
+    port = late.listen("127.0.0.1")
+    late.close()
+    assert NodeProbe(token).measure("127.0.0.1", port, 0.1)["error"]
+
+
+def test_a_store_is_tried_with_everything_and_left_as_it_was(late: NodeProbe, tmp_path: Path) -> None:
+    url = str(tmp_path / "runs")
+    answer = late.try_store(url, ".raypp-doctor-x/0")
+    assert answer["up_mbps"] > 0 < answer["down_mbps"]
+    assert late.sees(url, [".raypp-doctor-x/0", ".raypp-doctor-x/1"]) == [".raypp-doctor-x/0"]
+    late.forget(url, ".raypp-doctor-x/0")
+    assert not [path for path in Path(url).rglob("*") if path.is_file()]
+
+
+def test_missing_files_are_those_that_no_path_or_pattern_finds(late: NodeProbe, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("here")
+    paths = [str(tmp_path / name) for name in ("one.txt", "*.txt", "two.txt")]
+    assert late.missing(paths) == [paths[2]]

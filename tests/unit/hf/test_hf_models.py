@@ -1,0 +1,276 @@
+"""Hugging Face models in and out: for weights that transformers wrote, of every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import FAMILIES, tensors_of, their_model, written
+
+from raypp.checkpoint.arrays import convert
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.errors import CheckpointError, JobError
+from raypp.hf import export_model as exporting
+from raypp.hf.export_model import export_hf
+from raypp.hf.files import HfFiles
+from raypp.hf.from_hf import hf_options
+from raypp.hf.import_model import import_hf
+from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.names import hf_parts, model_tensors
+from raypp.models.documents import PackedDocuments
+from raypp.models.stage import build_stage
+from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.storage.directory import DirectoryStore
+
+transformers: Any = pytest.importorskip("transformers")
+MOE = ("qwen3_moe", "mixtral")
+
+
+def options_of(folder: Path) -> DecoderOptions:
+    return hf_options(DecoderOptions(from_hf=str(folder)))
+
+
+def empty_stage(options: DecoderOptions, layers: range | None = None) -> torch.nn.Module:
+    layers = range(options.num_layers) if layers is None else layers
+    last = layers.stop == options.num_layers
+    return build_stage(options, layers, first=layers.start == 0, last=last).to_empty(device="cpu")
+
+
+def loss_and_logits(model: torch.nn.Module, ours: bool) -> torch.Tensor:
+    tokens = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
+    if ours:
+        positions = torch.arange(17)[None].expand_as(tokens)
+        logits = model(tokens, positions, PackedDocuments.of_rows([[17]] * 2, 17, torch.device("cpu")))
+    else:
+        logits = model(tokens).logits
+    F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+    return logits
+
+
+def imported(source: Path, root: Path, **other: Any) -> DirectoryStore:
+    store = DirectoryStore(root)
+    options = options_of(source)
+    import_hf(HfFiles(str(source)), store, "run", options, {"model": options.model_dump(mode="json")}, **other)
+    return store
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_and_gradients_of_loaded_weights_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    theirs = written(kind, tmp_path)
+    ours = empty_stage(options_of(tmp_path))
+    load_from_hf(str(tmp_path), [ours])
+    found, expected = loss_and_logits(ours, True), loss_and_logits(theirs, False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        for part in hf_parts(name, parameter.shape):
+            gradient = parameter.grad if part.expert is None else parameter.grad[part.expert]
+            # transformers never runs an expert that no token chose.
+            expected = torch.zeros_like(gradient) if wanted[part.name] is None else wanted[part.name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=part.name)
+            compared += 1
+    assert compared == len(wanted)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logits(kind: str, tmp_path: Path) -> None:
+    theirs = written(kind, tmp_path / "theirs", shard="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    # Objects so small that tensors, and stacks of experts, are cut over several of them.
+    store = imported(tmp_path / "theirs", tmp_path / "store", object_bytes=7000)
+    commit = read_commit(store, "run", 0)
+    assert len(commit.objects) > 3 and verify_checkpoint(store, "run", 0) == []
+    done = export_hf(store, commit, DirectoryStore(tmp_path / "out"), shard_bytes=30_000)
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys() and done.tensors == len(before)
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    again, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    tokens = torch.arange(30)[None]
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    assert options_of(tmp_path / "out").model_dump(exclude={"from_hf", "aux_loss_weight", "init_std"}) == options_of(
+        tmp_path / "theirs"
+    ).model_dump(exclude={"from_hf", "aux_loss_weight", "init_std"})
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_an_imported_checkpoint_loads_onto_any_cut(kind: str, tmp_path: Path) -> None:
+    written(kind, tmp_path / "theirs", dtype=torch.bfloat16)
+    store = imported(tmp_path / "theirs", tmp_path / "store", object_bytes=5000)
+    options = options_of(tmp_path / "theirs")
+    whole, loaded = empty_stage(options), {}
+    load_from_hf(str(tmp_path / "theirs"), [whole])
+    for layers in (range(1), range(1, 2)):
+        stage = empty_stage(options, layers)
+        optimizer = torch.optim.AdamW(stage.parameters())
+        found = load_checkpoint(store, "run", None, [stage], optimizer)
+        assert found is not None and found.step == 0 and not optimizer.state
+        loaded |= dict(stage.named_parameters())
+    expected = dict(whole.named_parameters())
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_a_stage_reads_the_bytes_it_needs_and_no_more(tmp_path: Path) -> None:
+    written("llama", tmp_path, shard="20KB")
+    options = options_of(tmp_path)
+    stage = empty_stage(options, range(1, 2))
+    loaded = load_from_hf(str(tmp_path), [stage])
+    assert loaded.bytes_read == sum(parameter.numel() * 4 for parameter in stage.parameters())
+
+
+def test_bf16_export_rounds_as_torch_does(tmp_path: Path) -> None:
+    written("llama", tmp_path / "theirs")
+    store = imported(tmp_path / "theirs", tmp_path / "store")
+    export_hf(store, read_commit(store, "run", 0), DirectoryStore(tmp_path / "out"), dtype="BF16")
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_conversions_are_those_of_torch_for_every_kind_of_number() -> None:
+    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 3.4e38, -3.4e38, 65520.0, 1.00390625]
+    bits = torch.randint(-(2**31), 2**31 - 1, (20_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    values = torch.cat([torch.tensor(special), bits.view(torch.float32)])
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+    for into, dtype in names.items():
+        found = convert(values.numpy(), "F32", into)
+        expected = values.to(dtype)
+        back = torch.from_numpy(found.view(np.int16)).view(dtype) if into == "BF16" else torch.from_numpy(found)
+        torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
+    halves = values.bfloat16()
+    found = convert(halves.view(torch.int16).numpy().view(np.uint16), "BF16", "F32")
+    torch.testing.assert_close(torch.from_numpy(found), halves.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_job_with_a_tokenizer_file_exports_it(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"in": 0, "the": 1, "beginning": 2, "</s>": 3, "?": 4}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    written("llama", tmp_path / "theirs")
+    store = imported(tmp_path / "theirs", tmp_path / "store")
+    job = {"data": {"tokenizer": str(tmp_path / "words.json"), "seq_len": 64}}
+    commit = read_commit(store, "run", 0)
+    done = export_hf(store, commit, DirectoryStore(tmp_path / "out"), job=job)
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= set(done.files)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("in the beginning")["input_ids"][:3] == [0, 1, 2] and again.eos_token_id == 3
+    gone = {"data": {"tokenizer": "/nowhere/words.json"}}
+    done = export_hf(store, commit, DirectoryStore(tmp_path / "second"), job=gone)
+    assert "/nowhere/words.json cannot be read" in done.remarks[0]
+
+
+def test_export_holds_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("llama", tmp_path / "theirs")
+    store = imported(tmp_path / "theirs", tmp_path / "store")
+    monkeypatch.setattr(exporting, "PIECE_BYTES", 1000)
+    sizes: list[int] = []
+    export_hf(store, read_commit(store, "run", 0), DirectoryStore(tmp_path / "out"), progress=sizes.append)
+    assert max(sizes) <= 1000 and len(sizes) > 40
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_names_and_shapes_are_those_of_the_built_model(kind: str, tie: bool) -> None:
+    cls = MoeOptions if kind in MOE else DecoderOptions
+    options = cls(kind=kind, num_layers=2, hidden_size=32, num_kv_heads=2, head_dim=12, tie_embeddings=tie)
+    whole = build_stage(options, range(2), first=True, last=True)
+    assert {name: tuple(p.shape) for name, p in whole.named_parameters()} == model_tensors(options)
+
+
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+    written("llama", tmp_path / "theirs")
+    options = options_of(tmp_path / "theirs").model_copy(update={"hidden_size": 64, "num_layers": 3})
+    with pytest.raises(CheckpointError) as caught:
+        import_hf(HfFiles(str(tmp_path / "theirs")), DirectoryStore(tmp_path / "store"), "run", options, {})
+    assert "model.embed_tokens.weight: has shape [97, 32] in" in str(caught.value)
+    assert "the job's model has [97, 64]" in str(caught.value) and "more tensors" in str(caught.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_run_is_imported_once(tmp_path: Path) -> None:
+    written("llama", tmp_path / "theirs")
+    imported(tmp_path / "theirs", tmp_path / "store")
+    with pytest.raises(JobError, match="has checkpoints at"):
+        imported(tmp_path / "theirs", tmp_path / "store")
+
+
+def config_of(folder: Path, **changed: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "said"),
+    [
+        ("llama", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "'gpt2' (GPT2LMHeadModel) is not supp"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling {'rope_type': 'llama3'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_parameters {'rope_type': 'yarn'",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"vocab_size": "gone"}, "vocab_size is missing"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ("qwen3_moe", {"norm_topk_prob": "gone"}, "norm_topk_prob None is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window 4096"),
+    ],
+)
+def test_what_raypp_would_compute_otherwise_is_refused_by_name(
+    kind: str, changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    their_model(kind).config.save_pretrained(tmp_path)
+    options_of(tmp_path)
+    config_of(tmp_path, **changed)
+    with pytest.raises(JobError) as caught:
+        options_of(tmp_path)
+    assert said in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_sizes_that_contradict_config_json_are_named(tmp_path: Path) -> None:
+    their_model("qwen3_moe").config.save_pretrained(tmp_path)
+    given = MoeOptions(kind="qwen3_moe", from_hf=str(tmp_path), num_layers=4, vocab_size=97, aux_loss_weight=0.5)
+    with pytest.raises(JobError, match=r"model\.num_layers: is 4, but .*config\.json says 2"):
+        hf_options(given)
+    sized = hf_options(MoeOptions(kind="qwen3_moe", from_hf=str(tmp_path), aux_loss_weight=0.5))
+    assert (sized.num_layers, sized.aux_loss_weight, sized.num_experts) == (2, 0.5, 4)
+    assert hf_options(sized) == sized
+
+
+def test_pickles_torn_files_and_no_files_are_told_apart(tmp_path: Path) -> None:
+    files = HfFiles(str(tmp_path))
+    with pytest.raises(JobError, match=r"there is no .*config\.json"):
+        files.config()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: raypp loads no pickle"):
+        files.tensors()
+    written("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is torn"):
+        files.tensors()
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match="is not a safetensors file: a header of"):
+        files.tensors()

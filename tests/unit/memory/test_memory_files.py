@@ -1,0 +1,281 @@
+"""The memory tier's files and copies without ranks: names, locks, leftovers, who may send, what is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypp.memory.fetch import choose
+from raypp.memory.files import (
+    LIMIT_VARIABLE,
+    SlotName,
+    keeper,
+    list_slots,
+    open_locked,
+    parse_name,
+    peek,
+    remove_dead,
+    remove_run,
+    room,
+)
+from raypp.memory.peer import CopyReceiver, CopySender, partner_of
+from raypp.memory.slot import Slot, encode_tail
+from raypp.memory.tier import SnapshotCosts
+from raypp.storage.rate_limit import Pace
+
+NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
+SIZE = 100_000
+
+
+def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
+    """A whole snapshot, open."""
+    slot = Slot.create(directory, name)
+    about = {"run": name.run, "attempt": name.attempt, "rank": name.rank, "keeper": keeper()}
+    slot.begin(name, about)
+    slot.memory(SIZE).fill_(fill)
+    slot.seal(step, about, SIZE, encode_tail("[]", '{"data_position":{"row":3}}'))
+    return slot
+
+
+def test_a_name_says_whose_snapshot_it_is_and_nothing_else_is_taken_for_one() -> None:
+    for step in (None, 0, 17):
+        name = SlotName("kjv-pp2", "0123456789ab", 3, 12, "copy", 1, step)
+        assert parse_name(name.file_name()) == name
+    for text in ("raypp.x", "raypp.../etc.0123456789ab.attempt-1.rank-0.own-0.step-1", NAME.file_name() + "x"):
+        assert parse_name(text) is None
+
+
+def test_a_snapshot_is_private_and_reads_back_and_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    path = slot.path
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert slot.verify() is not None and path.name.endswith(".step-7")
+    slot.close()
+    whole = path.read_bytes()
+    tail_at = whole.index(b'{"tensors"')
+    for at in (3, 40, 4096, 4096 + SIZE - 1, tail_at + 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        again = Slot.open(path, parse_name(path.name) or NAME)
+        assert again is not None and again.verify() is None
+        again.close()
+
+
+def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    slot.begin(NAME, {"rank": 1})
+    slot.close()
+    ((name, path),) = list_slots(tmp_path)
+    assert name.step is None
+    # Even under a whole one's name.
+    path = path.rename(path.with_name(NAME.file_name().replace("writing", "step-7")))
+    again = Slot.open(path, parse_name(path.name) or NAME)
+    assert again is not None and again.control() is None
+    again.close()
+
+
+def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    path = slot.path
+    slot.close()
+    code = "import sys,time; from pathlib import Path; from raypp.memory.files import open_locked\n"
+    code += "print(open_locked(Path(sys.argv[1])) is not None, flush=True); time.sleep(60)"
+    zombie = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert zombie.stdout is not None and zombie.stdout.readline() == "True\n"
+        assert peek(path) is None and open_locked(path) is None
+        assert remove_run("a-run", tmp_path) == [] and remove_dead(tmp_path) == []
+    finally:
+        zombie.kill()
+        zombie.wait()
+    assert peek(path) is not None
+    assert remove_run("another", tmp_path) == []
+    assert remove_run("a-run", tmp_path) == [path.name]
+
+
+def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    kept = slot.memory(SIZE)
+    slot.close()
+    assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
+
+
+def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_path: Path) -> None:
+    here = sealed(tmp_path, NAME)
+    here.close()
+    dead = Slot.create(tmp_path, SlotName("dead-run", "0123456789ab", 1, 0, "own", 0))
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    dead.begin(dead.name, {"keeper": [child.pid, time.time()]})
+    dead.close()
+    assert remove_dead(tmp_path) == [dead.path.name]
+    os.utime(here.path, (0, 0))  # nothing happened for more than an hour
+    assert remove_dead(tmp_path) == [here.path.name]
+
+
+def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:
+    goal = tmp_path / "precious"
+    goal.write_text("x")
+    (tmp_path / NAME.file_name()).symlink_to(goal)
+    assert list(list_slots(tmp_path)) == []
+    assert remove_run("a-run", tmp_path) == [] and goal.exists()
+
+
+def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room(tmp_path, "a-run", NAME.life) > 10e6
+    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    assert room(tmp_path, "a-run", NAME.life) == 1_000_000
+    sealed(tmp_path).close()
+    assert room(tmp_path, "a-run", NAME.life) == 1_000_000  # its own count as had
+    assert 800_000 < room(tmp_path, "other", NAME.life) < 900_000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partners"),
+    [
+        ([0, 0, 0], [None, None, None]),
+        ([0, 0, 1, 1], [2, 3, 0, 1]),
+        ([0, 0, 1, 1, 2, 2], [2, 3, 4, 5, 0, 1]),
+        ([0, 0, 0, 1], [3, 3, 3, 0]),
+        ([1, 0, 1, 0], [1, 0, 3, 2]),
+    ],
+)
+def test_the_partner_is_the_same_place_on_the_next_node(nodes: list[int], partners: list[int | None]) -> None:
+    assert [partner_of(rank, nodes) for rank in range(len(nodes))] == partners
+
+
+def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
+    both = [[2, 5, 0, -1], [2, 5, 1, -1], [2, 6, 0, -1]]
+    best, _ = choose([both, both], -1)
+    assert best is not None and (best.step, best.attempt, best.source(1)) == (5, 2, 1)
+    # On another node: from who has it.
+    best, _ = choose([both, []], -1)
+    assert best is not None and best.source(1) == 0
+    assert choose([both, both], 5) == (None, "rank 1's snapshot of step 6 is in no memory")
+    assert choose([both, both], 6) == (None, "no snapshot in memory is newer")
+    assert choose([[], []], 6) == (None, "memory has no snapshot")
+
+
+def test_snapshots_of_two_attempts_are_never_mixed() -> None:
+    assert choose([[[1, 5, 0, -1]], [[2, 5, 1, -1]]], -1)[0] is None
+
+
+def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
+    """Whoever removes the newest checkpoints wants to go back."""
+    seen = [[[1, 25, 0, 20]]]
+    assert choose(seen, 20)[0] is not None
+    assert choose(seen, 10) == (None, "step 20 was committed and is gone: snapshots taken after it are not used")
+
+
+@pytest.mark.parametrize(
+    ("snapshot_s", "step_s", "every"),
+    [(0.001, 0.1, 1), (0.002, 0.1, 1), (0.0021, 0.1, 2), (0.5, 1.0, 25), (1.0, 0.0, 1)],
+)
+def test_snapshots_are_as_rare_as_two_percent_of_the_time_asks_for(
+    snapshot_s: float, step_s: float, every: int
+) -> None:
+    costs = SnapshotCosts()
+    assert costs.every() == 1
+    for _ in range(3):
+        costs.snapshots.append(snapshot_s)
+        if step_s:
+            costs.steps.append(step_s)
+    assert costs.every() == every
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[tuple[CopyReceiver, list[Slot]]]:
+    there = tmp_path / "there"
+    there.mkdir()
+    slots: list[Slot] = []
+
+    def place(owner: int, size: int) -> Slot:
+        if not slots:
+            slots.append(Slot.create(there, SlotName("a-run", "0123456789ab", 3, owner, "copy", 0)))
+        return slots[0]
+
+    receiver = CopyReceiver("127.0.0.1", b"secret", place)
+    yield receiver, slots
+    receiver.close()
+    for slot in slots:
+        slot.close(delete=True)
+
+
+def wait_for(condition: object, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:  # type: ignore[operator]
+        time.sleep(0.01)
+    return bool(condition())  # type: ignore[operator]
+
+
+def test_a_copy_arrives_whole_and_says_so(receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path) -> None:
+    server, slots = receiver
+    slot = sealed(tmp_path)
+    sender = CopySender(1, ("127.0.0.1", server.port), b"secret")
+    try:
+        sender.offer(slot)
+        assert wait_for(lambda: sender.arrived == 7), sender.error
+        control = slots[0].verify()
+        assert control is not None and control["step"] == 7
+        assert torch.equal(slots[0].memory(SIZE), slot.memory(SIZE))
+    finally:
+        assert sender.close()
+        slot.close(delete=True)
+
+
+def test_copies_keep_to_the_cap_that_uploads_have(receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path) -> None:
+    server, slots = receiver
+    slot = sealed(tmp_path)
+    cap = Pace(2 * SIZE)
+    cap.take(SIZE)  # half a second of an upload, which the copy waits for
+    sender = CopySender(1, ("127.0.0.1", server.port), b"secret", cap)
+    started = time.monotonic()
+    try:
+        sender.offer(slot)
+        assert wait_for(lambda: sender.arrived == 7), sender.error
+        assert time.monotonic() - started >= 0.5
+        assert slots[0].verify() is not None
+    finally:
+        assert sender.close()
+        slot.close(delete=True)
+
+
+def test_a_copy_under_way_is_given_up_at_once(receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    sender = CopySender(1, ("127.0.0.1", receiver[0].port), b"secret", Pace(SIZE / 60))
+    sender.offer(slot)
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert sender.close() and time.monotonic() - started < 2
+    assert sender.arrived is None
+    slot.close(delete=True)
+
+
+def test_whoever_does_not_know_the_secret_places_nothing(
+    receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path
+) -> None:
+    server, slots = receiver
+    slot = sealed(tmp_path)
+    sender = CopySender(1, ("127.0.0.1", server.port), b"guess")
+    try:
+        sender.offer(slot)
+        assert wait_for(lambda: sender.error)
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.settimeout(10)
+            assert len(stranger.recv(4096)) == 32  # what a proof must be about
+            stranger.sendall(json.dumps({"rank": 1}).encode() * 100)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(4096) == b""  # the door
+        assert sender.arrived is None and not slots
+    finally:
+        assert sender.close()
+        slot.close(delete=True)
