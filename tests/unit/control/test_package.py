@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS
 from raypp.control.package import build_package
-from raypp.control.private import PROFILE, SECRETS, SETTINGS
 from raypp.kinds import STORES
 from raypp.spec.load import parse_job
 from raypp.spec.own_code import own_files
