@@ -11,10 +11,11 @@ from typing import Any
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.stage_placement import place_stages
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
-from raypp.planning.flops import flops_per_token, model_parameters
+from raypp.planning.flops import flops_per_token
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.predict import Grounds, Prediction, predict, stage_times
+from raypp.planning.sizes import sizes_of
 from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
@@ -193,7 +194,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         link_bytes_per_step=microbatches * largest,
         link_gbps=link_gbps,
         link_s_per_microbatch=largest * 8 / (link_gbps * 1e9) if link_gbps else None,
-        parameters=model_parameters(job.model),
+        parameters=sizes_of(job.model).whole,
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.spec.models import MODELS
+from raypp.spec.families import MODELS
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
     "model.kind": tuple(MODELS.names()),

@@ -16,12 +16,11 @@ from raypp.spec import type_names
 from raypp.spec.availability import AVAILABLE, KINDS
 from raypp.spec.document import dotted, undotted
 from raypp.spec.job import Job
-from raypp.spec.models import MODELS, MoeOptions, Section
+from raypp.spec.families import kinds_with, larger_options
+from raypp.spec.models import DecoderOptions, Section
 from raypp.spec.pydantic_errors import shown
 
 WIDTH = 88
-_WITH_EXPERTS = {"model": {"kind": next(kind.name for kind in MODELS if kind.options is MoeOptions)}}
-"""A document whose `model` section has every key a family can have."""
 
 
 def explain(section: str | None = None, *, width: int = WIDTH) -> str:
@@ -40,7 +39,9 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
         inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
-    info = type_names.field_at(path, _WITH_EXPERTS)
+    kinds = [kinds_with(options)[0] for options in (*larger_options(), DecoderOptions)]
+    fields = (type_names.field_at(path, {"model": {"kind": kind}}) for kind in kinds)
+    info = next((field for field in fields if field is not None), None)
     if info is None:
         raise JobError(_no_such_place(section))
     return _field(dotted(path[:-1]), str(path[-1]), info, width) + "\n"
@@ -50,13 +51,10 @@ def schema() -> dict[str, Any]:
     """JSON Schema of the job file, for editors (yaml-language-server) and other programs."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
-    families: dict[str, list[str]] = {"DecoderOptions": [], "MoeOptions": []}
-    for kind in MODELS:
-        families["MoeOptions" if kind.options is MoeOptions else "DecoderOptions"].append(kind.name)
-    for name, kinds in families.items():
-        _property(definitions, name, "kind").update(enum=kinds)
+    for options in (DecoderOptions, *larger_options()):
+        _property(definitions, options.__name__, "kind").update(enum=kinds_with(options))
     _property(definitions, "CustomOptions", "kind").update(pattern="^[^:]+:[^:]+$")
-    for name in ("MoeOptions", "CustomOptions"):
+    for name in (*(options.__name__ for options in larger_options()), "CustomOptions"):
         definitions[name]["required"] = ["kind"]
     for section, key in (("DataSection", "data.kind"), ("PipelineSection", "pipeline.schedule")):
         _property(definitions, section, key.rpartition(".")[2]).update(enum=list(KINDS[key]))
@@ -81,10 +79,10 @@ def _section(key: str, section: type[Section], width: int) -> str:
         _field(key, name, info, width, indent=2) if key else _field("", name, info, width)
         for name, info in fields.items()
     ]
-    if key == "model":
-        kinds = [kind.name for kind in MODELS if kind.options is MoeOptions]
-        text.append(f"\n  {' and '.join(kinds)} also have:")
-        extra = type_names.extra_fields(MoeOptions)
+    for options in larger_options() if key == "model" else ():
+        kinds = kinds_with(options)
+        text.append(f"\n  {' and '.join(kinds)} also {'has' if len(kinds) == 1 else 'have'}:")
+        extra = type_names.extra_fields(options)
         text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
     return "\n".join(text)
 
