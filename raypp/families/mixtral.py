@@ -9,7 +9,7 @@ from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SIZES, Family, HfFo
 from raypp.spec.models import MoeOptions
 
 if TYPE_CHECKING:
-    from torch import nn
+    from raypp.models.moe import MoeDecoderLayer
 
 _BLOCK = "block_sparse_moe"
 _NAMES = ("w1", "w3", "w2")
@@ -20,7 +20,7 @@ def layer_weights(options: MoeOptions, index: int) -> list[Weight]:
     return [*weights.attention(options), *weights.layer_norms(options), *experts]
 
 
-def build_layer(options: MoeOptions, index: int) -> nn.Module:
+def build_layer(options: MoeOptions, index: int) -> MoeDecoderLayer:
     from raypp.models.layers import Attention
     from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
 

@@ -9,14 +9,14 @@ from raypp.spec.family import EXACT, NO, Family, HfFormat, Weight
 from raypp.spec.models import DecoderOptions
 
 if TYPE_CHECKING:
-    from torch import nn
+    from raypp.models.layers import DecoderLayer
 
 
 def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
     return [*weights.attention(options, qkv_bias=True), *weights.layer_norms(options), *weights.gated(options)]
 
 
-def build_layer(options: DecoderOptions, index: int) -> nn.Module:
+def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
     from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
 
     attention = Attention(options, qkv_bias=True)

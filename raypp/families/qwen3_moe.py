@@ -9,7 +9,7 @@ from raypp.spec.family import EXACT, EXPERT_SIZES, NO, SIZES, Family, HfFormat, 
 from raypp.spec.models import MoeOptions
 
 if TYPE_CHECKING:
-    from torch import nn
+    from raypp.models.moe import MoeDecoderLayer
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -19,7 +19,7 @@ def layer_weights(options: MoeOptions, index: int) -> list[Weight]:
     return [*attention, *weights.layer_norms(options), *weights.experts(options, "mlp", _NAMES)]
 
 
-def build_layer(options: MoeOptions, index: int) -> nn.Module:
+def build_layer(options: MoeOptions, index: int) -> MoeDecoderLayer:
     from raypp.models.layers import Attention
     from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
 

@@ -98,9 +98,7 @@ def layer_activation_numbers(job: Job) -> int:
     model = job.model
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
     largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
-    inner, rows = largest.inner, 0
-    if largest.experts:
-        rows = 2 * getattr(model, "experts_per_token", 0) * model.hidden_size
+    inner, rows = largest.inner, 2 * largest.sent * model.hidden_size
     if job.train.activation_checkpointing == "selective":
         # The block's input and the results of its matrix products and of attention; the rest is computed again.
         return 3 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows

@@ -1,19 +1,20 @@
 """What a model's parts are made of, in numbers: from the parameters that its family declares.
 
-A user's own factory declares nothing. Its numbers come from the model that it builds (`count`), which needs torch and so
-another process; until then they are those of a Llama with the same sizes, and a plan says so (`counted`). The cut rests
-on those in any case: every rank must find the same one, also where nobody counted.
+A user's own factory declares nothing. Its numbers come from the model that it builds (`count`), which needs torch
+and so another process; until then they are those of a Llama with the same sizes, and a plan says so
+(`sizes_remark`). The cut rests on those in any case: every rank must find the same one, also where nobody counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from raypp.spec.families import FAMILIES, family_of
-from raypp.spec.family import Family, Shape, Weight, embedding, final_norm, projection
+from raypp.spec.family import Weight, embedding, final_norm, projection
 from raypp.spec.models import DecoderOptions
 
 
@@ -25,13 +26,15 @@ class LayerSize:
         parameters: All of them.
         experts: Those of experts, which `mesh.ep` spreads.
         multiplied: Those in matrices that one token is multiplied with.
-        inner: Width of the feed-forward block that one token passes; with experts, of all it goes to.
+        inner: Width of the feed-forward block that one token passes; with experts, of all it is sent to.
+        sent: Experts that one token is sent to.
     """
 
     parameters: int
     experts: int
     multiplied: int
     inner: int
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class ModelSizes:
 
 
 _counted: dict[DecoderOptions, ModelSizes] = {}
+_not_counted: dict[DecoderOptions, str] = {}
 
 
 def sizes_of(model: DecoderOptions) -> ModelSizes:
@@ -70,9 +74,16 @@ def sizes_of(model: DecoderOptions) -> ModelSizes:
     return _counted.get(model) or declared_sizes(model)
 
 
-def counted(model: DecoderOptions) -> bool:
-    """Whether `sizes_of` are the model's own numbers."""
-    return family_of(model) is not None or model in _counted
+def sizes_remark(model: DecoderOptions) -> str | None:
+    """What a plan must say of the numbers of a user's own factory; None for a family that declares them."""
+    if family_of(model) is not None:
+        return None
+    llama = "those of a Llama with the same sizes"
+    if model in _counted:
+        counted = "parameters, their memory and FLOPs are counted from the model it builds"
+        return f"{model.kind}: {counted}; the cut, activations and messages are {llama}"
+    why = _not_counted.get(model, "nobody built it")
+    return f"{model.kind} is not counted ({why}): parameters, memory, FLOPs, cut and times are {llama}"
 
 
 @lru_cache(maxsize=64)
@@ -82,11 +93,8 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     layers = tuple(_layer(family.weights(model, index), model) for index in range(model.num_layers))
     matrix = embedding(model) if model.tie_embeddings else projection(model)
     first, last = embedding(model).parameters, matrix.parameters + final_norm(model).parameters
-    return ModelSizes(layers, first, last, _parameters(family, model))
-
-
-def _parameters(family: Family, model: DecoderOptions) -> int:
-    return sum(weight.parameters for weight in family.model_weights(model).values())
+    whole = sum(weight.parameters for weight in family.model_weights(model).values())
+    return ModelSizes(layers, first, last, whole)
 
 
 def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
@@ -102,32 +110,27 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
             multiplied += passes * prod(weight.shape[-2:])
         if weight.residual and weight.part in ("feed_forward", "experts"):
             inner += passes * weight.shape[-1]
-    return LayerSize(parameters, experts, multiplied, inner)
+    return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0)
 
 
-def count(
-    model: DecoderOptions, layers: Sequence[Mapping[str, Shape]], first: int, last: int, whole: int
-) -> ModelSizes:
-    """Takes the numbers of a user's own factory from what it built; `sizes_of` gives them from now on.
+def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
+    """Takes the numbers of a user's own factory from what it builds; `sizes_of` gives them from now on.
 
     Every token is taken to be multiplied with every matrix.
 
     Args:
         model: The `model:` section.
-        layers: Names and shapes of each layer's parameters.
-        first: See `ModelSizes`.
-        last: See `ModelSizes`.
-        whole: See `ModelSizes`.
+        built: What `raypp.measure.built_sizes` answers: `layers` (the shapes of each layer's parameters), `first`,
+            `last` and `whole` as in `ModelSizes`.
     """
     guess = declared_sizes(model)
-    sizes = tuple(
-        LayerSize(
-            sum(prod(shape) for shape in shapes.values()),
-            0,
-            sum(prod(shape) for shape in shapes.values() if len(shape) > 1),
-            guess.layers[index].inner,
-        )
-        for index, shapes in enumerate(layers)
-    )
-    _counted[model] = ModelSizes(sizes, first, last, whole)
-    return _counted[model]
+    layers = []
+    for index, shapes in enumerate(built["layers"]):
+        multiplied = sum(prod(shape) for shape in shapes if len(shape) > 1)
+        layers.append(LayerSize(sum(map(prod, shapes)), 0, multiplied, guess.layers[index].inner))
+    _counted[model] = ModelSizes(tuple(layers), built["first"], built["last"], built["whole"])
+
+
+def not_counted(model: DecoderOptions, why: str) -> None:
+    """Notes why a user's own factory could not be counted, for `sizes_remark`."""
+    _not_counted[model] = why

@@ -10,7 +10,6 @@ from typing import Any
 from raypp.spec.families import MODELS
 
 AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "model.kind": tuple(MODELS.names()),
     "data.kind": ("text", "jsonl", "tokens", "synthetic"),
 }
 """Values that work, of the keys that have values which do not work yet; every other key works whole."""

@@ -15,8 +15,8 @@ from raypp.errors import JobError, Problem
 from raypp.spec import type_names
 from raypp.spec.availability import AVAILABLE, KINDS
 from raypp.spec.document import dotted, undotted
+from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
-from raypp.spec.families import kinds_with, larger_options
 from raypp.spec.models import DecoderOptions, Section
 from raypp.spec.pydantic_errors import shown
 
@@ -39,7 +39,7 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
         inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
-    kinds = [kinds_with(options)[0] for options in (*larger_options(), DecoderOptions)]
+    kinds = [kinds_with(options)[0] for options in reversed(family_options())]
     fields = (type_names.field_at(path, {"model": {"kind": kind}}) for kind in kinds)
     info = next((field for field in fields if field is not None), None)
     if info is None:
@@ -51,11 +51,13 @@ def schema() -> dict[str, Any]:
     """JSON Schema of the job file, for editors (yaml-language-server) and other programs."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
-    for options in (DecoderOptions, *larger_options()):
-        _property(definitions, options.__name__, "kind").update(enum=kinds_with(options))
-    _property(definitions, "CustomOptions", "kind").update(pattern="^[^:]+:[^:]+$")
-    for name in (*(options.__name__ for options in larger_options()), "CustomOptions"):
-        definitions[name]["required"] = ["kind"]
+    kinds: dict[str, dict[str, Any]] = {options.__name__: {"enum": kinds_with(options)} for options in family_options()}
+    kinds["CustomOptions"] = {"pattern": "^[^:]+:[^:]+$"}
+    for name, allowed in kinds.items():
+        kind = _property(definitions, name, "kind")
+        kind.update(allowed, description=f"{_families()} | {kind['description']}")
+        if name != DecoderOptions.__name__:
+            definitions[name]["required"] = ["kind"]
     for section, key in (("DataSection", "data.kind"), ("PipelineSection", "pipeline.schedule")):
         _property(definitions, section, key.rpartition(".")[2]).update(enum=list(KINDS[key]))
     _property(definitions, "OptimizerOptions", "kind").update(enum=list(KINDS["train.optimizer.kind"]))
@@ -79,7 +81,7 @@ def _section(key: str, section: type[Section], width: int) -> str:
         _field(key, name, info, width, indent=2) if key else _field("", name, info, width)
         for name, info in fields.items()
     ]
-    for options in larger_options() if key == "model" else ():
+    for options in family_options()[1:] if key == "model" else ():
         kinds = kinds_with(options)
         text.append(f"\n  {' and '.join(kinds)} also {'has' if len(kinds) == 1 else 'have'}:")
         extra = type_names.extra_fields(options)
@@ -110,9 +112,14 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
     takes = re.sub(r"\ban? ", "", takes)
     lines = [f"{pad}{head:<{34 - indent}}  {takes}"]
     prose = " ".join((info.description or "").split())
+    prose = f"{_families()} | {prose}" if key == "model.kind" else prose
     for text in (prose, _now(key)):
         lines += textwrap.wrap(text, width, initial_indent=pad + "    ", subsequent_indent=pad + "    ")
     return "\n".join(lines)
+
+
+def _families() -> str:
+    return " | ".join(FAMILIES)
 
 
 def _yaml(value: Any) -> str:

@@ -42,9 +42,9 @@ def family_of(options: DecoderOptions) -> Family | None:
     return FAMILIES.get(options.kind)
 
 
-def larger_options() -> list[type[DecoderOptions]]:
-    """The families' options classes that add keys to those every decoder has."""
-    return [cls for cls in _CLASSES.values() if cls not in (DecoderOptions, CustomOptions)]
+def family_options() -> list[type[DecoderOptions]]:
+    """The options classes of all families: every decoder's first, then those that add keys to it."""
+    return [options for options in _CLASSES.values() if options is not CustomOptions]
 
 
 def kinds_with(options: type[DecoderOptions]) -> list[str]:
@@ -68,9 +68,12 @@ def _class_name(value: Any) -> str:
     return (CustomOptions if ":" in kind else DecoderOptions).__name__
 
 
-_CLASSES: dict[str, type[DecoderOptions]] = {
-    cls.__name__: cls for cls in (DecoderOptions, *(family.options for family in FAMILIES.values()), CustomOptions)
-}
+_OPTIONS: list[type[DecoderOptions]] = [
+    DecoderOptions,
+    *(family.options for family in FAMILIES.values()),
+    CustomOptions,
+]
+_CLASSES = {options.__name__: options for options in _OPTIONS}
 
 if TYPE_CHECKING:
     ModelSection = DecoderOptions

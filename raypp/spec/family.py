@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raypp.spec.models import DecoderOptions
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Shape = tuple[int, ...]
 
@@ -120,7 +117,7 @@ class Family:
         summary: One line of help: what it covers.
         weights: The parameters of the layer of a global index, in the order in which they are built. Planning derives
             parameters, FLOPs and memory from them; checkpoints and Hugging Face's files their names and shapes.
-        layer: Builds that layer. It imports torch when it is called, never its file.
+        layer: Builds that layer, a module of torch. It imports torch when it is called; its file never does.
         hf: Its Hugging Face format.
         options: The class of its `model:` section.
         position: Families are listed by this number, then by name.
@@ -130,7 +127,7 @@ class Family:
     name: str
     summary: str
     weights: Callable[[Any, int], Sequence[Weight]]
-    layer: Callable[[Any, int], nn.Module]
+    layer: Callable[[Any, int], Any]
     hf: HfFormat
     options: type[DecoderOptions] = DecoderOptions
     position: int = 100

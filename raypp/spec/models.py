@@ -21,7 +21,7 @@ class DecoderOptions(Section):
     """What every decoder family has."""
 
     kind: str = "llama"
-    """llama | qwen2 | qwen3 | qwen3_moe | mixtral | your own as module.path:factory"""
+    """your own as module.path:factory"""
     num_layers: int = Field(default=8, ge=1)
     """Decoder layers."""
     hidden_size: int = Field(default=256, ge=1)
