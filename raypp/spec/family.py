@@ -115,8 +115,8 @@ class Family:
     Attributes:
         name: `model.kind`.
         summary: One line of help: what it covers.
-        weights: The parameters of the layer of a global index, in the order in which they are built. Planning derives
-            parameters, FLOPs and memory from them; checkpoints and Hugging Face's files their names and shapes.
+        weights: The parameters of the layer of a global index, in the order in which they are exported. Planning
+            derives parameters, FLOPs and memory from them; import and export take names and shapes.
         layer: Builds that layer, a module of torch. It imports torch when it is called; its file never does.
         hf: Its Hugging Face format.
         options: The class of its `model:` section.

@@ -64,7 +64,8 @@ from raypp.models.stage import DecoderStage
 
 
 def layer(options, index):
-    return DecoderLayer(options, Attention(options), GatedFeedForward(options.hidden_size, options.times * options.ffn_size))
+    inner = options.times * options.ffn_size
+    return DecoderLayer(options, Attention(options), GatedFeedForward(options.hidden_size, inner))
 
 
 def build(options, layers, first, last):
@@ -114,14 +115,14 @@ def test_a_plan_counts_a_new_family(tree: Path) -> None:
 
 def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
     answer = json.loads(python_in(tree, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json"))
-    assert answer["identical"], answer
+    assert answer["bitwise"] and answer["compared"] > 30, answer
 
 
 def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.train")
     python_in(tree, *ranks, "--job", "job.yaml")
-    python_in(tree, "-m", "raypp", "checkpoints", "export", f"{tree}/store/recipe", "--out", "exported")
+    python_in(tree, "-m", "raypp", "checkpoints", "export", f"{tree}/store/recipe", "exported")
     model, notes = transformers.AutoModelForCausalLM.from_pretrained(tree / "exported", output_loading_info=True)
     assert type(model).__name__ == "SeedOssForCausalLM"
     assert not notes["missing_keys"] and not notes["unexpected_keys"] and not notes["mismatched_keys"]
@@ -144,7 +145,6 @@ def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_proce
     (tmp_path / "my_models.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "job.yaml").write_text(JOB.format(kind="my_models:build", place=tmp_path), encoding="utf-8")
     wider = ("--set", "model.times=2")
-    shutil.copytree(ROOT / "raypp", tmp_path / "raypp", ignore=shutil.ignore_patterns("__pycache__"))
     plan = json.loads(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml", "--json", *wider))
     layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 2 * 32 + 3 * 32 * 96
     assert plan["parameters"] == 2 * 97 * 32 + 32 + 3 * layer
@@ -152,13 +152,12 @@ def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_proce
     assert plan["flops_per_token"] == 6 * (3 * (layer - 2 * 32) + 97 * 32) + 3 * 3 * 2 * 32 * 32
     assert "counted from the model it builds" in plan["remarks"][0]
     answer = json.loads(python_in(tmp_path, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json", *wider))
-    assert answer["identical"], answer
+    assert answer["bitwise"] and answer["compared"] > 30, answer
 
 
 def test_a_plan_says_of_a_model_that_cannot_be_built_that_it_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(options, layers, first, last):\n    raise ValueError('not yet')\n")
     (tmp_path / "job.yaml").write_text(JOB.format(kind="broken:build", place=tmp_path), encoding="utf-8")
-    shutil.copytree(ROOT / "raypp", tmp_path / "raypp", ignore=shutil.ignore_patterns("__pycache__"))
     plan = json.loads(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml", "--json"))
     assert plan["remarks"][0].startswith("broken:build is not counted (ValueError: not yet): parameters, memory")
     assert "broken:build is not counted" in python_in(tmp_path, "-m", "raypp", "plan", "job.yaml")
