@@ -115,7 +115,7 @@ def test_a_plan_counts_a_new_family(tree: Path) -> None:
 
 def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
     answer = json.loads(python_in(tree, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json"))
-    assert answer["bitwise"] and answer["compared"] > 30, answer
+    assert answer["bitwise"] and answer["compared"] >= 30, answer
 
 
 def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) -> None:
@@ -132,7 +132,7 @@ def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) 
     contracts = ("tests/unit/families", "tests/unit/models/test_families_against_transformers.py", "tests/unit/hf")
     done = python_in(tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "made_up", *contracts)
     for test in (
-        "test_every_stage_has_the_parameters_that_are_declared[cut0-plain-made_up]",
+        "test_every_stage_has_the_parameters_that_are_declared[[2, 3]-plain-made_up]",
         "test_flops_are_those_that_torch_counts[plain-made_up]",
         "test_what_a_family_does_not_compute_is_refused_by_name[made_up]",
         "test_logits_and_gradients_are_those_of_transformers[plain-made_up]",
@@ -152,12 +152,11 @@ def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_proce
     assert plan["flops_per_token"] == 6 * (3 * (layer - 2 * 32) + 97 * 32) + 3 * 3 * 2 * 32 * 32
     assert "counted from the model it builds" in plan["remarks"][0]
     answer = json.loads(python_in(tmp_path, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json", *wider))
-    assert answer["bitwise"] and answer["compared"] > 30, answer
+    assert answer["bitwise"] and answer["compared"] >= 30, answer
 
 
 def test_a_plan_says_of_a_model_that_cannot_be_built_that_it_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(options, layers, first, last):\n    raise ValueError('not yet')\n")
     (tmp_path / "job.yaml").write_text(JOB.format(kind="broken:build", place=tmp_path), encoding="utf-8")
-    plan = json.loads(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml", "--json"))
-    assert plan["remarks"][0].startswith("broken:build is not counted (ValueError: not yet): parameters, memory")
-    assert "broken:build is not counted" in python_in(tmp_path, "-m", "raypp", "plan", "job.yaml")
+    said = " ".join(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml").split())
+    assert "broken:build is not counted (ValueError: not yet): parameters, memory" in said
