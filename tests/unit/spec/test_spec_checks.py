@@ -25,7 +25,10 @@ def test_a_job_of_defaults_has_no_problem() -> None:
 
 
 def test_a_model_and_a_schedule_may_be_ones_own() -> None:
-    assert found(model={"kind": "my.module:build", "any_key": 3}, pipeline={"schedule": "my.module:order"}) == {}
+    assert found(model={"kind": "json:loads", "any_key": 3}, pipeline={"schedule": "json:loads"}) == {}
+    missing = found(model={"kind": "my.module:build"}, pipeline={"schedule": "my.module:order"})
+    assert missing.keys() == {"model.kind", "pipeline.schedule"}
+    assert all("cannot import 'my.module'" in problem for problem in missing.values())
 
 
 def test_every_default_is_available() -> None:
