@@ -11,10 +11,11 @@ from typing import Any
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.stage_placement import place_stages
 from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
-from raypp.planning.flops import flops_per_token, model_parameters
+from raypp.planning.flops import flops_per_token
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.predict import Grounds, Prediction, predict, stage_times
+from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.planning.weights import end_weights
 from raypp.records import Coordinates
 from raypp.schedules.action import Program, printed
@@ -107,6 +108,7 @@ class Plan:
         flops_per_token: Forward and backward.
         flops_per_step: The same, of a step's tokens.
         predictions: Step times under stated assumptions, one per kind of device in question.
+        remarks: Which numbers are not the model's own, and why.
     """
 
     name: str
@@ -137,12 +139,13 @@ class Plan:
     flops_per_token: float
     flops_per_step: float
     predictions: tuple[Prediction, ...]
+    remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values, without the timeline (the program says the same)."""
+        """The plan as plain JSON values, without the timeline (the program says the same); remarks if there are any."""
         plain: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            if field.name != "timeline":
+            if field.name != "timeline" and (field.name != "remarks" or self.remarks):
                 plain[field.name] = _plain(getattr(self, field.name))
         return plain
 
@@ -167,7 +170,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     costed = simulate(program, stage_times(cut, first, last))
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
-    per_token = flops_per_token(job)
+    per_token, remark = flops_per_token(job), sizes_remark(job.model)
     pp, stages_per_rank, microbatches = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
     return Plan(
         name=job.name,
@@ -193,11 +196,12 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         link_bytes_per_step=microbatches * largest,
         link_gbps=link_gbps,
         link_s_per_microbatch=largest * 8 / (link_gbps * 1e9) if link_gbps else None,
-        parameters=model_parameters(job.model),
+        parameters=sizes_of(job.model).whole,
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
         predictions=tuple(predict(job, grounds or Grounds(link_gbps=link_gbps))),
+        remarks=(remark,) if remark else (),
     )
 
 

@@ -214,7 +214,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
 def test_explain_describes_sections_inner_sections_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain"]) == 0
     everything = capsys.readouterr().out
-    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: llama"):
+    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: text", "llama | qwen2"):
         assert word in everything
     assert run(["explain", "pipeline.wire"]) == 0
     assert "compression: none" in capsys.readouterr().out
