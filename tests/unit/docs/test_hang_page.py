@@ -1,0 +1,43 @@
+"""The page on hangs shows what raypp says: each report in it is made here, from what ranks would report."""
+
+from __future__ import annotations
+
+import pytest
+from markdown_pages import REPOSITORY
+
+from raypp.recovery.waiting import Blame, Doing, find_culprit
+from raypp.records import Coordinates
+
+PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
+
+
+def blame(first: str, second: str, still: tuple[float, float], inside: str = "", silent: bool = False) -> Blame:
+    """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or silent."""
+    one = Doing(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
+    two = Doing(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
+    return find_culprit([one, two], (0, 1, 2))
+
+
+def test_the_chain_of_the_page_is_what_raypp_says() -> None:
+    found = blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather")
+    assert f"\n{found.cause} (allowed: 60 s)\n" in PAGE
+
+
+CASES = {
+    "computes": blame("step 1F5", "step 2F7 waits", (80, 80)),
+    "is in a collective": blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather"),
+    "reads its data": blame("step 12 read", "step agree", (61, 61)),
+    "waits for the store": blame("save upload", "step agree", (700, 700)),
+    "is silent": blame("step 1F5", "step 2F7 waits", (66, 61), silent=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_end_of_a_chain_that_the_page_explains_is_what_raypp_says(case: str) -> None:
+    end = CASES[case].cause.rpartition(", which ")[2]
+    assert f"| {end} |" in PAGE
+
+
+def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
+    ring = blame("step 1B3 waits", "step 2F4 waits", (90, 70))
+    assert ring.ring and f"| {ring.cause.partition(':')[0]}: … |" in PAGE
