@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raypp.memory.files import remove_dead
+# Before torch is imported: threads of OpenMP that wait for each other burn more than the small tensors of a test cost.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for folder in ("e2e", "servers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     """`raypp local up` with a home of its own; whatever it started must be gone when the session ends."""
     from laptop import Laptop
+
+    from raypp.memory.files import remove_dead
 
     laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
     try:

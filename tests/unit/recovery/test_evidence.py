@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from raypp.recovery.evidence import Remains, cause_of_death, oom_kills_in
@@ -22,15 +19,6 @@ def test_a_process_that_ended_without_a_word_was_killed() -> None:
     death = cause_of_death(7, RAY, Remains())
     assert death.kind == "killed" and "pid 7" in death.cause and "SIGKILL" in death.cause
     assert "no process of its node" in cause_of_death(7, RAY, None).cause
-
-
-@pytest.mark.parametrize(("signal", "name"), [(11, "SIGSEGV"), (7, "SIGBUS"), (6, "SIGABRT"), (8, "SIGFPE")])
-def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
-    code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
-    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    death = cause_of_death(7, RAY, Remains(f"some line before\n{words}"))
-    assert death.kind == "segfault" and name in death.cause and "in forward" in death.cause
-    assert "Fatal Python error" in death.details
 
 
 _WAITING_IN_RAY = """Current thread 0x00007f65 (most recent call first):
