@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from laptop import Laptop, Run
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one cluster stay with one worker of pytest-xdist (`--dist loadgroup`), which has it for its session."""
+    for item in items:
+        for cluster in {"laptop", "cluster", "office"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(cluster))
+
+
 @pytest.fixture(scope="session")
 def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     """`raypp local up` with a home of its own; whatever it started must be gone when the session ends."""
