@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +31,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractContextManager[None]]:
+    """What is done inside, one worker of pytest-xdist does at a time.
+
+    A cluster chooses ports some seconds before it listens on them.
+    """
+    place = tmp_path_factory.getbasetemp().parent / "alone"
+
+    @contextmanager
+    def lock() -> Iterator[None]:
+        with place.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    return lock
+
+
+@pytest.fixture(scope="session")
+def laptop(
+    tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Laptop]:
     """`raypp local up` with a home of its own; whatever it started must be gone when the session ends."""
     from laptop import Laptop
 
     from raypp.memory.files import remove_dead
 
-    laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
+    with alone():
+        laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
     try:
         yield laptop
     finally:
