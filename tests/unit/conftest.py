@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,11 +21,23 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_refuse)  # cannot be taken back: it looks at unit tests only
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+@contextmanager
+def _watched() -> Iterator[None]:
     global _watching
     _watching = True
     try:
-        return (yield)
+        yield
     finally:
         _watching = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _watched():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _watched():
+        return (yield)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from raypp.recovery.evidence import Remains, cause_of_death, oom_kills_in
 
 RAY = (
@@ -19,35 +17,6 @@ def test_a_process_that_ended_without_a_word_was_killed() -> None:
     death = cause_of_death(7, RAY, Remains())
     assert death.kind == "killed" and "pid 7" in death.cause and "SIGKILL" in death.cause
     assert "no process of its node" in cause_of_death(7, RAY, None).cause
-
-
-_WAITING_IN_RAY = """Current thread 0x00007f65 (most recent call first):
-  File "/venv/lib/python3.11/site-packages/ray/_private/worker.py", line 1011 in main_loop
-  File "/venv/lib/python3.11/site-packages/ray/_private/workers/default_worker.py", line 328 in <module>
-"""
-_NATIVE = "Current thread 0x00007f66 (most recent call first):\n  <no Python frame>\n"
-_RANK = """Thread 0x00007f67 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 320 in wait
-  File "/home/me/model.py", line 12 in attention
-  File "/tmp/ray/session/raypp/control/worker.py", line 205 in _live
-  File "/usr/lib/python3.11/threading.py", line 982 in run
-"""
-_OTHER = """Thread 0x00007f68 (most recent call first):
-  File "/somewhere/else.py", line 3 in idle
-"""
-
-
-@pytest.mark.parametrize("crashed", [_WAITING_IN_RAY, _NATIVE], ids=["a signal from outside", "a native thread"])
-def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str) -> None:
-    words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, _RANK, crashed])
-    death = cause_of_death(7, RAY, Remains(words))
-    assert "while the rank was in attention (/home/me/model.py:12)" in death.cause and "main_loop" not in death.cause
-    assert death.details.index("Current thread") < death.details.index("attention") and "idle" not in death.details
-
-
-def test_a_crash_in_rays_own_loop_without_a_rank_names_no_place() -> None:
-    death = cause_of_death(7, RAY, Remains(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
-    assert "ended by SIGBUS: " in death.cause
 
 
 def test_a_grown_count_of_the_kernel_means_that_memory_was_short() -> None:
