@@ -54,7 +54,7 @@ test-unit: venv
 
 # Whole files: their tests share what ranks have computed.
 test-ranks: venv
-	@$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist loadfile $(RANKS)
+	@$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(RANKS)
 
 test-s3: venv
 	@$(PYTEST) $(S3)
