@@ -19,11 +19,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     A port that the kernel chose may be dealt out again before its server listens, to any connection that anyone opens.
     Where the kernel leaves no such ports (or too few are free), the others are of its choice.
     """
-    try:
-        end = int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError):
-        end = 0
-    room = range(_LOWEST, max(_LOWEST, end))
+    room = _room()
     tried = random.SystemRandom().sample(room, k=min(_TRIES + count, len(room)))
     found = [port for port in tried if port_is_free(port, host)][:count]
     return found + _dealt_out(count - len(found), host)
@@ -43,6 +39,15 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         except OSError:
             return False
     return True
+
+
+def _room() -> range:
+    """The ports between Ray's and the kernel's."""
+    try:
+        end = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 0
+    return range(_LOWEST, max(_LOWEST, end))
 
 
 def _dealt_out(count: int, host: str) -> list[int]:
