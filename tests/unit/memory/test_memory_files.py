@@ -1,4 +1,4 @@
-"""The memory tier's files and copies without ranks: names, locks, leftovers, who may send, what is chosen."""
+"""The memory tier's files and copies without ranks: names, locks, leftovers, senders, choices."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
     """Whoever removes the newest checkpoints wants to go back."""
     seen = [[[1, 25, 0, 20]]]
     assert choose(seen, 20)[0] is not None
-    assert choose(seen, 10) == (None, "step 20 was committed and is gone: snapshots taken after it are not used")
+    assert choose(seen, 10) == (None, "step 20 was committed but is gone: snapshots taken after it are not used")
 
 
 @pytest.mark.parametrize(
