@@ -1,4 +1,4 @@
-"""Compares two checkpoints, each from any mesh, tensor by tensor. Needs no torch; reads in pieces."""
+"""Compares two checkpoints of any meshes tensor by tensor, in pieces and without torch."""
 
 from __future__ import annotations
 

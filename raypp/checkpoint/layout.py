@@ -36,7 +36,7 @@ def spec_number(run: str, key: str) -> int | None:
 
 
 def attempt_key(run: str, attempt: int) -> str:
-    """Returns the key of an attempt's claim; the process that creates the object is that attempt."""
+    """Returns the key of an attempt's claim; the process that creates it is that attempt."""
     return f"{run}/attempts/attempt-{attempt}"
 
 

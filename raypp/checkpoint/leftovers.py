@@ -91,9 +91,10 @@ def remove_leftovers(store: ObjectStore, run: str, found: Leftovers) -> None:
 
 
 def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporter) -> threading.Thread:
-    """Reports the store's limitations and removes leftovers, in a thread, at the start of an attempt.
+    """Starts a thread that reports the store's limitations and removes leftovers.
 
-    Emits the events store_limited and leftovers_removed. Logs a failure: saves report their own.
+    Called at the start of an attempt. Emits the events store_limited and leftovers_removed. Logs a
+    failure: saves report their own.
     """
 
     def look() -> None:

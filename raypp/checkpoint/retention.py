@@ -40,18 +40,18 @@ def prune(
     """Keeps the newest `keep` checkpoints; removes older ones and leftovers of ended attempts.
 
     Deletes COMMIT before its objects: a half-removed checkpoint does not exist. Never removes the
-    newest checkpoint, nor the newest one whose objects all exist in full size: if the checkpoints to
-    keep are damaged, an older one stays.
+    newest checkpoint, nor the newest one whose objects all exist in full size: if the checkpoints
+    to keep are damaged, an older one stays.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
         keep: Number of checkpoints to keep, at least 1.
         keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
-        newest: The step that the caller just committed; None for the highest committed step. Commits
-            above it by older attempts are void, because the caller started below them, and are
-            removed. Uncommitted objects above it stay unless they are of older attempts: they may
-            belong to a save in progress.
+        newest: The step that the caller just committed; None for the highest committed step.
+            Commits above it by older attempts are void, because the caller started below them, and
+            are removed. Uncommitted objects above it stay unless they are of older attempts: they
+            may belong to a save in progress.
         attempt: The caller's attempt, with `newest`.
         dry_run: Only reports what would be removed.
     """
@@ -67,7 +67,8 @@ def prune(
     kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
-        # The caller may have been declared dead, and a newer attempt may be saving: keep what is its own.
+        # The caller may have been declared dead, and a newer attempt may be saving: keep what is
+        # its own.
     kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
     doomed = [step for step in committed if step not in kept]
     if doomed:

@@ -36,7 +36,7 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
 
 
 def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` … (`spec.json` if it is the first).
+    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` …; the first is `spec.json`.
 
     Returns:
         The key written.

@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
-"""Environment variable for a directory other than /dev/shm, set by the operator of a node. Tests use
-it to play several nodes on one machine."""
+"""Environment variable for a directory other than /dev/shm, set by the operator of a node. Tests
+use it to play several nodes on one machine."""
 LIMIT_VARIABLE = "RAYPP_MEMORY_LIMIT_MB"
 """Environment variable for the most memory, in MB, that the files on a node may take, set by the
 operator. Without it, the available memory is the limit."""
@@ -160,7 +160,7 @@ def peek(path: Path) -> dict[str, Any] | None:
 
 
 def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
-    """Writes the control block. From then on, readers trust the file if `about["complete"]` is true."""
+    """Writes the control block; readers then trust the file if `about["complete"]` is true."""
     text = json.dumps(about, separators=(",", ":")).encode()
     block = _MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
     if len(block) > CONTROL_BYTES:
@@ -188,7 +188,7 @@ def tail_offset(data_size: int) -> int:
 
 
 def keeper() -> list[float]:
-    """Returns pid and start time of the parent process, which would start a successor of this one."""
+    """Returns pid and start time of the parent process, which would start a successor."""
     parent = os.getppid()
     try:
         return [parent, psutil.Process(parent).create_time()]
@@ -208,7 +208,7 @@ def remove(path: Path) -> bool:
 
 
 def files_of(run: str, directory: Path | None = None, before: int | None = None) -> list[Path]:
-    """Returns this node's files of a run, in use or not; with `before`, only of earlier attempts."""
+    """Returns this node's files of a run, also those in use; `before` limits the attempts."""
     found = list_slots(directory or memory_directory())
     return [path for name, path in found if name.run == run and (before is None or name.attempt < before)]
 

@@ -1,9 +1,9 @@
 """Keeps copies of snapshots on another node: who holds whose copy, and how it gets there.
 
-Copies use plain TCP and separate threads, never the process groups of the training. Both sides prove
-that they know the attempt's secret (HMAC-SHA-256 over both sides' nonces) before data is accepted.
-The data is bytes and JSON, never a pickle, and is checked by its CRC-32. It is not encrypted, as the
-training's own traffic is not.
+Copies use plain TCP and separate threads, never the process groups of the training. Both sides
+prove that they know the attempt's secret (HMAC-SHA-256 over both sides' nonces) before data is
+accepted. The data is bytes and JSON, never a pickle, and is checked by its CRC-32. It is not
+encrypted, as the training's own traffic is not.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _REST = 3.0
 takes a quarter of the link, and training traffic waits for one piece at most."""
 _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 128 << 10
-"""Send buffer of the socket: small compared with a piece, so that the measured duration of a piece is
-that of the network, not of a copy into the buffer."""
+"""Send buffer of the socket: small compared with a piece, so that the measured duration of a piece
+is that of the network, not of a copy into the buffer."""
 _NONCE = 32
 _HELLO = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<QQII")
@@ -296,7 +296,7 @@ class CopySender:
 
 
 def _welcome(connection: socket.socket, secret: bytes) -> int:
-    """Receiver's handshake: returns the rank that connects, once it has proved it knows the secret."""
+    """Receiver's handshake: returns the sender's rank once it has proved to know the secret."""
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(mine)
     hello = _read(connection, _HELLO.size + _NONCE + hashlib.sha256().digest_size)

@@ -1,4 +1,4 @@
-"""The files of one rank in one attempt: its snapshots, and copies for the ranks it is partner of."""
+"""The files of one rank in one attempt: its own snapshots, and copies for other ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RankSlots:
         remove_dead(self.directory)
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
-        """Returns this node's files of earlier attempts of this run, of any rank, complete or not."""
+        """Returns this node's files of the run's earlier attempts, of any rank, complete or not."""
         return [
             (name, path)
             for name, path in list_slots(self.directory)
@@ -110,7 +110,7 @@ class RankSlots:
             buffer.before_update()
 
     def seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> float:
-        """Waits for the copy and completes the file; returns the CPU seconds that completing took."""
+        """Waits for the copy and completes the file; returns the CPU seconds of the latter."""
         try:
             snapshot.data()
             entries, layout = self._layouts.get(slot, ([], ""))
@@ -124,7 +124,7 @@ class RankSlots:
             snapshot.release()
 
     def place_copy(self, owner: int, size: int) -> Slot:
-        """Returns the slot for the next copy of `owner`'s snapshot: the empty or older one of two."""
+        """Returns the slot for `owner`'s next copy: of its two slots, the empty or older one."""
         slots = self._copies.setdefault(owner, [])
         while len(slots) < COPIES:
             name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
@@ -145,7 +145,7 @@ class RankSlots:
         self.slots.append(slot)
 
     def close(self, *, delete: bool) -> None:
-        """Releases the files, which no thread may use anymore; removes all of them with `delete`."""
+        """Releases the files, which no thread may still use; removes them with `delete`."""
         self._buffers.clear()
         self._layouts.clear()
         for slot in [*self.slots, *(slot for slots in self._copies.values() for slot in slots)]:

@@ -1,7 +1,8 @@
 """Restores an attempt from snapshots in memory.
 
-Every rank lists the files of its node. One exchange gives all ranks the same list, so that all choose
-the same step. If a snapshot turns out to be missing or damaged, they leave it out and choose again.
+Every rank lists the files of its node. One exchange gives all ranks the same list, so that all
+choose the same step. If a snapshot turns out to be missing or damaged, they leave it out and choose
+again.
 """
 
 from __future__ import annotations

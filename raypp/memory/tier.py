@@ -1,9 +1,10 @@
 """The memory tier of one rank in one attempt: when to take snapshots, and which ones to keep.
 
 All ranks snapshot the same steps, because they decide from the same numbers: the collective that
-starts each step takes the maximum of `signals` over all ranks. A file may be overwritten only if its
-step is none of these: the newest complete on every rank; the newest complete on every partner; the
-one being sent to the partners. So at every moment, all ranks have some common step to resume from.
+starts each step takes the maximum of `signals` over all ranks. A file may be overwritten only if
+its step is none of these: the newest complete on every rank; the newest complete on every partner;
+the one being sent to the partners. So at every moment, all ranks have some common step to resume
+from.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class MemoryTier:
         self._costs = SnapshotCosts()
         self._hook: Any = None
 
-    # Starting ------------------------------------------------------------------------------------------------------
+    # Starting -------------------------------------------------------------------------------------
 
     def listen(self) -> tuple[str, int] | None:
         """Opens the port for other nodes' copies; returns its address, or None if that fails."""
@@ -156,10 +157,10 @@ class MemoryTier:
         self._worker.start()
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
-        """Returns this node's files of earlier attempts of this run, of any rank, complete or not."""
+        """Returns this node's files of the run's earlier attempts, of any rank, complete or not."""
         return self._slots.earlier()
 
-    # Every step ----------------------------------------------------------------------------------------------------
+    # Every step -----------------------------------------------------------------------------------
 
     def signals(self) -> tuple[int, ...]:
         """Returns the numbers to reduce by maximum over all ranks at the start of the next step."""
@@ -236,13 +237,13 @@ class MemoryTier:
         self._costs.last = self._known = self._optimizer = None
         self._slots.close(delete=delete)
 
-    # The training thread's part ------------------------------------------------------------------------------------
+    # The training thread's part -------------------------------------------------------------------
 
     def _state(self, gather: Callable[[], Iterable[Slice]]) -> list[Slice]:
         """Returns the state's slices.
 
-        Reuses the previous list if the optimizer holds the same tensors and no slice moves or holds a
-        Python value.
+        Reuses the previous list if the optimizer holds the same tensors and no slice moves or holds
+        a Python value.
         """
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         known = self._known
@@ -287,7 +288,7 @@ class MemoryTier:
             self._costs.last = None
 
     def _send(self, slot: Slot) -> None:
-        """Offers a complete snapshot to the partner; the file is kept until every partner has it."""
+        """Offers a complete snapshot to the partner; keeps it until every partner has it."""
         if (sender := self._sender) is not None:
             sender.offer(slot)
 
@@ -331,7 +332,7 @@ class MemoryTier:
         self._sender = self._receiver = None
         return free
 
-    # The worker thread's part --------------------------------------------------------------------------------------
+    # The worker thread's part ---------------------------------------------------------------------
 
     def _work(self) -> None:
         if self.seat.device == "cuda":
