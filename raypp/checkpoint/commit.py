@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, Problem, in_words
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 FORMAT = 1
+COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
 
@@ -101,7 +102,11 @@ class Commit:
             return cls(objects=records, **document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                Problem(key, f"is not a valid COMMIT: {error}", "use an older checkpoint (a resume does so by itself)")
+                Problem(
+                    key,
+                    f"is not a valid COMMIT: {in_words(error)}",
+                    "use an older checkpoint (a resume does so by itself)",
+                )
             ) from error
 
 

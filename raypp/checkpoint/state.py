@@ -1,8 +1,7 @@
 """What a rank holds of the training state, as named slices of global tensors.
 
-Names are the model's global names; the optimizer's state of a parameter is
-`optim/<parameter>/<key>`. Neither the mesh nor the cut shows in a name, so that any other mesh
-finds its slices.
+Names are the model's global names; the optimizer's state of a parameter is `optim/<parameter>/<key>`.
+Neither the mesh nor the cut shows in a name, so that any other mesh finds its slices.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.records import Coordinates
+from raypp.torch_private import compute_local_shape_and_global_offset
 
 OPTIMIZER = "optim/"
 _DATA_AXES = ("dp_replicate", "fsdp", "cp")
@@ -33,10 +32,8 @@ class Slice:
         tensor: The local values (the live storage, not a copy), of the slice's shape.
         global_shape: Of the whole tensor.
         offset: Where the slice begins, per dimension.
-        python: "int", "float" or "bool" when the value was a plain number, kept as a 0-dim tensor;
-            else "".
-        moving: It may change without an optimizer's step (a module's buffer, which a forward may
-            write).
+        python: "int", "float" or "bool" when the value was a plain number, kept as a 0-dim tensor; else "".
+        moving: It may change without an optimizer's step (a module's buffer, which a forward may write).
     """
 
     name: str
@@ -63,8 +60,8 @@ def gather_state(
     Args:
         stages: Modules whose parameters carry global names.
         optimizer: Over their parameters; its state may still be empty.
-        coordinates: This rank's place. What several ranks hold alike is written by the first of
-            them only; None: this rank writes all it holds.
+        coordinates: This rank's place. What several ranks hold alike is written by the first of them only;
+            None: this rank writes all it holds.
         copies: Also tied weights whose first copy another stage holds.
 
     Returns:
@@ -85,8 +82,7 @@ def model_slices(stages: Sequence[nn.Module]) -> dict[str, list[Slice]]:
     """Where a checkpoint's model tensors go on this rank; the tensors are the live ones.
 
     Returns:
-        By global name, one slice for each place of that name (a tied weight held by two stages has
-        two).
+        By global name, one slice for each place of that name (a tied weight held by two stages has two).
     """
     targets: dict[str, list[Slice]] = {}
     for name, tensor in _model_tensors(stages):
@@ -105,8 +101,7 @@ def optimizer_slices(
         saved: Global shape and dtype of every `optim/…` tensor of the checkpoint.
 
     Returns:
-        Targets by global name, and what to put into the optimizer when they are filled: parameter,
-        key, tensor.
+        Targets by global name, and what to put into the optimizer when they are filled: parameter, key, tensor.
     """
     keys: dict[str, list[str]] = {}
     for full_name in saved:
@@ -131,8 +126,7 @@ def optimizer_slices(
             if shape == tuple(parameter.shape):
                 value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
-                # A step counter lives on the device only where the optimizer's kernel reads it
-                # there.
+                # A step counter lives on the device only where the optimizer's kernel reads it there.
                 value = torch.zeros(
                     shape, dtype=dtype, device=parameter.device if id(parameter) in on_device else "cpu"
                 )
@@ -146,8 +140,6 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
-    # The one place that asks torch where a shard lies in the whole (the function is not public in
-    # 2.11 and 2.13).
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if tuple(local.shape) != tuple(shape):
@@ -184,8 +176,7 @@ def _writes(tensor: Tensor, place: Coordinates) -> bool:
             if isinstance(layout, Replicate) and index:
                 return False
     if "ep" in axes or "fsdp_cp" in axes:
-        # The meshes of experts, and of weights under context parallelism, have fsdp and cp under
-        # other names.
+        # The meshes of experts, and of weights under context parallelism, have fsdp and cp under other names.
         axes = (*axes, "fsdp", "cp")
     return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
 

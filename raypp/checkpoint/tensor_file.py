@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, Problem, in_words
 
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
@@ -214,7 +214,9 @@ def decode_header(data: bytes, key: str) -> FileHeader:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            Problem(key, f"has no valid header: {error}", "use an older checkpoint (a resume does so by itself)")
+            Problem(
+                key, f"has no valid header: {in_words(error)}", "use an older checkpoint (a resume does so by itself)"
+            )
         ) from error
     blocks = tuple(digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
     return FileHeader(tuple(sorted(entries, key=lambda entry: entry.begin)), blocks, raypp, 8 + length, block_bytes)

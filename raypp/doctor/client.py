@@ -72,7 +72,7 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
                 "working_dir": dashboard.upload_package(name, content),
                 "env_vars": {**collect(SETTINGS, dict(os.environ)), "PYTHONUNBUFFERED": "1"},
             },
-            "metadata": {"raypp_command": "doctor"},
+            "metadata": {"job_name": "doctor", "raypp_command": "doctor"},
         }
     )
     end, told = time.monotonic() + _PATIENCE_S, 0

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from raypp.control.credentials import load_private_environment
-from raypp.errors import RayppError
+from raypp.errors import RayppError, in_words
 from raypp.storage import open_store
 from raypp.train.network import interface_to, interfaces
 
@@ -220,7 +220,7 @@ class NodeProbe:
         except RayppError as error:
             return {"error": error.problems[0].what, "fix": error.problems[0].fix}
         except Exception as error:  # noqa: BLE001  a store's library may raise anything; the report tells it
-            return {"error": f"{type(error).__name__}: {error}", "fix": ""}
+            return {"error": in_words(error), "fix": ""}
         if size != _STORE_BYTES:
             return {"error": f"gave back {size} of {_STORE_BYTES} bytes", "fix": "use another store"}
         up, down = _STORE_BYTES / (written - start) / 1e6, _STORE_BYTES / (read - written) / 1e6

@@ -26,8 +26,6 @@ Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: sends rows, sorted by expert, to the ranks that hold the experts."""
 
-grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch's grouped matrix product; private on 2.11."""
 _GROUPED_ALIGNMENT = 8
 """Widths the grouped kernel takes in bf16 are multiples of 16 bytes."""
 
@@ -79,10 +77,9 @@ def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tens
 
 def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
     """All experts by one kernel per matrix, without a word to the CPU."""
-    assert grouped_mm is not None
     ends = counts_E.cumsum(0).to(torch.int32)
-    inner = F.silu(grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * grouped_mm(rows_NC, up_EFC.mT, offs=ends)
-    return grouped_mm(inner, down_ECF.mT, offs=ends)
+    inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
+    return F.grouped_mm(inner, down_ECF.mT, offs=ends)
 
 
 def _held(parameter: Tensor) -> Tensor:
@@ -93,8 +90,7 @@ def _held(parameter: Tensor) -> Tensor:
 def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
     """Whether one grouped kernel does all experts: on CUDA, in bf16, with widths it takes."""
     return (
-        grouped_mm is not None
-        and rows_NC.is_cuda
+        rows_NC.is_cuda
         and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in gate_EFC.shape[1:])

@@ -12,6 +12,8 @@ from harness import run_ranks
 from own_schedule import backwards_in_pairs
 from training import Batch, InBothTypes, Numbers, merged, train_steps
 
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
+
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
@@ -69,29 +71,21 @@ def sums_of_one_process() -> Numbers:
     return SUMS_OF_ONE.numbers("")
 
 
-CLASSIC = {
-    pp: Batch(pp, {name: document(pp=pp, schedule=name) for name in ("gpipe", "1f1b")}, STEPS) for pp in (2, 3, 4)
-}
+def sizes_of(schedule: str) -> list[tuple[str, int, int]]:
+    """Pipeline ranks and stages per rank that a schedule is tried with: up to 8 stages, its least on three ranks."""
+    kind = schedule_named(schedule)
+    tried = {(2, kind.nearest_stages(2)), (2, kind.nearest_stages(4)), (3, kind.stages_per_rank[0])}
+    tried.add((4, kind.nearest_stages(2)))
+    return [(schedule, *size) for size in sorted(tried) if kind.least_microbatches(size[0]) <= 8]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("pp", CLASSIC)
-def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bit(pp: int, schedule: str) -> None:
-    assert_identical(CLASSIC[pp][schedule], one_process())
-
-
-VIRTUAL = [
-    ("interleaved_1f1b", 2, 2), ("interleaved_1f1b", 2, 4), ("looped_bfs", 2, 2), ("interleaved_zero_bubble", 2, 2),
-    ("interleaved_zero_bubble", 3, 1), ("zbv", 2, 2), ("zbv", 3, 2), ("dualpipev", 2, 2), ("dualpipev", 3, 2),
-    ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2), ("interleaved_zero_bubble", 4, 2), ("zbv", 4, 2),
-    ("dualpipev", 4, 2),
-]  # fmt: skip
-VIRTUAL_BATCHES = {
+PIPELINES = [size for schedule in SCHEDULES.names() for size in sizes_of(schedule)]
+PIPELINE_BATCHES = {
     world: Batch(
         world,
         {
             (name, pp, stages): document(pp=pp, schedule=name, pipeline={"stages_per_rank": stages})
-            for name, pp, stages in VIRTUAL
+            for name, pp, stages in PIPELINES
             if pp == world
         },
         STEPS,
@@ -102,10 +96,12 @@ VIRTUAL_BATCHES = {
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "stages_per_rank"),
-    [pytest.param(*job, marks=pytest.mark.slow if job[1] == 4 else ()) for job in VIRTUAL],
+    [pytest.param(*size, marks=pytest.mark.slow if size[1] == 4 and size[2] > 1 else ()) for size in PIPELINES],
 )
-def test_virtual_stages_give_the_bits_of_one_process(schedule: str, pp: int, stages_per_rank: int) -> None:
-    assert_identical(VIRTUAL_BATCHES[pp][schedule, pp, stages_per_rank], one_process())
+def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bit(
+    schedule: str, pp: int, stages_per_rank: int
+) -> None:
+    assert_identical(PIPELINE_BATCHES[pp][schedule, pp, stages_per_rank], one_process())
 
 
 AHEAD = {("1f1b", 1): {"lookahead": 2}, ("interleaved_1f1b", 2): {"lookahead": 2, "stages_per_rank": 2}}
@@ -139,14 +135,17 @@ def test_a_schedule_of_ones_own_gives_the_bits_of_one_process(tmp_path: Path) ->
 
 
 SHARDED = {
-    name: document(pp=2, fsdp=2, microbatches=4, schedule=name, pipeline={"stages_per_rank": 2})
-    for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+    kind.name: document(
+        pp=2, fsdp=2, microbatches=4, schedule=kind.name, pipeline={"stages_per_rank": kind.nearest_stages(2)}
+    )
+    for kind in SCHEDULES
+    if kind.least_microbatches(2) <= 4
 }
 SHARDED_BATCH = InBothTypes(4, SHARDED, STEPS)
 
 
 @pytest.mark.parametrize("schedule", SHARDED)
-def test_virtual_stages_that_are_sharded_add_up_what_one_process_does(schedule: str) -> None:
+def test_schedules_of_sharded_stages_add_up_what_one_process_does(schedule: str) -> None:
     assert_same_sums(SHARDED_BATCH.numbers(schedule), sums_of_one_process())
 
 

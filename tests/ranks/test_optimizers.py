@@ -17,6 +17,7 @@ from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.data.loader import open_loader
+from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
 from raypp.models.stage import parameter_names
 from raypp.parallel.rank_groups import make_groups
 from raypp.records import Event, Requests
@@ -30,9 +31,9 @@ from raypp.train.step import StepRunner, Stopwatch
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
+SETTINGS: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.1}, "muon": {"momentum": 0.95}}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
-    "muon": {"kind": "muon", "lr": 3e-3, "momentum": 0.95},
+    kind.name: {"kind": kind.name, "lr": 3e-3, **SETTINGS.get(kind.name, {})} for kind in OPTIMIZER_KINDS.usable()
 }
 
 
@@ -131,7 +132,9 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
 def test_a_checkpoint_of_two_shards_goes_on_as_one_process(kind: str, tmp_path: Path) -> None:
     run_ranks(2, train_on, job(kind, fsdp=2), str(tmp_path), STEPS - 1)
     (found,) = run_ranks(1, train_on, job(kind), str(tmp_path), 1)
-    assert any(name.endswith("/momentum_buffer") and bool(value.any()) for name, value in found["loaded"].items())
+    if OPTIMIZER_KINDS.get(kind).states:
+        kept = {name: value for name, value in found["loaded"].items() if not name.endswith("/step")}
+        assert any(bool(value.any()) for value in kept.values())
     for name, value in one_process(kind)["weights"].items():
         assert float((found["weights"][name] - value).norm() / value.norm()) <= 1e-5, name
 

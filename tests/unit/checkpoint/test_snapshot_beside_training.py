@@ -19,7 +19,7 @@ from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.storage.directory import DirectoryStore
 from raypp.train.muon import Muon
-from raypp.train.optimizer import Sgd
+from raypp.train.sgd import Sgd
 
 COPY_S = 0.3
 
