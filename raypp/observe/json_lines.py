@@ -80,7 +80,7 @@ def read_step(line: bytes) -> TimedStep:
 
 
 def report_of(entry: Mapping[str, Any]) -> StepReport:
-    """A step's report from its fields. Unknown ones are passed over, as a newer version may write them.
+    """Returns a step's report from its fields; ignores unknown ones, which a newer raypp may write.
 
     Raises:
         ValueError: A field is missing.

@@ -58,7 +58,7 @@ class RankStatus:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RankStatus:
-        """The reverse of `as_dict`."""
+        """Rebuilds the record from `as_dict`."""
         return cls(**{**fields, "coordinates": Coordinates(**fields["coordinates"])})
 
 
@@ -109,7 +109,7 @@ class RunStatus:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RunStatus:
-        """The reverse of `as_dict`."""
+        """Rebuilds the record from `as_dict`."""
         ranks = tuple(RankStatus.from_dict(rank) for rank in fields["ranks"])
         return cls(**{**fields, "state": RunState(fields["state"]), "ranks": ranks})
 

@@ -184,7 +184,7 @@ class DirectoryStore:
         return self.root / _TEMPORARY / f"{_quoted(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
 
     def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
-        """Writes, syncs and moves a temporary file: readers see the old object, none, or the new."""
+        """Writes, syncs and renames a temporary file, so that readers see no torn object."""
         path = self._path(key)
         incoming = self._incoming(key)
         try:
@@ -263,7 +263,7 @@ class DirectoryStore:
                 continue  # deleted during the walk
 
     def _remove_stale(self) -> None:
-        """Removes temporary files over a day old, by the file system's clock: their writers died."""
+        """Removes temporary files that are over a day old by the file system's clock."""
         here = self._incoming("clock")
         with contextlib.suppress(OSError):
             here.touch(mode=0o600, exist_ok=False)
