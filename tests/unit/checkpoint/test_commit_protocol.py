@@ -277,5 +277,5 @@ def test_a_commands_argument_is_a_name_a_url_or_a_step(text: str, parts: tuple[s
 
 
 def test_a_wrong_run_name_is_told() -> None:
-    with pytest.raises(JobError, match="not the name of a run"):
+    with pytest.raises(JobError, match="is not a valid run name"):
         split_location("s3://b/Big_Name")

@@ -47,7 +47,7 @@ class Heard:
     ) -> dict[int, dict[str, Any]]:
         silent = [rank for rank in ranks if (step, rank) not in self.said]
         if silent:
-            raise TimeoutError(f"ranks {silent} did not say that their part of step {step} is stored")
+            raise TimeoutError(f"ranks {silent} did not report in time that their part of step {step} is stored")
         return {rank: self.said[step, rank] for rank in ranks}
 
 
@@ -305,7 +305,7 @@ def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: Direct
     saving.save(1, [stage], adamw(stage), {})
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
-    assert "ranks [1] did not say" in told.events[0].message
+    assert "ranks [1] did not report" in told.events[0].message
 
 
 def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) -> None:
