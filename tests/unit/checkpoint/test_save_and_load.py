@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what comes back, what is refused, what training notices."""
+"""Saving and loading in one process: what is restored, what is rejected, what delays training."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) ->
 
 
 class SlowStore(DirectoryStore):
-    """Holds every upload until it is let go."""
+    """Blocks every upload until it is released."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -262,7 +262,7 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(tmp_path: P
 
 
 class FailingStore(DirectoryStore):
-    """Refuses the first uploads."""
+    """Fails the first uploads."""
 
     def __init__(self, root: Path, failures: int) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""The Dockerfile without docker: what it copies is there, and its commands install raypp in a plain directory."""
+"""The Dockerfile without docker: its sources exist, and its commands install raypp in a directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_image_has_a_python_that_raypp_takes_and_no_root() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_images_commands_install_raypp_in_a_plain_directory(tmp_path: Path) -> None:
-    """In an environment of its own instead of the image; apt and useradd are left out. Needs a package index."""
+    """Installs into a separate environment, without apt and useradd. Needs a package index."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "python")], check=True)
     place = tmp_path / "image"
     place.mkdir()
@@ -56,6 +56,6 @@ def test_the_images_commands_install_raypp_in_a_plain_directory(tmp_path: Path) 
                     shutil.copy(_ROOT / source, place / target)
         elif name == "RUN" and arguments.startswith("pip"):
             subprocess.run(arguments, shell=True, cwd=place, env=environment, check=True)
-    shutil.rmtree(place)  # what was installed must not need it
+    shutil.rmtree(place)  # the installation must not depend on it
     for command in (["raypp", "--version"], ["raypp", "list-kinds"], ["ray", "--version"]):
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The writing end: nothing is lost, nothing raises, whatever the store does."""
+"""The recorder: nothing is lost and nothing raises, whatever the store does."""
 
 import os
 import signal
@@ -116,7 +116,7 @@ def test_two_writers_of_one_name_at_once_lose_nothing(store):
 
 
 def test_a_write_that_was_stored_although_it_failed_is_not_doubled(store):
-    """The store took the part but the answer was lost: the recorder tries again with the same lines and more."""
+    """The store stored the part but the response was lost: the recorder retries with more lines."""
     event = Event("submitted", "x", time=1.0)
     with RunRecorder(store, "r", "c1", interval_s=60) as recorder:
         recorder.event(event)
@@ -265,7 +265,7 @@ while True:
 
 
 def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store):
-    """kill -9 in the middle of writing, three lives in a row."""
+    """kill -9 during a write, in three successive processes."""
     for attempt in (1, 2, 3):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, store.url, f"a{attempt}"], stdout=subprocess.PIPE, text=True

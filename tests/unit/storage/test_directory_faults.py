@@ -1,4 +1,4 @@
-"""A directory as a store when writers are killed, the disk is full, or the file system is of another kind."""
+"""A directory as a store: killed writers, a full disk, unusual file systems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def kill_a_writer(store: DirectoryStore, key: str) -> None:
-    """A process that writes a large object dies in the middle of it by SIGKILL."""
+    """A process that writes a large object is killed by SIGKILL in between."""
     command = [sys.executable, "-c", _SLOW_WRITER, str(store.root), key]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -58,7 +58,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_no_object_and_is_found(sto
     assert [left.key for left in store.unfinished(f"{run}/step-")] == [key]
     assert list(store.unfinished("another/")) == []
 
-    assert [left.key for left in find_leftovers(store, run).under_way] == [key]  # attempt 1 may still live
+    assert [left.key for left in find_leftovers(store, run).under_way] == [key]  # attempt 1 may still be alive
     assert claim_next_attempt(store, run) == 2
     with_it = find_leftovers(store, run)
     assert [left.key for left in with_it.uploads] == [key]
@@ -106,7 +106,7 @@ def test_unfinished_writes_of_keys_with_every_kind_of_character_are_found(store:
 def test_a_link_whose_answer_was_lost_counts_as_ours_and_only_ours(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS repeats a request whose answer was lost; the second one says that the name is taken: by us."""
+    """NFS repeats a request whose response was lost; the second response says the name is taken."""
     real = os.link
 
     def twice(source: Path, target: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_counts_as_forgotten_is_judged_by_the_file_systems_clock_alone(
     store.put("a", b"")
     fresh = store.root / ".raypp-incoming" / "fresh~1"
     fresh.write_bytes(b"half")
-    monkeypatch.setattr(time, "time", lambda: 4e9)  # this host believes it is far in the future
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this host's clock is far in the future
     store.probe()
     assert fresh.exists()
 
