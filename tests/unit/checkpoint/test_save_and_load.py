@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what comes back, what is refused, what training notices."""
+"""Saving and loading in one process: what is restored, what is rejected, what delays training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Heard:
     ) -> dict[int, dict[str, Any]]:
         silent = [rank for rank in ranks if (step, rank) not in self.said]
         if silent:
-            raise TimeoutError(f"ranks {silent} did not say that their part of step {step} is stored")
+            raise TimeoutError(f"ranks {silent} did not report in time that their part of step {step} is stored")
         return {rank: self.said[step, rank] for rank in ranks}
 
 
@@ -234,7 +234,7 @@ def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) ->
 
 
 class SlowStore(DirectoryStore):
-    """Holds every upload until it is let go."""
+    """Blocks every upload until it is released."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -260,7 +260,7 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(tmp_path: P
 
 
 class FailingStore(DirectoryStore):
-    """Refuses the first uploads."""
+    """Fails the first uploads."""
 
     def __init__(self, root: Path, failures: int) -> None:
         super().__init__(root)
@@ -303,7 +303,7 @@ def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: Direct
     saving.save(1, [stage], adamw(stage), {})
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
-    assert "ranks [1] did not say" in told.events[0].message
+    assert "ranks [1] did not report" in told.events[0].message
 
 
 def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) -> None:

@@ -1,4 +1,4 @@
-"""The memory tier's files and copies without ranks: names, locks, leftovers, who may send, what is chosen."""
+"""The memory tier's files and copies without ranks: names, locks, leftovers, senders, choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE = 100_000
 
 
 def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
-    """A whole snapshot, open."""
+    """Returns a complete snapshot, open."""
     slot = Slot.create(directory, name)
     about = {"run": name.run, "attempt": name.attempt, "rank": name.rank, "keeper": keeper()}
     slot.begin(name, about)
@@ -70,7 +70,7 @@ def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(t
     slot.close()
     ((name, path),) = list_slots(tmp_path)
     assert name.step is None
-    # Even under a whole one's name.
+    # Even under a complete snapshot's name.
     path = path.rename(path.with_name(NAME.file_name().replace("writing", "step-7")))
     again = Slot.open(path, parse_name(path.name) or NAME)
     assert again is not None and again.control() is None
@@ -97,7 +97,7 @@ def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, m
     monkeypatch.setenv(LIMIT_VARIABLE, "1")
     assert room(tmp_path, "a-run", NAME.life) == 1_000_000
     sealed(tmp_path).close()
-    assert room(tmp_path, "a-run", NAME.life) == 1_000_000  # its own count as had
+    assert room(tmp_path, "a-run", NAME.life) == 1_000_000  # the run's own files count as available
     assert 800_000 < room(tmp_path, "other", NAME.life) < 900_000
 
 
@@ -119,7 +119,7 @@ def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
     both = [[2, 5, 0, -1], [2, 5, 1, -1], [2, 6, 0, -1]]
     best, _ = choose([both, both], -1)
     assert best is not None and (best.step, best.attempt, best.source(1)) == (5, 2, 1)
-    # On another node: from who has it.
+    # On another node: from a rank that sees it.
     best, _ = choose([both, []], -1)
     assert best is not None and best.source(1) == 0
     assert choose([both, both], 5) == (None, "rank 1's snapshot of step 6 is in no memory")
@@ -132,10 +132,10 @@ def test_snapshots_of_two_attempts_are_never_mixed() -> None:
 
 
 def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
-    """Whoever removes the newest checkpoints wants to go back."""
+    """A user who removes the newest checkpoints wants to go back."""
     seen = [[[1, 25, 0, 20]]]
     assert choose(seen, 20)[0] is not None
-    assert choose(seen, 10) == (None, "step 20 was committed and is gone: snapshots taken after it are not used")
+    assert choose(seen, 10) == (None, "step 20 was committed but is gone: snapshots taken after it are not used")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_copies_keep_to_the_cap_that_uploads_have(receiver: tuple[CopyReceiver, 
     server, slots = receiver
     slot = sealed(tmp_path)
     cap = Pace(2 * SIZE)
-    cap.take(SIZE)  # half a second of an upload, which the copy waits for
+    cap.take(SIZE)  # half a second of an upload, for which the copy waits
     sender = CopySender(1, ("127.0.0.1", server.port), b"secret", cap)
     started = time.monotonic()
     try:
@@ -233,10 +233,10 @@ def test_whoever_does_not_know_the_secret_places_nothing(
         assert wait_for(lambda: sender.error)
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(10)
-            assert len(stranger.recv(4096)) == 32  # what a proof must be about
+            assert len(stranger.recv(4096)) == 32  # the nonce
             stranger.sendall(json.dumps({"rank": 1}).encode() * 100)
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(4096) == b""  # the door
+                assert stranger.recv(4096) == b""  # the receiver closed the connection
         assert sender.arrived is None and not slots
     finally:
         assert sender.close()

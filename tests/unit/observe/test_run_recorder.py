@@ -1,4 +1,4 @@
-"""The writing end: nothing is lost, nothing raises, whatever the store does."""
+"""The recorder: nothing is lost and nothing raises, whatever the store does."""
 
 import time
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_two_writers_of_one_name_at_once_lose_nothing(store):
 
 
 def test_a_write_that_was_stored_although_it_failed_is_not_doubled(store):
-    """The store took the part but the answer was lost: the recorder tries again with the same lines and more."""
+    """The store stored the part but the response was lost: the recorder retries with more lines."""
     event = Event("submitted", "x", time=1.0)
     with RunRecorder(store, "r", "c1", interval_s=60) as recorder:
         recorder.event(event)

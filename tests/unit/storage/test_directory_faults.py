@@ -60,7 +60,7 @@ def test_unfinished_writes_of_keys_with_every_kind_of_character_are_found(store:
 def test_a_link_whose_answer_was_lost_counts_as_ours_and_only_ours(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS repeats a request whose answer was lost; the second one says that the name is taken: by us."""
+    """NFS repeats a request whose response was lost; the second response says the name is taken."""
     real = os.link
 
     def twice(source: Path, target: Path) -> None:
@@ -94,6 +94,6 @@ def test_what_counts_as_forgotten_is_judged_by_the_file_systems_clock_alone(
     store.put("a", b"")
     fresh = store.root / ".raypp-incoming" / "fresh~1"
     fresh.write_bytes(b"half")
-    monkeypatch.setattr(time, "time", lambda: 4e9)  # this host believes it is far in the future
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this host's clock is far in the future
     store.probe()
     assert fresh.exists()
