@@ -11,9 +11,9 @@ import torch
 from harness import run_in_turn
 
 from raypp.data.loader import Loader, Microbatch
-from raypp.measure.parity import local_seat as seat_of
 from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
+from raypp.train.seats import local_seat as seat_of
 
 __all__ = ["Batch", "merged", "seat_of", "train_steps", "whole"]
 
@@ -62,7 +62,7 @@ def train_steps(
     def wrapped(loader: Loader, replica: int) -> Any:
         return Unlabelled(loader, blank, replica * job.pipeline.microbatches) if blank else loader
 
-    reports = train_some_steps(job, seat, steps, kept.__setitem__, wrapped)
+    reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped)
     weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],
