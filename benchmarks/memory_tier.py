@@ -24,9 +24,9 @@ from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
-from raypp.memory.load import PreparedLoad
+from raypp.memory.rank_slots import RunLife
+from raypp.memory.restore import PreparedLoad
 from raypp.memory.slot import Slot
-from raypp.memory.stock import RunLife
 from raypp.memory.tier import MemoryTier
 from raypp.records import Coordinates, Event, Requests, Seat
 from raypp.storage.directory import DirectoryStore

@@ -1,23 +1,77 @@
-"""A rank's snapshot comes to its rank: from a file of its node, or from the copy that another node holds."""
+"""Which snapshots an attempt restores, and how each one reaches its rank.
+
+`choose` is pure: it maps what every rank sees on its node to the newest step that all ranks can
+restore. `fetch_snapshot` opens a rank's snapshot on its own node, or receives the copy that another
+node holds. Facts travel as JSON over the CPU process group, never as a pickle.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raypp.memory.choice import Snapshots
-from raypp.memory.exchange import receive_bytes, send_bytes
 from raypp.memory.files import SlotName, keeper, peek
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
 
 _ARRIVED = 9
 """Number, in its name, of a snapshot that came from another node."""
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """One step of one attempt that could be gone on from.
+
+    Attributes:
+        step: Optimizer steps done.
+        attempt: Who took them.
+        holders: By rank: the ranks on whose node its snapshot lies.
+        committed: The newest commit that was known when they were taken.
+    """
+
+    step: int
+    attempt: int
+    holders: dict[int, list[int]]
+    committed: int
+
+    def source(self, owner: int) -> int:
+        """Who gives a rank its snapshot: itself, when it lies on its node."""
+        return owner if owner in self.holders[owner] else min(self.holders[owner])
+
+
+def choose(seen: Sequence[Sequence[Sequence[int]]], newest_commit: int) -> tuple[Snapshots | None, str]:
+    """The snapshots to go on from, and in words why there are none.
+
+    Args:
+        seen: By rank: attempt, step, rank whose state it is, newest commit known then, of every snapshot it sees.
+        newest_commit: Step of the newest commit in the store.
+    """
+    found: dict[tuple[int, int], Snapshots] = {}
+    for rank, snapshots in enumerate(seen):
+        for attempt, step, owner, committed in snapshots:
+            known = found.setdefault((step, attempt), Snapshots(step, attempt, {}, committed))
+            known.holders.setdefault(owner, []).append(rank)
+            found[step, attempt] = replace(known, committed=max(known.committed, committed))
+    newer = [found[key] for key in sorted(found, reverse=True) if key[0] > newest_commit]
+    if not newer:
+        return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
+    gone_back = [one for one in newer if one.committed > newest_commit]
+    if len(gone_back) == len(newer):
+        why = f"step {gone_back[0].committed} was committed and is gone: snapshots taken after it are not used"
+        return None, why
+    newer = [one for one in newer if one.committed <= newest_commit]
+    whole = next((one for one in newer if all(rank in one.holders for rank in range(len(seen)))), None)
+    if whole is not None:
+        return whole, ""
+    missing = [rank for rank in range(len(seen)) if rank not in newer[0].holders]
+    ranks = f"rank {missing[0]}'s snapshot" if len(missing) == 1 else f"the snapshots of ranks {missing}"
+    return None, f"{ranks} of step {newer[0].step} {'is' if len(missing) == 1 else 'are'} in no memory"
 
 
 def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName, Path, dict[str, Any]]]:
@@ -132,3 +186,37 @@ def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
     slot.begin(name, about)
     slot.seal(best.step, about, size, tail)
     return slot
+
+
+def gather_json(value: Any) -> list[Any]:
+    """What every rank said, in rank order. Collective over the world.
+
+    Args:
+        value: Plain JSON.
+    """
+    data = json.dumps(value).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    said = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(said, padded)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(said, sizes, strict=True)]
+
+
+def from_rank_zero(value: Any) -> Any:
+    """What rank 0 said; the others' values do not matter. Collective over the world."""
+    return gather_json(value if dist.get_rank() == 0 else None)[0]
+
+
+def send_bytes(tensor: torch.Tensor, to: int, piece: int = 64 << 20) -> None:
+    """Sends a uint8 tensor in pieces; `receive_bytes` there has one of the same length."""
+    for start in range(0, tensor.numel(), piece):
+        dist.send(tensor[start : start + piece], to)
+
+
+def receive_bytes(tensor: torch.Tensor, source: int, piece: int = 64 << 20) -> None:
+    """Fills a uint8 tensor with what `send_bytes` sends."""
+    for start in range(0, tensor.numel(), piece):
+        dist.recv(tensor[start : start + piece], source)

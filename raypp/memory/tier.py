@@ -9,11 +9,15 @@ partners. So at every moment there is a step that all ranks could go on from.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, Literal
 
@@ -22,11 +26,10 @@ import torch
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError
-from raypp.memory.copy_costs import Costs
 from raypp.memory.files import SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
+from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
 from raypp.memory.slot import Slot
-from raypp.memory.stock import COPIES, MemoryStock, RunLife
 from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, Reporter, Seat
 from raypp.storage.rate_limit import Pace
@@ -37,6 +40,25 @@ _ALONE, _WITH_PARTNER = 2, 4
 """Files of a rank: without a partner; with one (two more wait for the link)."""
 _NO_COPIES, _OFF = 1, 2
 _CLOSE_S = 10.0
+_SHARE = 0.02
+"""Of a step's time that snapshots may cost when checkpoint.memory_every_steps is auto."""
+
+
+@dataclass
+class SnapshotCosts:
+    """What a snapshot costs and a step takes, in seconds, from the last few."""
+
+    snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    last: Snapshot | None = None
+    last_s: float = 0.0
+    begun: float | None = None
+
+    def every(self) -> int:
+        """How many steps apart snapshots cost at most `_SHARE` of the time."""
+        if len(self.snapshots) < 2 or len(self.steps) < 2:
+            return 1
+        return max(1, math.ceil(median(self.snapshots) / (_SHARE * median(self.steps))))
 
 
 class MemoryTier:
@@ -62,8 +84,8 @@ class MemoryTier:
         pace: Pace | None = None,
     ) -> None:
         self.life, self.seat, self._pace = life, seat, pace or Pace()
-        self._stock = MemoryStock(life, seat)
-        self.directory = self._stock.directory
+        self._slots = RankSlots(life, seat)
+        self.directory = self._slots.directory
         self.trouble = 0
         self.committed = -1
         """The newest commit this rank knows of; a snapshot is refused when the store has gone back behind its own."""
@@ -79,7 +101,7 @@ class MemoryTier:
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
         self._superseded = False
-        self._costs = Costs()
+        self._costs = SnapshotCosts()
         self._hook: Any = None
 
     # Starting ------------------------------------------------------------------------------------------------------
@@ -88,7 +110,7 @@ class MemoryTier:
         """Opens the way for other nodes' copies; where they reach it. None when they cannot."""
         try:
             address = own_address(self.seat.node, self.seat.master_addr)
-            self._receiver = CopyReceiver(address, self.life.secret, self._stock.place_copy)
+            self._receiver = CopyReceiver(address, self.life.secret, self._slots.place_copy)
         except OSError as error:
             log.warning("no copies of other nodes' snapshots can be taken: %s", error)
             return None
@@ -116,7 +138,7 @@ class MemoryTier:
         self.committed = committed
         self._started, self._nodes, self._begun_at, self._taken = True, list(nodes), step, step
         if restored is not None:
-            self._stock.add(restored)
+            self._slots.add(restored)
             self._own_step = self._common = self._expected = step
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_update)
@@ -134,7 +156,7 @@ class MemoryTier:
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
         """This node's files of this run's earlier attempts, of any rank, whole or not."""
-        return self._stock.earlier()
+        return self._slots.earlier()
 
     # Every step ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +204,7 @@ class MemoryTier:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
-            self._send(next(slot for slot in self._stock.slots if slot.step == self._ticket))
+            self._send(next(slot for slot in self._slots.slots if slot.step == self._ticket))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends with the attempt; an `ExitStack`'s callback. What no attempt will come back for is removed."""
@@ -202,7 +224,7 @@ class MemoryTier:
             log.warning("a thread of the memory tier does not end; its files stay")
             return
         self._costs.last = self._known = self._optimizer = None
-        self._stock.close(delete=delete)
+        self._slots.close(delete=delete)
 
     # The training thread's part ------------------------------------------------------------------------------------
 
@@ -224,11 +246,11 @@ class MemoryTier:
     def _take(self, done: int, slices: list[Slice], extra: str, copy: bool) -> None:
         started = time.perf_counter()
         keep = {self._common, self._copied, self._ticket} - {-1}
-        free = [slot for slot in self._stock.slots if slot.step not in keep]
+        free = [slot for slot in self._slots.slots if slot.step not in keep]
         if not free:
             return
         slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
-        snapshot, about = self._stock.copy(slot, slices, self.committed)
+        snapshot, about = self._slots.copy(slot, slices, self.committed)
         self._taken = self._expected = done
         self._costs.last, self._costs.last_s = snapshot, time.perf_counter() - started
         if copy:
@@ -238,7 +260,7 @@ class MemoryTier:
             self._jobs.put(lambda: self._send(slot))
 
     def _before_update(self, *_unused: Any) -> None:
-        self._stock.before_update()
+        self._slots.before_update()
 
     def _learn_cost(self) -> None:
         """The last snapshot's cost, once its file is whole: what training waited, and on the CPU the work beside it."""
@@ -257,7 +279,7 @@ class MemoryTier:
             return
         self._told = True
         if self.seat.rank == 0:
-            size = sum(slot.capacity for slot in self._stock.slots)
+            size = sum(slot.capacity for slot in self._slots.slots)
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
             self._tell("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
@@ -269,7 +291,7 @@ class MemoryTier:
         """
         if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
             self._superseded = True
-            self._stock.forget_earlier()
+            self._slots.forget_earlier()
 
     def _turn_off(self) -> None:
         """On all ranks at the same step, because one of them cannot."""
@@ -282,7 +304,7 @@ class MemoryTier:
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
-            self._stock.give_back(_ALONE, keep=self._common)
+            self._slots.give_back(_ALONE, keep=self._common)
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
@@ -308,7 +330,7 @@ class MemoryTier:
         clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
         files = _WITH_PARTNER if self._sender is not None else _ALONE
         copies = COPIES * clients if self._sender is not None else 0
-        there = self._stock.room()
+        there = self._slots.room()
         ranks = self.seat.local_world_size
         if copies and (files + copies) * size * ranks > there:
             self._fail(f"{_need(files + copies, size, ranks, there)}: no copies on another node", _NO_COPIES)
@@ -316,11 +338,11 @@ class MemoryTier:
         if files * size * ranks > there:
             self._fail(f"{_need(files, size, ranks, there)}: no snapshots stay in host memory", _OFF)
             return
-        self._stock.take_memory(files, size)
+        self._slots.take_memory(files, size)
         self._ready = True
 
     def _seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> None:
-        seconds = self._stock.seal(slot, snapshot, step, about, extra)
+        seconds = self._slots.seal(slot, snapshot, step, about, extra)
         if self.seat.device == "cpu":
             self._costs.last_s += seconds
         self._own_step = step

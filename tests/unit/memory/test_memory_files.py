@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypp.memory.choice import choose
-from raypp.memory.copy_costs import Costs
+from raypp.memory.fetch import choose
 from raypp.memory.files import (
     LIMIT_VARIABLE,
     SlotName,
@@ -31,6 +30,7 @@ from raypp.memory.files import (
 )
 from raypp.memory.peer import CopyReceiver, CopySender, partner_of
 from raypp.memory.slot import Slot, encode_tail
+from raypp.memory.tier import SnapshotCosts
 from raypp.storage.rate_limit import Pace
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
@@ -183,7 +183,7 @@ def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
 def test_snapshots_are_as_rare_as_two_percent_of_the_time_asks_for(
     snapshot_s: float, step_s: float, every: int
 ) -> None:
-    costs = Costs()
+    costs = SnapshotCosts()
     assert costs.every() == 1
     for _ in range(3):
         costs.snapshots.append(snapshot_s)

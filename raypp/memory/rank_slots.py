@@ -45,7 +45,7 @@ class RunLife:
     secret: bytes = b""
 
 
-class MemoryStock:
+class RankSlots:
     """Takes the memory, gives the files their names, writes them, and removes them. `MemoryTier` decides when.
 
     Args:
