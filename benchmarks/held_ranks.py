@@ -60,7 +60,8 @@ class HeldLeader(Leader):
         self._device = "cpu"
         self._placement = Placement(f"{self._request.run}-no-group", mesh.world, {"CPU": 1.0})
         self._crew = Crew(self._request, job, self._handle, self._device)
-        self.record.begin(None, None)
+        self._equipped = True
+        self.record.begin(None)
         attempt = self._new_attempt(1)
         attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
         self._attempt = attempt

@@ -214,13 +214,13 @@ def s3torchconnector(place: Place, asynchronous: bool = False) -> Dcp:
 
 
 def fsspec(place: Place, asynchronous: bool = False) -> Dcp:
-    # torch has no public name for it.
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from raypp.torch_private import fsspec_writer
 
+    writer_of = fsspec_writer()
     options: Any = {"endpoint_url": os.environ["AWS_ENDPOINT_URL_S3"], "default_block_size": PART_BYTES}
 
     def writer(number: int) -> Any:
-        return FsspecWriter(f"s3://{BUCKET}/fsspec/{number}", **options)
+        return writer_of(f"s3://{BUCKET}/fsspec/{number}", **options)
 
     return Dcp(place, writer, asynchronous)
 

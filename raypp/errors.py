@@ -7,8 +7,11 @@ process borders (`exceptions` with a custom constructor do not, unless they say 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from raypp.failure_kinds import FailureKind
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
@@ -16,6 +19,12 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_RESOURCES = 4
 EXIT_INTERRUPTED = 130
+
+
+def in_words(error: BaseException) -> str:
+    """What an exception says. Only a `RayppError` explains itself: the text of a `KeyError` is its key alone, so any
+    other exception is named by its type, too."""
+    return str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,15 @@ class Problem:
 
 
 class RayppError(Exception):
-    """Base of the errors a user can act on. `exit_code` is what the command line leaves with."""
+    """Base of the errors a user can act on.
+
+    Attributes:
+        exit_code: What the command line leaves with.
+        failure_kind: The kind of failure when it ends a rank; None: that is told by what caused it.
+    """
 
     exit_code = EXIT_RUN_FAILED
+    failure_kind: ClassVar[FailureKind | None] = None
 
     def __init__(self, problems: Problem | str | Iterable[Problem], fix: str = "") -> None:
         if isinstance(problems, str):
@@ -66,12 +81,14 @@ class JobError(RayppError):
     """The job file, or the arguments of a command, are wrong."""
 
     exit_code = EXIT_USAGE
+    failure_kind = FailureKind.USER_ERROR
 
 
 class UnreachableError(RayppError):
     """No cluster, or no store, answers at the place named (or it refuses the caller)."""
 
     exit_code = EXIT_UNREACHABLE
+    failure_kind = FailureKind.UNREACHABLE
 
 
 class ResourcesError(RayppError):
@@ -92,3 +109,14 @@ class DataError(RayppError):
     """The training data cannot be used; found when a rank opens or reads it. Not worth a retry."""
 
     exit_code = EXIT_USAGE
+    failure_kind = FailureKind.USER_ERROR
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from, each once."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

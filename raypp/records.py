@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from raypp.failure_kinds import FailureKind
+
 
 class RunState(StrEnum):
     """Where a run is in its life; the last three are final."""
@@ -134,11 +136,7 @@ class RankFailure:
     label: str
     node: str
     pid: int
-    kind: str
-    """killed | segfault | out_of_memory | raised | user_error | node_lost | raylet_lost | preempted | hung |
-    store_down | unreachable | disk_full | nonfinite | corrupt | lost_peer | unknown.
-
-    docs/reliability.md tells what each is."""
+    kind: FailureKind
     cause: str
     step: int = 0
     details: str = ""

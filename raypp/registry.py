@@ -1,88 +1,244 @@
-"""`kind:` -> options class and builder: the one plug-in mechanism.
+"""A name in a job file -> what it stands for: the one plug-in mechanism.
 
-A registry holds, for each kind of one thing (models, data sources, stores …), the pydantic class of
-its options and where its builder is. Builders are named as `package.module:function` and imported
-only when they are used, so that the job language can be read without importing torch.
+A registry holds the kinds of one thing: models, data sources, schedules, stores, optimizers. A kind declares itself in
+the file that implements it:
+
+    KIND = ScheduleKind("gpipe", "all forwards, then all backwards")
+
+The registry reads such declarations without importing their files, so that the job language knows every kind and no
+command waits for torch. A declaration is therefore written in literals. The function that builds the thing is imported
+when it is called.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar, overload
 
 from raypp.errors import JobError, Problem
+
+DECLARATION = "KIND"
+"""The module attribute that declares a kind."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One entry: its name, the class of its options (or None), its builder, and one line of help."""
+    """One entry. Each registry has a subclass with what is asked about its kinds.
+
+    Attributes:
+        name: The word in the job file.
+        summary: One line of help.
+        available: False: the language knows the word, this version cannot do it yet.
+        position: Kinds are listed by this number; of the same, by name or in the order of their registration.
+        options: The pydantic class of its options, where kinds differ in their keys.
+        builder: The function that builds it, or `package.module:function`. Filled in for a kind that declares itself.
+        own: It is a user's own, not part of raypp: what it builds is checked. Filled in by the registry.
+    """
 
     name: str
-    options: type[Any] | None
-    builder: str | Callable[..., Any]
     summary: str = ""
+    available: bool = True
+    position: int = 100
+    options: type[Any] | None = None
+    builder: str | Callable[..., Any] = ""
+    own: bool = False
+
+    @classmethod
+    def undeclared(cls, name: str) -> Self:
+        """What is taken for granted of a user's own function whose module declares nothing."""
+        return cls(name, "your own")
 
     def build(self) -> Callable[..., Any]:
-        """The builder itself, imported now when it was given by name."""
+        """The builder itself, imported now when it was given by name.
+
+        Raises:
+            JobError: It is not available, or cannot be imported.
+        """
+        if not self.available:
+            raise JobError(Problem("", f"{self.name} is not available yet ({self.summary})"))
         return load_object(self.builder) if isinstance(self.builder, str) else self.builder
 
 
-class Registry:
-    """The kinds of one thing, in the order they were registered.
+K = TypeVar("K", bound=Kind)
+
+
+class Registry(Generic[K]):
+    """The kinds of one thing: those in raypp's package, those of installed packages, and those registered by a call.
 
     Args:
         noun: What the kinds are kinds of, for messages: "model", "schedule".
+        entry: The class of its kinds.
+        package: Where they are found: every module there that declares a `KIND` of that class.
+        function: The builder's name in such a module.
+        group: The entry-point group in which installed packages name modules that declare one.
     """
 
-    def __init__(self, noun: str) -> None:
-        self.noun = noun
-        self._kinds: dict[str, Kind] = {}
+    @overload
+    def __init__(self: Registry[Kind], noun: str) -> None: ...
 
-    def register(
-        self,
-        name: str,
-        builder: str | Callable[..., Any],
-        *,
-        options: type[Any] | None = None,
-        summary: str = "",
-    ) -> Kind:
-        """Adds a kind; a name can be taken once."""
-        if name in self._kinds:
+    @overload
+    def __init__(self, noun: str, entry: type[K], package: str, function: str, group: str) -> None: ...
+
+    def __init__(
+        self, noun: str, entry: type[Any] = Kind, package: str = "", function: str = "", group: str = ""
+    ) -> None:
+        self.noun, self.group = noun, group
+        self._entry, self._package, self._function = entry, package, function
+        self._registered: dict[str, K] = {}
+        self._ours: dict[str, K] | None = None
+        self._all: dict[str, K] | None = None
+
+    def register(self, name: str, builder: str | Callable[..., Any] = "", **facts: Any) -> K:
+        """Adds a kind by a call; a name can be taken once."""
+        if name in self._registered:
             raise ValueError(f"{self.noun} kind {name!r} is registered twice")
-        kind = Kind(name, options, builder, summary)
-        self._kinds[name] = kind
+        home = builder if isinstance(builder, str) else builder.__module__
+        kind: K = self._entry(name, builder=builder, own=bool(home) and not home.startswith("raypp."), **facts)
+        self._registered[name] = kind
+        self._ours = self._all = None
         return kind
 
     def names(self) -> list[str]:
-        return list(self._kinds)
+        return list(self._listed())
 
-    def __iter__(self) -> Iterator[Kind]:
-        return iter(self._kinds.values())
+    def usable(self) -> list[K]:
+        """The kinds that are available."""
+        return [kind for kind in self if kind.available]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._listed().values())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kinds
+        return name in self._in_raypp() or name in self._listed()
 
-    def get(self, name: str, *, key: str = "") -> Kind:
-        """The kind of that name, or a user's own given as `module.path:object`.
+    def get(self, name: str, *, key: str = "", fix: str = "") -> K:
+        """The kind of that name, or a user's own given as `module.path:function`.
+
+        Args:
+            name: The word of the job file.
+            key: Where it stands, for errors.
+            fix: What to do when no name is close to this one.
 
         Raises:
             JobError: No such kind; the message lists those there are and the closest name.
         """
-        if name in self._kinds:
-            return self._kinds[name]
+        if name in self._in_raypp():
+            return self._in_raypp()[name]
         if ":" in name:
-            return Kind(name, None, name, "user's own")
-        close = difflib.get_close_matches(name, self._kinds, n=1)
-        raise JobError(
-            Problem(
-                key,
-                f"there is no {self.noun} {name!r}; there are: {', '.join(self._kinds)}",
-                f"did you mean {close[0]!r}?" if close else f"use one of them, or your own as module.path:{self.noun}",
-            )
-        )
+            return self._own(name, name)
+        kinds = self._listed()
+        if name in kinds:
+            return kinds[name]
+        usable = [kind.name for kind in self.usable()]
+        close = difflib.get_close_matches(name, kinds, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else fix or "use one of them, or your own as module.path:function"
+        raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(usable)}", fix))
+
+    def _in_raypp(self) -> dict[str, K]:
+        """The kinds of the package and those registered by a call, without a look at what is installed."""
+        if self._ours is None:
+            found = sorted(self._in_package(), key=lambda kind: kind.name)
+            ours = sorted([*found, *self._registered.values()], key=lambda kind: kind.position)
+            self._ours = {kind.name: kind for kind in ours}
+        return self._ours
+
+    def _listed(self) -> dict[str, K]:
+        if self._all is None:
+            others = {name: self._installed_kind(name, value) for name, value in _installed(self.group).items()}
+            self._all = self._in_raypp() | others | self._in_raypp()  # ours first, and ours where both have a name
+        return self._all
+
+    def _in_package(self) -> Iterator[K]:
+        spec = importlib.util.find_spec(self._package) if self._package else None
+        files = [file for folder in (spec and spec.submodule_search_locations) or () for file in Path(folder).iterdir()]
+        taken: dict[str, Path] = {}
+        for file in sorted(file for file in files if file.suffix == ".py"):
+            kind = self._declared(file, f"{self._package}.{file.stem}:{self._function}")
+            if kind is not None:
+                if kind.name in taken:
+                    raise ValueError(f"{self.noun} kind {kind.name!r} is declared in {taken[kind.name]} and in {file}")
+                taken[kind.name] = file
+                yield kind
+
+    def _declared(self, file: Path, builder: str) -> K | None:
+        """The kind that a file declares; None when it declares none of this registry."""
+        found = _declaration(file, self._entry.__name__)
+        if found is None:
+            return None
+        arguments, keywords = found
+        kind: K = self._entry(*arguments, **keywords)
+        return replace(kind, builder=builder)
+
+    def _own(self, name: str, value: str) -> K:
+        """A user's own kind: what its module declares, or what the class takes for granted."""
+        module, _, function = value.partition(":")
+        spec = _spec(module)
+        builder = f"{module}:{function or self._function}"
+        file = spec.origin if spec is not None and spec.has_location else None
+        declared = self._declared(Path(file), builder) if file and function in ("", self._function) else None
+        kind: K = declared or self._entry.undeclared(name)
+        return replace(kind, name=name, builder=builder, own=True)
+
+    def _installed_kind(self, name: str, value: str) -> K:
+        """A kind of an installed package; one whose module cannot be found is listed as not available."""
+        kind = self._own(name, value)
+        module = value.partition(":")[0]
+        return kind if is_module(module) else replace(kind, available=False, summary=f"cannot import {module}")
+
+
+def is_module(name: str) -> bool:
+    """Whether there is a module of that name. Packages that hold it are imported, it itself is not."""
+    return _spec(name) is not None
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def _installed(group: str) -> dict[str, str]:
+    """The kinds that installed packages name: {"mine": "my_package.my_schedule"}."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=group)} if group else {}
+
+
+def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments of `KIND = class_name(…)` in a file; None when there is no such line.
+
+    Raises:
+        ValueError: An argument is not a literal.
+    """
+    text = file.read_text(encoding="utf-8")
+    opening = f"{DECLARATION} = {class_name}("
+    start = 0 if text.startswith(opening) else text.find(f"\n{opening}") + 1
+    if not text.startswith(opening, start):
+        return None
+    end = start
+    while True:  # the statement ends with the first line at which it can be parsed
+        end = text.find("\n", end + 1)
+        try:
+            statement = ast.parse(text[start : end if end >= 0 else len(text)]).body[0]
+            break
+        except SyntaxError:
+            if end < 0:
+                raise
+    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+    call = statement.value
+    try:
+        arguments = [ast.literal_eval(one) for one in call.args]
+        return arguments, {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except ValueError as error:
+        what = f"{file}: {opening}…) is read without importing the file: write its arguments as literals"
+        raise ValueError(what) from error
 
 
 def load_object(path: str) -> Any:

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, Problem, in_words
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 FORMAT = 1
+COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
 
@@ -99,7 +100,7 @@ class Commit:
             return cls(objects=records, **document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                Problem(key, f"is not a commit: {error}", "an older checkpoint is used instead")
+                Problem(key, f"is not a commit: {in_words(error)}", "an older checkpoint is used instead")
             ) from error
 
 

@@ -17,20 +17,19 @@ import torch
 from torch import nn
 
 from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.commit import Commit, ObjectRecord, job_identity, read_commit, write_commit
+from raypp.checkpoint.commit import COMMITTING_RANK, Commit, ObjectRecord, job_identity, read_commit, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot, with_patience
-from raypp.errors import CheckpointError, RayppError
+from raypp.errors import CheckpointError, RayppError, in_words
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
 from raypp.storage.rate_limit import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
-COMMITTING_RANK = 0
 _OUTCOME = -1
 """The committing rank's second voice: how the commit went."""
 
@@ -196,15 +195,15 @@ class CheckpointSaver:
         except Abandoned:
             return
         except Exception as error:  # noqa: BLE001 - a thread has nobody above it; every failure becomes an event
-            self._failed(step, f"rank {rank} could not store its part: {error}")
-            self._announce_quietly(step, rank, {"error": str(error)})
+            self._failed(step, f"rank {rank} could not store its part: {in_words(error)}")
+            self._announce_quietly(step, rank, {"error": in_words(error)})
         if rank != COMMITTING_RANK:
             return
         try:
             self._commit(step, extra, started)
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
-                self._failed(step, str(error))
+                self._failed(step, in_words(error))
             self._announce_quietly(step, _OUTCOME, {"committed": False})
 
     def _upload(self, step: int, snapshot: Snapshot) -> ObjectRecord | None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.records import Coordinates
+from raypp.torch_private import compute_local_shape_and_global_offset
 
 OPTIMIZER = "optim/"
 _DATA_AXES = ("dp_replicate", "fsdp", "cp")
@@ -140,7 +140,6 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
-    # The one place that asks torch where a shard lies in the whole (the function is not public in 2.11 and 2.13).
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if tuple(local.shape) != tuple(shape):

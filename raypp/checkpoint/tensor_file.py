@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, Problem, in_words
 
 BLOCK_BYTES = 64 << 10
 """A reader takes whole blocks: each slice of a tensor costs it one block more than it needs."""
@@ -211,7 +211,7 @@ def decode_header(data: bytes, key: str) -> FileHeader:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            Problem(key, f"has no header raypp can read: {error}", "an older checkpoint is used instead")
+            Problem(key, f"has no header raypp can read: {in_words(error)}", "an older checkpoint is used instead")
         ) from error
     blocks = tuple(digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
     return FileHeader(tuple(sorted(entries, key=lambda entry: entry.begin)), blocks, raypp, 8 + length, block_bytes)

@@ -19,11 +19,12 @@ from raypp.doctor.client import examine
 from raypp.doctor.driver import ProbeOptions
 from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
+from raypp.kinds import SOURCES
 from raypp.spec.job import Job
+from raypp.spec.paths import is_remote
 
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
 _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
-_LOCAL_KINDS = ("text", "jsonl", "tokens")
 
 
 @click.command("doctor")
@@ -78,9 +79,9 @@ def doctor_command(
 
 def _paths(job: Job | None) -> list[str]:
     """Files every node must have."""
-    if job is None or job.data.kind not in _LOCAL_KINDS or not job.data.path or "://" in job.data.path:
+    if job is None or not SOURCES.get(job.data.kind).endings or not job.data.path or is_remote(job.data.path):
         return []
-    tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and "://" not in job.data.tokenizer else []
+    tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and not is_remote(job.data.tokenizer) else []
     return [str(Path(path).expanduser().absolute()) for path in [job.data.path, *tokenizer]]
 
 

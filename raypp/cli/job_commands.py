@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Iterable
 
 import click
 
@@ -42,15 +41,21 @@ def schema_command() -> None:
 @click.argument("key", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def list_kinds_command(key: str | None, as_json: bool) -> None:
-    """List the models, data sources, schedules and optimizers there are, or those of one KEY (model.kind)."""
-    from raypp.spec.availability import KINDS
+    """List the models, data sources, schedules, optimizers, policies and stores, or those of one KEY (model.kind)."""
+    from raypp.kinds import STORES
+    from raypp.spec.availability import CHOICES
 
-    if key is not None and key not in KINDS:
-        matching = [known for known in KINDS if known.startswith(key)]
+    every = {name: choice.kinds for name, choice in CHOICES.items()} | {"checkpoint.url": lambda: iter(STORES)}
+    if key is not None and key not in every:
+        matching = [known for known in every if known.startswith(key)]
         if len(matching) != 1:
-            raise JobError(f"{key!r} is no key with kinds", f"there are: {', '.join(KINDS)}")
+            raise JobError(f"{key!r} is no key with kinds", f"there are: {', '.join(every)}")
         key = matching[0]
-    kinds = {name: list(_kinds(name)) for name in KINDS if key in (None, name)}
+    kinds = {
+        name: [(kind.name, kind.available, kind.summary) for kind in listed()]
+        for name, listed in every.items()
+        if key in (None, name)
+    }
     if as_json:
         document = {
             name: [{"name": kind, "available": ready, "summary": summary} for kind, ready, summary in rows]
@@ -67,11 +72,3 @@ def list_kinds_command(key: str | None, as_json: bool) -> None:
             first, later = f"  {kind:<{longest}}  ", " " * (longest + 4)
             row = textwrap.fill(text, columns, initial_indent=first, subsequent_indent=later)
             click.echo(row if ready else click.style(row, dim=True))
-
-
-def _kinds(key: str) -> Iterable[tuple[str, bool, str]]:
-    """Name, whether it is available, and one line of help, of each kind."""
-    from raypp.spec.availability import AVAILABLE, KINDS, SUMMARIES
-
-    for kind in KINDS[key]:
-        yield kind, kind in AVAILABLE.get(key, KINDS[key]), SUMMARIES.get((key, kind), "")

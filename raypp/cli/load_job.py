@@ -10,6 +10,7 @@ import click
 
 from raypp.errors import JobError, Problem
 from raypp.planning.check import check_plan
+from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
 from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 from raypp.spec.paths import is_remote
@@ -28,7 +29,7 @@ def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
-    """Reads a job file and checks the job, its mesh, its cut and its schedule.
+    """Reads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
 
     Raises:
         JobError: With every problem, each located (`job.yaml:14`, `--set mesh.pp=4`).
@@ -48,6 +49,7 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     reported = {problem.key for problem in problems}
     problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
     reported |= {problem.key for problem in problems}
+    problems += [found for found in check_policy(file.job.recovery) if found.key not in reported]
     # What is refused already is not told twice, also not by what builds on it (a schedule that cannot be imported).
     problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
     if problems:

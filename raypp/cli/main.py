@@ -11,7 +11,7 @@ import click
 
 import raypp
 from raypp.cli.error_view import show_error
-from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError
+from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, in_words
 from raypp.registry import load_object
 
 COMMANDS = {
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence; --debug shows it whole
         if debug:
             traceback.print_exc()
-        words = " ".join(f"{type(error).__name__}: {error}".split())
+        words = " ".join(in_words(error).split())
         hint = "" if debug else " (run again with --debug for the traceback)"
         click.echo(f"internal error: {words}{hint}", err=True)
         return EXIT_RUN_FAILED

@@ -32,6 +32,7 @@ from raypp.errors import (
     UnreachableError,
 )
 from raypp.hf.from_hf import check_hf_weights
+from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.records import RunState
@@ -69,7 +70,7 @@ def submit_command(
         check_hf_weights(file.job)
     cluster = find_cluster(address)
     lent = lend_store_settings(cluster.embedded)
-    if lent and file.job.checkpoint.url.startswith("s3://"):
+    if lent and store_kind(file.job.checkpoint.url).embedded:
         click.echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
     cluster.dashboard.ray_version()
     store = open_store(file.job.checkpoint.url)

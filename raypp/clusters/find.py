@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from raypp.clusters import local
 from raypp.clusters.dashboard import Dashboard, dashboard_url, token_from_environment
 from raypp.errors import Problem, UnreachableError
-
-_STORE_VARIABLES = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_PROFILE",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-)
+from raypp.kinds import STORES
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def lend_store_settings(embedded: local.LocalCluster | None = None) -> str | Non
         The server's URL when it is used now; None when the environment has settings of its own, or no
         embedded cluster runs.
     """
-    if any(os.environ.get(name) for name in _STORE_VARIABLES):
+    if any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):
         return None
     cluster = embedded or local.find()
     if cluster is None:

@@ -18,6 +18,7 @@ from raypp.control.postmortem import inquest, raylet_ended, unseen_death
 from raypp.control.protocol import Batch, Ending, Presence, Standing
 from raypp.control.seats import Rank, plan_facts, seats_for
 from raypp.control.worker_group import Crew, Member
+from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
 from raypp.records import Event, RankFailure, RankResult
@@ -40,8 +41,8 @@ _FEW_RANKS = 64
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptGone
 
 
-class Stage(StrEnum):
-    """How far the attempt is."""
+class AttemptPhase(StrEnum):
+    """How far the carrying out of one attempt is. What the run does next is `machine.Phase`."""
 
     PLACING = "placing"
     STARTING = "starting"
@@ -65,7 +66,7 @@ class Attempt:
     crew: Crew
     placement: Placement
     heard: Callable[[Batch], None]
-    stage: Stage = Stage.PLACING
+    phase: AttemptPhase = AttemptPhase.PLACING
     ranks: list[Rank] = field(default_factory=list)
     _witnessed_at: float | None = None
     _held: list[RankFailed] = field(default_factory=list)
@@ -116,20 +117,20 @@ class Attempt:
             rank.sits(standing.presence, standing.seat.device_index)
             rank.actor = actor
             rank.pending = self._outcome(rank)
-        self._to(Stage.RUNNING)
+        self._to(AttemptPhase.RUNNING)
 
     def poll(self, timeout_s: float) -> list[AttemptEvent]:
         """What happened since the last poll; waits up to `timeout_s` for something to happen."""
-        match self.stage:
-            case Stage.PLACING:
+        match self.phase:
+            case AttemptPhase.PLACING:
                 return self._poll_placing(timeout_s)
-            case Stage.STARTING:
+            case AttemptPhase.STARTING:
                 return self._poll_starting(timeout_s)
-            case Stage.RUNNING:
+            case AttemptPhase.RUNNING:
                 return self._poll_running(timeout_s)
-            case Stage.ENDING:
+            case AttemptPhase.ENDING:
                 return self._poll_ending(timeout_s)
-            case Stage.GONE:
+            case AttemptPhase.GONE:
                 return []
 
     def end(self, keep: bool, suspects: Collection[int] = ()) -> None:
@@ -140,9 +141,9 @@ class Attempt:
                 they have not after a while. Otherwise all are ended.
             suspects: Ranks whose processes are ended in any case.
         """
-        if self.stage in (Stage.ENDING, Stage.GONE):
+        if self.phase in (AttemptPhase.ENDING, AttemptPhase.GONE):
             return
-        begun = self.stage is Stage.RUNNING
+        begun = self.phase is AttemptPhase.RUNNING
         self._killed, self._suspects = not keep, frozenset(suspects)
         self._explained |= not begun or bool(suspects)
         for rank in self.ranks:
@@ -154,10 +155,10 @@ class Attempt:
                 rank.pending = None
             elif not rank.ended:
                 rank.actor.leave.remote(self.number)
-        self._to(Stage.ENDING)
+        self._to(AttemptPhase.ENDING)
 
-    def _to(self, stage: Stage) -> None:
-        self.stage = stage
+    def _to(self, phase: AttemptPhase) -> None:
+        self.phase = phase
         self._since = time.monotonic()
 
     # Placing --------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Attempt:
             time.sleep(min(timeout_s, 0.05))
             return []
         self._staff(nodes)
-        self._to(Stage.STARTING)
+        self._to(AttemptPhase.STARTING)
         return []
 
     def _staff(self, nodes: list[str]) -> None:
@@ -200,15 +201,17 @@ class Attempt:
                 self._replace(rank)
             if rank.presence is None and waited > _START_TIMEOUT_S:
                 self.crew.kill(rank.bundle)
-                return [RankFailed(rank.failure("unknown", f"did not start within {_START_TIMEOUT_S:.0f} s"))]
+                return [RankFailed(rank.failure(FailureKind.UNKNOWN, f"did not start within {_START_TIMEOUT_S:.0f} s"))]
         if any(rank.presence is None for rank in self.ranks):
             return []
         strayed = [rank for rank in self.ranks if rank.presence and rank.presence.facts.node_id != rank.node_id]
         if strayed:
             self.crew.kill(strayed[0].bundle)
-            return [RankFailed(strayed[0].failure("unknown", "was started on another node than its bundle's"))]
+            return [
+                RankFailed(strayed[0].failure(FailureKind.UNKNOWN, "was started on another node than its bundle's"))
+            ]
         self._seat()
-        self._to(Stage.RUNNING)
+        self._to(AttemptPhase.RUNNING)
         return [Seated()]
 
     def _take_presence(self, rank: Rank, reference: Any) -> RankFailure | None:
@@ -302,9 +305,10 @@ class Attempt:
             return []
         now = time.monotonic()
         self._witnessed_at = self._witnessed_at or now
-        if all(held.failure.kind == "lost_peer" for held in self._held) and now - self._witnessed_at < _WITNESS_GRACE_S:
+        explained = any(not held.failure.kind.traits.witness for held in self._held)
+        if not explained and now - self._witnessed_at < _WITNESS_GRACE_S:
             return []
-        self._explained = any(held.failure.kind != "lost_peer" for held in self._held)
+        self._explained = explained
         released: list[AttemptEvent] = list(self._held)
         self._held = []
         return released
@@ -314,12 +318,14 @@ class Attempt:
         text = str(error)
         rank.failed, rank.state = True, "dead"
         if not isinstance(error, RayActorError):
-            return rank.failure("raised", text.strip().splitlines()[-1] if text.strip() else repr(error), text)
+            return rank.failure(
+                FailureKind.RAISED, text.strip().splitlines()[-1] if text.strip() else repr(error), text
+            )
         self.crew.seated.pop(rank.bundle, None)
         if error.preempted:
-            return rank.failure("preempted", f"its node {rank.node} was taken away", text)
-        if self.stage is not Stage.RUNNING and (self._explained or self._killed):  # nobody asks what ended it
-            return rank.failure("killed", f"its process (pid {rank.pid}) ended", text)
+            return rank.failure(FailureKind.PREEMPTED, f"its node {rank.node} was taken away", text)
+        if self.phase is not AttemptPhase.RUNNING and (self._explained or self._killed):  # nobody asks what ended it
+            return rank.failure(FailureKind.KILLED, f"its process (pid {rank.pid}) ended", text)
         death = inquest(rank, text, self.crew)
         return rank.failure(death.kind, death.cause, death.details or text)
 
@@ -332,7 +338,7 @@ class Attempt:
         late = [
             failure
             for failure in self._take_endings(timeout_s)
-            if failure.kind != "lost_peer" and unasked and failure.rank not in self._suspects
+            if not failure.kind.traits.witness and unasked and failure.rank not in self._suspects
         ]
         if late:
             self._explained = True
@@ -355,16 +361,16 @@ class Attempt:
             rank.state = "done" if rank.result else "dead"
             if rank.ended and not rank.usable:
                 self.crew.kill(rank.bundle)
-        self._to(Stage.GONE)
+        self._to(AttemptPhase.GONE)
         return [AttemptGone()]
 
     def _silent(self, rank: Rank, patience_s: float) -> RankFailure:
         """The evidence against a rank that neither ended nor left when its peers had lost one."""
         death = inquest(rank, "", self.crew)
-        if death.kind in ("node_lost", "raylet_lost", "preempted"):
+        if death.kind.traits.node_lost or death.kind is FailureKind.PREEMPTED:
             return rank.failure(death.kind, death.cause, death.details)
         return rank.failure(
-            "unknown", f"did not answer within {patience_s:.0f} s when it was told to leave; it was ended"
+            FailureKind.UNKNOWN, f"did not answer within {patience_s:.0f} s when it was told to leave; it was ended"
         )
 
 

@@ -6,24 +6,16 @@ import errno
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import raypp
 from raypp.control.credentials import scrubbed
-from raypp.errors import DataError, JobError, RayppError, UnreachableError
+from raypp.errors import RayppError, causes, in_words
+from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure, Seat
-from raypp.storage import StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "pthread_create failed")
-# By name: these classes live beside torch, which the controller's side must not import.
-_BY_NAME = {
-    "LostPeerError": "lost_peer",
-    "NonFiniteError": "nonfinite",
-    "ReplicasDifferError": "corrupt",
-    "BrokenWeightsError": "corrupt",
-}
 _LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
 
 
@@ -42,27 +34,28 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
     )
 
 
-def kind_and_cause(error: BaseException) -> tuple[str, str]:
-    """A kind of `RankFailure.kind`, and what happened in words."""
-    text = str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}"
-    if (known := _BY_NAME.get(type(error).__name__)) is not None:
-        return known, text
-    for inner in _chain(error):
+def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
+    """What kind of failure an exception is, and what happened in words.
+
+    The exception declares its kind (`RayppError.failure_kind`). Where that is only a symptom, or where it declares
+    none, what caused the exception is looked at, too.
+    """
+    declared = error.failure_kind if isinstance(error, RayppError) else None
+    text = in_words(error)
+    if declared is not None and not declared.traits.symptom:
+        return declared, text
+    for inner in causes(error):
         if isinstance(inner, OSError) and inner.errno in _FULL:
-            return "disk_full", f"{_full_place(inner)} is full: {text}"
-    if isinstance(error, DataError | JobError):
-        return "user_error", text
-    for inner in _chain(error):
-        if type(inner).__name__ == "OutOfMemoryError":
-            return "out_of_memory", f"the device's memory is not enough: {text}"
+            return FailureKind.DISK_FULL, f"{_full_place(inner)} is full: {text}"
+    if declared is not None and declared.traits.permanent:
+        return declared, text
+    for inner in causes(error):
         if isinstance(inner, MemoryError) or any(sign in str(inner) for sign in _NO_HOST_MEMORY):
-            return "out_of_memory", f"the host's memory is not enough: {text}"
-    if isinstance(error, StoreError):
-        return "store_down", f"the store does not answer, or refuses: {text}"
-    if isinstance(error, UnreachableError):
-        return "unreachable", text
+            return FailureKind.OUT_OF_MEMORY, f"the host's memory is not enough: {text}"
+    if declared is not None:
+        return declared, f"{declared.traits.words}: {text}" if declared is FailureKind.STORE_DOWN else text
     place = None if isinstance(error, RayppError) else place_in_user_code(error)
-    return "raised", f"{text} (in {place})" if place else text
+    return FailureKind.RAISED, f"{text} (in {place})" if place else text
 
 
 def place_in_user_code(error: BaseException) -> str | None:
@@ -83,13 +76,3 @@ def _library_paths() -> list[str]:
 
 def _full_place(error: OSError) -> str:
     return str(error.filename) if error.filename else "a file system"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__

@@ -21,8 +21,10 @@ from raypp.control.package import build_package
 from raypp.control.protocol import RunRequest
 from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
+from raypp.kinds import STORES
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
 
 log = logging.getLogger(__name__)
@@ -120,7 +122,7 @@ def submit_run(
         settings |= collect(PROFILE, dict(os.environ))
     request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays or {})
     private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
-    name, content = build_package(request, private)
+    name, content = build_package(request, private, own_files(job))
     environment = {
         **settings,
         "PYTHONUNBUFFERED": "1",
@@ -130,7 +132,7 @@ def submit_run(
         "entrypoint": f"{python_of(cluster)} -m raypp.control.driver",
         "submission_id": submission_id,
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
-        "metadata": {"raypp_run": job.name, "raypp_url": url},
+        "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's
     }
     try:
         accepted = cluster.dashboard.submit_job(document)
@@ -153,7 +155,7 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
         if keys is not None:
             frozen = keys.get_frozen_credentials()
             values = (frozen.access_key, frozen.secret_key, frozen.token)
-            found |= {name: value for name, value in zip(SECRETS, values, strict=False) if value}
+            found |= {name: value for name, value in zip(STORES.get("s3").secrets, values, strict=True) if value}
             end = getattr(keys, "_expiry_time", None)  # botocore tells it nowhere else
             if end is not None:
                 log.warning(
@@ -200,7 +202,7 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
         {
             "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {shlex.quote(command)} {shlex.quote(run)}",
             "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
-            "metadata": {"raypp_command": f"{command} {run}"},
+            "metadata": {"job_name": f"{command} {run}", "raypp_command": f"{command} {run}"},
         }
     )
     end = time.monotonic() + _COMMAND_PATIENCE_S

@@ -11,23 +11,13 @@ import json
 import os
 from pathlib import Path
 
+from raypp.kinds import STORES
+
 FILE = "raypp-private.json"
-SECRETS = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "HF_TOKEN",
-)
-"""Variables that go into the private file, never into env_vars; the three AWS ones first, in this order."""
+SECRETS = (*(name for store in STORES for name in store.secrets), "HF_TOKEN")
+"""Variables that go into the private file, never into env_vars: the credentials of every kind of store."""
 SETTINGS = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_REQUEST_CHECKSUM_CALCULATION",
-    "AWS_RESPONSE_CHECKSUM_VALIDATION",
-    "RAYPP_S3_ADDRESSING_STYLE",
-    "RAYPP_S3_REQUEST_PAYER",
+    *(name for store in STORES for name in store.settings),
     "RAYPP_STORE_PATIENCE_S",
     "RAYPP_STORE_TIMEOUT_S",
     "HF_HUB_OFFLINE",
@@ -35,7 +25,7 @@ SETTINGS = (
 )
 """Variables that anyone may see; they are passed on as env_vars."""
 
-PROFILE = ("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE")
+PROFILE = tuple(name for store in STORES for name in store.files)
 """Variables that name files of the submitter's machine; they are passed on where the ranks run on that machine."""
 
 _SHORTEST = 6

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from raypp.control import machine as m
-from raypp.control.attempt import Attempt, Stage
+from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
@@ -104,7 +104,7 @@ class Fitting:
     def _smaller(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
         assert self.options is not None
         waited = placement.waited_s()
-        if attempt.stage is not Stage.PLACING or waited < max(self.options.grace_s, 2.0):
+        if attempt.phase is not AttemptPhase.PLACING or waited < max(self.options.grace_s, 2.0):
             return None
         present, room = self.shape(machine), placement.room()
         best = self.best(room)

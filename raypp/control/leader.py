@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import ray
 
-from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt
@@ -29,10 +29,13 @@ from raypp.control.protocol import Answer, Batch, Beat, Outcome, Parcel, RunRequ
 from raypp.control.run_record import RunRecord
 from raypp.control.snapshot_cleanup import forget_snapshots
 from raypp.control.worker_group import Crew, end_workers, find_workers
+from raypp.errors import in_words
+from raypp.failure_kinds import FailureKind
+from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policy import NODE_KINDS, Policy
-from raypp.recovery.recall import failed_attempts, last_device, last_shape
+from raypp.recovery.policy import policy_of
+from raypp.recovery.recall import failed_attempts, last_device, last_shape, stop_asked
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
 
@@ -67,14 +70,17 @@ class Leader:
         self._handle = handle
         self._again = again
         self._job = Job.model_validate(request.job)
-        recovery = self._job.recovery
-        self.machine = m.Machine(policy=Policy(recovery.max_restarts, recovery.on_nonfinite == "restart"))
+        self.machine = m.Machine()
         self._inbox: queue.Queue[Batch | Parcel | Requests] = queue.Queue()
         self._stop: Requests | None = None
         self._attempt: Attempt | None = None
         self._watch: HangWatch | None = None
         self._notices = Notices()
         self._launch_now = False
+        self._equipped = False
+        """There are a crew and a placement."""
+        self._end_told = False
+        """An earlier life told how the run ended."""
         self._wake_at: float | None = None
         self._taken: dict[int, int] = {}
         self._acknowledged: dict[int, int] = {}
@@ -125,20 +131,19 @@ class Leader:
                 self._turn()
         except Exception as error:
             log.exception("the controller failed")
-            reason = f"the controller failed: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):
-                self._end_everything()
+            reason = f"the controller failed: {in_words(error)}"
             self._finish(m.Finish(RunState.FAILED, reason, exit_code=getattr(error, "exit_code", 1)))
 
     def _begin(self) -> None:
         run = self._request.run
         earlier = self.record.earlier_status() if self._again else None
-        if earlier is not None and RunState(earlier["state"]).final:
+        if earlier is not None and earlier.state.final:
             self._end_leftovers()
             self.outcome = self._earlier_outcome(earlier)
             return
         if not self._again:
             self._end_leftovers()  # of a submission whose controller is gone for good
+        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
         self._device = self._choose_device()
         bundle = {"CPU": float(self._job.resources.cpus_per_rank)}
         if self._device == "cuda":
@@ -152,20 +157,26 @@ class Leader:
             elastic.grace_s if elastic else 0.0,
         )
         self._crew = Crew(self._request, self._job, self._handle, self._device)
+        self._equipped = True
         checkpoints = self._patiently(lambda: list_checkpoints(self._store, run))
         last = self._patiently(lambda: newest_attempt(self._store, run))
         newest = checkpoints[-1].step if checkpoints else None
         if self._again:
             self._go_on(last, newest, earlier)
             return
-        self.record.begin(newest, None)
+        self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
         self._apply(m.Start(last, newest, shape=self._fitting.first()))
 
-    def _go_on(self, last: int, newest: int | None, earlier: dict[str, Any] | None) -> None:
-        """A later life: leads on what is still alive of the last attempt, or starts the next."""
-        events = self.record.begin(newest, earlier, going_on=True)
-        found = find_workers(self._request.run)
+    def _go_on(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
+        """A later life: leads on what is still alive of the last attempt, or starts the next, or ends the run."""
+        events = self.record.go_on(newest, earlier)
+        self.machine = replace(self.machine, error=earlier.error if earlier else None)
+        ending = run_events.end_told(events)
+        if ending is not None:
+            self._end_told = True
+            self._end_leftovers()
+        found = [] if ending is not None else find_workers(self._request.run)
         mine = [one for one in found if _sits_in(one, last)]
         shape = last_shape(events) or self._fitting.first()
         seats = [standing.seat for _, standing in mine if standing.seat is not None]
@@ -177,14 +188,16 @@ class Leader:
         self._crew.relays.take_over()
         self._tidy([one for one in found if one not in mine])
         history = tuple(end for end in failed_attempts(events) if not mine or end.attempt != last)
+        asked = stop_asked(events)
+        # Whoever told of steps and commits is gone, or is to be ended at once.
+        if COMMITTING_RANK not in {seat.rank for seat in seats} or (asked and not asked.save_before_stop):
+            self._patiently(lambda: self.record.catch_up(events))
         if not mine:
-            if newest is not None and newest >= self._job.train.steps:
-                self._end_everything()
-                self._finish(m.Finish(RunState.SUCCEEDED))
-                return
-            told = "the controller was restarted; no rank was left"
-            self.record.event(Event("controller_restarted", told, attempt=last))
-            self._apply(m.Start(last, newest, interrupted=True, history=history, shape=shape))
+            if ending is None:
+                told = "the controller was restarted; no rank was left"
+                self.record.event(Event("controller_restarted", told, attempt=last))
+            ending = ending or self._end_without_ranks(newest, asked)
+            self._apply(m.Start(last, newest, interrupted=True, history=history, shape=shape, ending=ending))
             return
         self.machine = replace(self.machine, shape=shape)
         attempt = self._new_attempt(last)
@@ -194,6 +207,17 @@ class Leader:
         self.record.event(run_events.adoption_event(last, attempt.ranks))
         self._start_watch(attempt)
         self._apply(m.Start(last, newest, adopted=True, history=history, shape=shape))
+        if asked is not None:
+            self._apply(m.StopAsked(asked.save_before_stop))
+
+    def _end_without_ranks(self, newest: int | None, asked: Requests | None) -> m.Finish | None:
+        """How the run ended while nobody led it, by what the store knows; None: it has to go on."""
+        if newest is not None and newest >= self._job.train.steps:
+            return m.Finish(RunState.SUCCEEDED)
+        if asked is None:
+            return None
+        saved = (newest or 0) >= self.record.step or not asked.save_before_stop
+        return m.Finish(RunState.STOPPED, "" if saved else "no rank was left for the last checkpoint")
 
     def _tidy(self, others: list[Found]) -> None:
         """Workers in no seat of the last attempt: standbys go on waiting, the others use resources and must go."""
@@ -282,10 +306,10 @@ class Leader:
         for line in batch.logs:
             self.record.log(line)
         for report in batch.steps:
-            for one in attempt.ranks:
-                one.step = report.step
-            self.record.took_step(report)
-            self._gauges.step(report)
+            if self.record.took_step(report, batch.attempt):
+                for one in attempt.ranks:
+                    one.step = report.step
+                self._gauges.step(report)
             self._crew.prepare_standbys()  # not before the first step: ranks that start need the processors
             if self._fitting.is_whole(self.machine):
                 self._placement.hold_spares()
@@ -314,7 +338,7 @@ class Leader:
         self._watch = None
         for rank, text in stacks_of_all(attempt.ranks, self._crew, stall.rank).items():
             self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
-        self._heard(m.RankFailed(attempt.ranks[stall.rank].failure("hung", stall.cause, stall.details)))
+        self._heard(m.RankFailed(attempt.ranks[stall.rank].failure(FailureKind.HUNG, stall.cause, stall.details)))
 
     def _look_for_notices(self, attempt: Attempt) -> None:
         """Whoever is told to go takes a last save along; then the attempt ends, and counts for nothing."""
@@ -329,8 +353,8 @@ class Leader:
 
     def _take_stop(self, requests: Requests) -> None:
         if not self.machine.stop:
-            how = "after a last checkpoint" if requests.save_before_stop else "at once, without a checkpoint"
-            self.record.event(Event("stop_requested", f"asked to stop {how}", attempt=self.machine.attempt))
+            self.record.event(run_events.stop_event(requests, self.machine.attempt))
+            self.record.flush()  # before ranks obey: a later life must know why they ended
         self._apply(m.StopAsked(requests.save_before_stop))
 
     def _heard(self, event: m.Happening) -> None:
@@ -343,7 +367,7 @@ class Leader:
             self._start_watch(attempt)
         elif isinstance(event, m.AttemptGone):
             if attempt is not None:
-                lost = {one.rank for one in self.machine.failures if one.kind in NODE_KINDS}
+                lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.doubts.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
             self._watch = None
@@ -367,8 +391,10 @@ class Leader:
                     self._launch_now = True
                 case m.EndAttempt():
                     assert self._attempt is not None
-                    hung = {failure.rank for failure in self.machine.failures if failure.kind in ("hung", "preempted")}
-                    self._attempt.end(command.keep, hung)
+                    if not command.keep:
+                        self.record.flush()  # what ranks told with their end is nowhere else once they are gone
+                    suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
+                    self._attempt.end(command.keep, suspects)
                 case m.Ask():
                     self._stop = command.requests
                 case m.Wait():
@@ -377,7 +403,6 @@ class Leader:
                     memory = self._job.checkpoint.memory_tier
                     self.record.event(run_events.restart_event(self.machine, command.seconds, kept, world, memory))
                 case m.Finish():
-                    self._end_everything()
                     self._finish(command)
 
     def _launch(self) -> None:
@@ -430,32 +455,43 @@ class Leader:
     # The end --------------------------------------------------------------------------------------
 
     def _end_everything(self) -> None:
+        """Ends every process of the run, and gives back its devices; when that fails, by the run's name."""
         self._attempt = None
-        with contextlib.suppress(AttributeError):  # it failed before it had them
-            self._crew.dismiss()
-            self._placement.remove()
+        for end in (self._dismiss, self._end_leftovers) if self._equipped else (self._end_leftovers,):
+            try:
+                end()
+                return
+            except Exception:
+                log.exception("the processes of %s could not be ended", self._request.run)
+
+    def _dismiss(self) -> None:
+        self._crew.dismiss()
+        self._placement.remove()
 
     def _end_leftovers(self) -> None:
         """Ends whatever processes carry this run's name, and gives back their devices."""
         end_workers(self._request.run)
         remove_groups_of(self._request.run)
 
-    def _earlier_outcome(self, earlier: dict[str, Any]) -> Outcome:
+    def _earlier_outcome(self, earlier: RunStatus) -> Outcome:
         """How the run ended, by what an earlier life wrote down."""
-        state = str(earlier["state"])
-        ends = [event for event in self.record.earlier_events() if event.kind == state.lower()]
-        code = ends[-1].details.get("exit_code") if ends else None
-        failed = 1 if state == RunState.FAILED else 0
-        reason = str(earlier.get("error") or "") if failed else ""
-        exit_code = failed if code is None else int(code)
-        return Outcome(self._request.run, state, exit_code, earlier["step"], earlier["checkpoint"], reason)
+        failed = earlier.state is RunState.FAILED
+        end = run_events.end_told(self.record.earlier_events())
+        exit_code = end.exit_code if end is not None else int(failed)
+        reason = (earlier.error or "") if failed else ""
+        return Outcome(self._request.run, str(earlier.state), exit_code, earlier.step, earlier.checkpoint, reason)
 
     def _finish(self, finish: m.Finish) -> None:
+        """The end in the order that leaves it clear whenever this process is killed: the event and all that was told,
+        then the processes, then the status, which says that nothing of the run is left."""
         state, record = finish.state, self.record
+        if not self._end_told:
+            record.event(run_events.end_event(finish, self.machine.attempt, record.step))
+            record.flush()
+        self._end_everything()
         if state is RunState.FAILED:
             with contextlib.suppress(Exception):  # ranks that end in order remove theirs themselves
                 forget_snapshots(self._request.run)
-        record.event(run_events.end_event(finish, self.machine.attempt, record.step))
         record.show(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
         self._gauges.status(record.status(), self.machine.committed_step)
         record.close()

@@ -1,6 +1,6 @@
 """The controller's state machine, pure: `step(state, event) -> (state, commands)`.
 
-It decides; `controller.py` carries out. So that whatever order events come in, at most one attempt is alive,
+It decides; `leader.py` carries out. So that whatever order events come in, at most one attempt is alive,
 nothing starts after the end, and a run always ends.
 """
 
@@ -12,11 +12,16 @@ from typing import TypeAlias
 
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.elastic import Shape
-from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, decide, describe, root_cause
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 
 
 class Phase(StrEnum):
-    """What the controller is busy with."""
+    """What the run is busy with, as decided here.
+
+    How far the carrying out of one attempt has come is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
+    PLACING or STARTING, it is ENDING until the attempt is GONE, and while it is WAITING there is no attempt.
+    """
 
     IDLE = "idle"
     LAUNCHING = "launching"
@@ -31,6 +36,7 @@ class Machine:
     """Everything a decision depends on.
 
     Attributes:
+        policy: Says whether the run goes on after an attempt failed.
         state: What users see.
         phase: What goes on; LAUNCHING, RUNNING and ENDING are the phases with a living attempt.
         attempt: Number of the present or last attempt.
@@ -44,9 +50,10 @@ class Machine:
         shape: The mesh of the present or next attempt; None: that of the job.
         reshaping: The present attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
+        adopted: An earlier life started the present attempt, and may have asked it to end for a larger mesh.
     """
 
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = field(default_factory=DefaultPolicy)
     state: RunState = RunState.PENDING
     phase: Phase = Phase.IDLE
     attempt: int = 0
@@ -60,6 +67,7 @@ class Machine:
     shape: Shape | None = None
     reshaping: bool = False
     grown_at: int | None = None
+    adopted: bool = False
 
 
 # Events ---------------------------------------------------------------------------------------------
@@ -79,6 +87,8 @@ class Start:
     """How attempts failed that earlier lives led."""
     shape: Shape | None = None
     """The mesh that the last attempt had; None: that of the job."""
+    ending: Finish | None = None
+    """The run is over, and no rank is left."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ def step(machine: Machine, event: Happening) -> Step:
         case Start() if machine.phase is Phase.IDLE:
             return _start(machine, event)
         case Claimed() if machine.phase is Phase.LAUNCHING:
-            return replace(machine, attempt=event.attempt), ()
+            return replace(machine, attempt=event.attempt, adopted=False), ()
         case Seated() if machine.phase is Phase.LAUNCHING:
             state = RunState.STOPPING if machine.stop else RunState.RUNNING
             return replace(machine, phase=Phase.RUNNING, state=state), ()
@@ -228,8 +238,8 @@ def step(machine: Machine, event: Happening) -> Step:
             return replace(machine, phase=Phase.ENDING, ending=finish, error=event.reason), (EndAttempt(),)
         case Reshape() if machine.ending is None and not machine.stop and not machine.reshaping:
             return _reshape(machine, event)
-        case Finished(stopped=True) if machine.phase is Phase.RUNNING and machine.reshaping and not machine.stop:
-            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING), (EndAttempt(),)
+        case Finished(stopped=True) if machine.phase is Phase.RUNNING and _goes_on(machine):
+            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
         case Finished() if machine.phase is Phase.RUNNING:
             finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
             return replace(machine, phase=Phase.ENDING, ending=finish), (EndAttempt(),)
@@ -251,12 +261,19 @@ def _start(machine: Machine, event: Start) -> Step:
         history=event.history,
         shape=event.shape,
     )
+    if event.ending is not None:
+        return _finish(machine, event.ending)
     if event.adopted:
-        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING), ()
+        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING, adopted=True), ()
     machine = replace(machine, phase=Phase.LAUNCHING)
     if event.interrupted:
         machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
     return machine, (Launch(),)
+
+
+def _goes_on(machine: Machine) -> bool:
+    """Whether ranks that stopped did so for the next attempt: the operator's wish is known to every life."""
+    return not machine.stop and (machine.reshaping or machine.adopted)
 
 
 def _reshape(machine: Machine, event: Reshape) -> Step:
@@ -301,9 +318,9 @@ def _after(machine: Machine) -> Step:
     machine = replace(machine, history=(*machine.history, end), failures=())
     if machine.stop:
         return _finish(machine, Finish(RunState.STOPPED, f"a rank failed before the last checkpoint: {machine.error}"))
-    decision = decide(machine.history, machine.policy)
+    decision = machine.policy.decide(machine.history)
     if isinstance(decision, GiveUp):
-        return _finish(machine, Finish(RunState.FAILED, decision.reason, exit_code=2 if decision.user_error else 1))
+        return _finish(machine, Finish(RunState.FAILED, decision.reason, decision.exit_code))
     return replace(machine, phase=Phase.WAITING, state=RunState.RECOVERING), (Wait(decision.delay_s),)
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import raypp
@@ -27,7 +28,9 @@ def code_files() -> list[tuple[str, bytes]]:
     ]
 
 
-def build_package(request: RunRequest | None, secrets: dict[str, str]) -> tuple[str, bytes]:
+def build_package(
+    request: RunRequest | None, secrets: dict[str, str], own: Sequence[tuple[str, bytes]] = ()
+) -> tuple[str, bytes]:
     """A zip that Ray unpacks as a job's working directory on every node.
 
     The same content makes the same bytes and the same name, so it is uploaded once.
@@ -35,11 +38,12 @@ def build_package(request: RunRequest | None, secrets: dict[str, str]) -> tuple[
     Args:
         request: The run to lead; None for a job that only hands a command to a controller.
         secrets: Variables for the private file.
+        own: Files of the user's own kinds; the package's folder is in `sys.path` of every process of the run.
 
     Returns:
         The package's name, a content hash, and its bytes.
     """
-    files = [(name, data, 0o644) for name, data in code_files()]
+    files = [(name, data, 0o644) for name, data in [*code_files(), *own]]
     if request is not None:
         files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode(), 0o644))
     if secrets:

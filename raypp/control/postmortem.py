@@ -13,6 +13,7 @@ from raypp.control import process_evidence
 from raypp.control.placement import all_nodes
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Crew
+from raypp.failure_kinds import FailureKind
 from raypp.recovery.evidence import Death, Remains, cause_of_death
 
 _ANSWER_S = 1.5
@@ -31,14 +32,16 @@ def inquest(rank: Rank, ray_words: str, crew: Crew) -> Death:
     """
     node = _node_of(rank)
     if node is not None and not node["Alive"] and node.get("DeathReason") in _WANTED_NODE_ENDS:
-        return Death("preempted", f"its node {rank.node} was taken away")
+        return Death(FailureKind.PREEMPTED, f"its node {rank.node} was taken away")
     host = None if node is None else process_evidence.host_answers(rank.node, int(node["NodeManagerPort"]))
     if node is not None and host is None:
         return _raylet_lost(rank)
     if node is None or not node["Alive"]:
-        return Death("node_lost", f"its node {rank.node} is lost: {_seen(host)}")
+        return Death(FailureKind.NODE_LOST, f"its node {rank.node} is lost: {_seen(host)}")
     if host is False:
-        return Death("node_lost", f"its node {rank.node} does not answer any more; Ray has not yet given it up")
+        return Death(
+            FailureKind.NODE_LOST, f"its node {rank.node} does not answer any more; Ray has not yet given it up"
+        )
     return cause_of_death(rank.pid, ray_words, _remains(rank, crew))
 
 
@@ -53,12 +56,12 @@ def raylet_ended(rank: Rank) -> Death | None:
 def unseen_death(rank: Rank) -> Death:
     """How a rank died that was gone when the controller came back; of its place only the address is known."""
     if rank.node and not any(node["Alive"] and node["NodeManagerAddress"] == rank.node for node in all_nodes()):
-        return Death("node_lost", f"its node {rank.node} was lost while no controller was there")
-    return Death("killed", "its process was gone when the controller came back")
+        return Death(FailureKind.NODE_LOST, f"its node {rank.node} was lost while no controller was there")
+    return Death(FailureKind.KILLED, "its process was gone when the controller came back")
 
 
 def _raylet_lost(rank: Rank) -> Death:
-    return Death("raylet_lost", f"Ray's process on its node {rank.node} ended; the host itself is there")
+    return Death(FailureKind.RAYLET_LOST, f"Ray's process on its node {rank.node} ended; the host itself is there")
 
 
 def _node_of(rank: Rank) -> dict[str, Any] | None:

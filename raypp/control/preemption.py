@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypp.control.seats import Rank
+from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure
 
 LAST_SAVE_S = 25.0
@@ -60,7 +61,7 @@ class Notices:
         if not saved and now < self._until:
             return None
         how = f"after a save at step {committed}" if saved else "without a new save, in the time there was"
-        return self._rank.failure("preempted", f"{self._why}; left {how}")
+        return self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}")
 
     def over(self) -> bool:
         """The attempt is gone; returns whether a node of it is drained, so that its bundles must move."""

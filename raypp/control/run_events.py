@@ -1,13 +1,16 @@
-"""What the controller says of what happened: the events of a run that no rank tells."""
+"""What the controller says of what happened: the events of a run that no rank tells; and what it reads from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
 from raypp.control.seats import Rank
-from raypp.records import Event, RankFailure
+from raypp.records import Event, RankFailure, Requests, RunState
 from raypp.recovery.policy import describe, root_cause
+
+_ENDS = frozenset(state.lower() for state in RunState if state.final)
 
 
 def failure_event(failure: RankFailure, attempt: int) -> Event:
@@ -47,7 +50,7 @@ def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memor
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
-    if memory and failure.kind != "corrupt":  # after that the ranks throw theirs away
+    if memory and not failure.kind.traits.taints_snapshots:
         start = f"a newer snapshot in memory, else from {start}"
     pause = f" in {delay_s:g} s" if delay_s else ""
     message = f"a new attempt{pause}, from {start}, because {describe(failure)}; {kept} of {world} processes go on"
@@ -74,8 +77,38 @@ def notice_event(rank: Rank, why: str, attempt: int) -> Event:
     return Event("preemption_notice", message, attempt=attempt, rank=rank.rank, node=rank.node)
 
 
+def commit_event(commit: Commit) -> Event:
+    """A checkpoint exists, of whose commit no rank could tell."""
+    message = f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects"
+    details = {"bytes": commit.size, "objects": len(commit.objects)}
+    return Event("committed", message, commit.created, commit.attempt, commit.step, COMMITTING_RANK, details=details)
+
+
+def stop_event(requests: Requests, attempt: int) -> Event:
+    """The operator wants the run to end."""
+    how = "after a last checkpoint" if requests.save_before_stop else "at once, without a checkpoint"
+    details = {"save": requests.save_before_stop}
+    return Event("stop_requested", f"asked to stop {how}", attempt=attempt, details=details)
+
+
 def end_event(finish: Finish, attempt: int, step: int) -> Event:
     """The run is over; says the exit code, for whoever asks when no process of the run is left."""
-    reason = finish.reason or f"after step {step}"
     details = {"exit_code": finish.exit_code}
-    return Event(str(finish.state).lower(), reason, attempt=attempt, step=step, details=details)
+    return Event(finish.state.lower(), finish.reason or _end_of(step), attempt=attempt, step=step, details=details)
+
+
+def end_told(events: Iterable[Event]) -> Finish | None:
+    """The end that `end_event` told since the run was last submitted; None: it goes on."""
+    end = None
+    for event in events:
+        if event.kind == "submitted":
+            end = None
+        elif event.kind in _ENDS:
+            reason = "" if event.message == _end_of(event.step or 0) else event.message
+            state = RunState(event.kind.upper())
+            end = Finish(state, reason, int(event.details.get("exit_code", state is RunState.FAILED)))
+    return end
+
+
+def _end_of(step: int) -> str:
+    return f"after step {step}"

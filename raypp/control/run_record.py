@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.layout import step_folder
+from raypp.control import run_events
 from raypp.control.machine import Machine
 from raypp.control.seats import Rank
-from raypp.observe.json_lines import LogLine
+from raypp.errors import CheckpointError
+from raypp.observe.json_lines import LogLine, report_of
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
@@ -21,6 +24,7 @@ from raypp.storage import ObjectStore
 
 _LINES_KEPT = 5000
 _KEYS_KEPT = 50_000
+_FLUSH_S = 10.0
 
 
 class RunRecord:
@@ -40,6 +44,8 @@ class RunRecord:
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
         self._restarts_before = 0
         self._known: dict[tuple[Any, ...], None] = {}
+        self._newest = (0, 0)
+        """Attempt and step of the report that the status is from."""
 
     @property
     def taken(self) -> int:
@@ -56,42 +62,70 @@ class RunRecord:
         """The last finished step; after a resume, the step it starts from."""
         return self._status.step
 
-    def earlier_status(self) -> dict[str, Any] | None:
+    def earlier_status(self) -> RunStatus | None:
         """What an earlier life of the controller wrote last."""
-        return RunReader(self._store, self._job.name).status()
+        written = RunReader(self._store, self._job.name).status()
+        return None if written is None else RunStatus.from_dict(written)
 
     def earlier_events(self) -> list[Event]:
         """What earlier lives of the controller told."""
         return list(RunReader(self._store, self._job.name).events())
 
-    def begin(
-        self, committed_step: int | None, earlier: dict[str, Any] | None, *, going_on: bool = False
-    ) -> list[Event]:
-        """Where the run stands before its first attempt here.
+    def begin(self, committed_step: int | None) -> None:
+        """Where a submitted run stands before its first attempt here."""
+        self._status = dataclasses.replace(
+            self._status, step=committed_step or 0, checkpoint=self._url_of(committed_step)
+        )
+        self._recorder.status(self._status)
+
+    def go_on(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
+        """Goes on with the records of an earlier life, which was killed.
+
+        Ranks tell again what they cannot know to be written, so all that is written counts as known. The earlier
+        status may be older than the history: a round of writes ends with it.
 
         Args:
-            earlier: The status that an earlier life of the controller wrote last.
-            going_on: That life was killed: what its ranks tell again may be known already.
+            earlier: The last status of that life.
 
         Returns:
-            The events told so far, when it goes on.
+            The events told so far.
         """
-        events: list[Event] = []
-        if going_on:
-            reader = RunReader(self._store, self._job.name)
-            events = list(reader.events())
-            for key in [*map(_key, events), *((row["step"], row["attempt"]) for row in reader.history())]:
-                self._is_new(key)
-        last = int(earlier["step"]) if earlier and going_on else 0
+        reader = RunReader(self._store, self._job.name)
+        events, reports = list(reader.events()), reader.reports()
+        for key in [*map(_key, events), *((report.step, report.attempt) for report in reports)]:
+            self._is_new(key)
+        if earlier is not None:
+            self._status = dataclasses.replace(earlier, steps=self._job.train.steps)
+            self._restarts_before = earlier.restarts
+        if reports:
+            last = reports[-1]
+            self._newest = (last.attempt, last.step)
+            if last.attempt >= self._status.attempt:
+                self._is_at(last)
         self._status = dataclasses.replace(
-            self._status,
-            step=max(last, committed_step or 0),
-            checkpoint=self._url_of(committed_step),
-            loss=earlier["loss"] if earlier else None,
+            self._status, step=max(self._status.step, committed_step or 0), checkpoint=self._url_of(committed_step)
         )
-        self._restarts_before = int(earlier["restarts"]) if earlier else 0
         self._recorder.status(self._status)
         return events
+
+    def catch_up(self, events: Sequence[Event]) -> None:
+        """Tells what checkpoints know and no record does, when rank 0, which would tell it, is gone.
+
+        Args:
+            events: Those told so far.
+        """
+        told = {(event.attempt, event.step) for event in events if event.kind == "committed"}
+        commit = None
+        for checkpoint in list_checkpoints(self._store, self._job.name):
+            try:
+                commit = read_commit(self._store, self._job.name, checkpoint.step)
+            except CheckpointError:  # whoever loads it says so
+                continue
+            if (commit.attempt, commit.step) not in told:
+                self.event(run_events.commit_event(commit))
+        if commit is not None:  # the newest has the reports of the last steps before it
+            for entry in commit.extra.get("recent_steps", ()):
+                self.took_step(report_of(entry))
 
     def status(self) -> RunStatus:
         return self._status
@@ -104,17 +138,27 @@ class RunRecord:
         """URL/NAME/step-N of the newest commit."""
         return self._status.checkpoint
 
-    def took_step(self, report: StepReport) -> None:
-        self._status = dataclasses.replace(
-            self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
-        )
-        if not self._is_new((report.step, report.attempt)):
-            return
-        self._recorder.step(report)
-        self._say(
-            f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
-            f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
-        )
+    def took_step(self, report: StepReport, told_in: int = 0) -> bool:
+        """A step is done. Older ones may be told after newer ones: a rank tells again what was not written.
+
+        Args:
+            told_in: The attempt whose rank tells it; one that has loaded a checkpoint tells steps of earlier attempts.
+
+        Returns:
+            Whether this is where the run stands now.
+        """
+        place = (max(told_in, report.attempt), report.step)
+        newest = place >= self._newest
+        if newest:
+            self._newest = place
+            self._is_at(report)
+        if self._is_new((report.step, report.attempt)):
+            self._recorder.step(report)
+            self._say(
+                f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
+                f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
+            )
+        return newest
 
     def event(self, event: Event) -> None:
         if not self._is_new(_key(event)):
@@ -148,6 +192,10 @@ class RunRecord:
         )
         self._recorder.status(self._status)
 
+    def flush(self) -> bool:
+        """Makes all that was told durable, and goes on; returns whether that worked."""
+        return self._recorder.flush(_FLUSH_S)
+
     def close(self) -> bool:
         """Makes all of it durable; returns whether that worked."""
         durable = self._recorder.close()
@@ -165,6 +213,11 @@ class RunRecord:
                     break
                 self._changed.wait(left)
             return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
+
+    def _is_at(self, report: StepReport) -> None:
+        self._status = dataclasses.replace(
+            self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
+        )
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
         """Whether this was not told before: ranks tell again what they cannot know to be written."""
@@ -201,6 +254,8 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 
 
 def _key(event: Event) -> tuple[Any, ...]:
+    if event.kind == "committed":  # an attempt commits a step once, whoever tells of it
+        return (event.kind, event.attempt, event.step)
     return (event.time, event.kind, event.message, event.rank)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.control.protocol import Presence
+from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 
@@ -46,7 +47,7 @@ class Rank:
     def ended(self) -> bool:
         return self.failed or self.result is not None
 
-    def failure(self, kind: str, cause: str, details: str = "") -> RankFailure:
+    def failure(self, kind: FailureKind, cause: str, details: str = "") -> RankFailure:
         """Evidence of how it failed."""
         return RankFailure(self.rank, self.label, self.node, self.pid, kind, cause, self.step, details[-4000:])
 

@@ -29,9 +29,10 @@ from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.protocol import Ending, Presence, Standing
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.errors import UnreachableError
+from raypp.failure_kinds import FailureKind
 from raypp.ports import free_port
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
-from raypp.recovery.evidence import Remains
+from raypp.recovery.evidence import Remains, within_rank_frame
 from raypp.spec.job import Job
 from raypp.spec.secret import HIDDEN
 
@@ -40,8 +41,6 @@ RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 _CUT_EVERY_S = 0.05
 _LAST_SAVE_S = 120.0
 _OTHERS_LAST_SAVE_S = 5.0
-_INNOCENT_KINDS = ("lost_peer", "nonfinite")
-"""Failures after which a process is as good as before: a peer's, and one that all ranks found in a sum and ended by."""
 _OWN_THREADS = "raypp-"
 _LASTING_THREADS = "raypp-memory"
 """Threads of the runtime that may outlive a seat: they serve snapshots to whoever sits next."""
@@ -157,7 +156,9 @@ class Worker:
             if self._seat is not None and self._ending is None:
                 raise RuntimeError(f"still in attempt {self._seat.attempt}")
             self._seat, self._bundle, self._relay, self._ending = seat, bundle, relay, None
-            self._thread = threading.Thread(target=self._live, args=(job, seat), name="rank", daemon=True)
+            self._thread = threading.Thread(
+                target=within_rank_frame, args=(lambda: self._live(job, seat),), name="rank", daemon=True
+            )
             self._thread.start()
 
     def outcome(self, attempt: int, patience_s: float = 30.0) -> Ending | None:
@@ -240,13 +241,14 @@ class Worker:
         except BaseException as error:  # noqa: BLE001
             failure = failure_of(error, seat, reporter.last_step)
             if self._leaving == seat.attempt:
-                return dataclasses.replace(failure, kind="lost_peer", cause="left the attempt, as it was asked to")
+                cause = "left the attempt, as it was asked to"
+                return dataclasses.replace(failure, kind=FailureKind.LOST_PEER, cause=cause)
             traceback.print_exc()
             return failure
 
     def _usable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
         """Whether nothing of this seat is left that could reach into the next one."""
-        if isinstance(result, RankFailure) and result.kind not in _INNOCENT_KINDS:
+        if isinstance(result, RankFailure) and not result.kind.traits.keeps_process:
             return False, f"it failed by itself ({result.kind})"
         left = [
             thread.name

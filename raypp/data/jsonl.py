@@ -6,9 +6,18 @@ import json
 from collections.abc import Iterator
 
 from raypp.data.corpus import Corpus
-from raypp.data.source_files import ENDINGS, SourceFile, find_files
+from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.errors import DataError, Problem
+from raypp.kinds import SourceKind
+
+KIND = SourceKind(
+    "jsonl",
+    "a JSON object per line; data.text_key holds the text",
+    position=2,
+    endings=(".jsonl", ".json", ".ndjson"),
+    keys=("text_key",),
+)
 
 
 def read(request: Request) -> Corpus:
@@ -17,7 +26,7 @@ def read(request: Request) -> Corpus:
     Raises:
         DataError: No file, no line, or a line that is no such object; it names file and line.
     """
-    files = find_files(request.path, ENDINGS["jsonl"], request.place)
+    files = find_files(request.path, KIND.endings, request.place)
     return tokenise(request, files, lambda: (text for file in files for text in _documents(file, request)))
 
 

@@ -1,4 +1,4 @@
-"""Which files a `data.path` means, here or in an S3 bucket, and how they are read piece by piece."""
+"""Which files a `data.path` means, here or in a store, and how they are read piece by piece."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypp.errors import DataError, Problem
+from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 
 _CHUNK = 16 << 20
-
-ENDINGS = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl", ".json", ".ndjson"), "tokens": (".npy",)}
-"""Which files of a directory each kind reads."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
     """The files of a path, a directory or prefix (those with one of the endings), or a glob, sorted by name.
 
     Args:
-        path: Local, or `s3://bucket/key-or-prefix`.
+        path: Local, or `scheme://place/key-or-prefix` of a store that holds data (`s3://bucket/…`).
         endings: With their dot, lower case.
         place: The key of the job file, for errors.
 
@@ -97,7 +95,7 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
         DataError: There is none, or all are empty.
         StoreError: The store does not answer, or refuses.
     """
-    files = _objects(path, endings, place) if path.startswith("s3://") else _local(path, endings, place)
+    files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
     if not any(file.size for file in files):
         raise DataError(Problem(place, f"{path} is empty", "give files with data in them"))
     return files
@@ -126,16 +124,17 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
 
 
 def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    bucket, _, name = path.removeprefix("s3://").strip("/").partition("/")
+    scheme, _, rest = path.partition("://")
+    root, _, name = rest.strip("/").partition("/")
     with _named(place):
-        store = open_store(f"s3://{bucket}")
+        store = open_store(f"{scheme}://{root}")
         infos = sorted(store.list(name), key=lambda info: info.key)
     folder = f"{name}/" if name else ""
     found = [i for i in infos if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))]
     if not found:
         what = f"no object at {path}, nor below it with the ending {' or '.join(endings)}"
         raise DataError(Problem(place, what, "give the URL of an object, or of a prefix with objects below it"))
-    return [SourceFile(f"s3://{bucket}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
+    return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
 
 
 @contextmanager

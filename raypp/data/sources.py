@@ -1,4 +1,4 @@
-"""The kinds of data there are, and how a job's documents are opened."""
+"""How a job's documents are opened, by the kind of its data."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ import numpy as np
 from raypp.data.corpus import Corpus
 from raypp.data.packing import PLAN_VERSION
 from raypp.data.random_order import permuted
-from raypp.data.source_files import ENDINGS, find_files
+from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Request
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
-from raypp.errors import DataError, Problem, RayppError
-from raypp.registry import Registry
+from raypp.errors import DataError, JobError, Problem, RayppError
+from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
 from raypp.spec.job import DataSection, Job
-
-SOURCES = Registry("data source")
-"""Builders: `read(request: Request) -> Corpus`."""
-SOURCES.register("text", "raypp.data.text:read", summary="plain text; a document is a paragraph")
-SOURCES.register("jsonl", "raypp.data.jsonl:read", summary="JSON lines with the text under data.text_key")
-SOURCES.register("tokens", "raypp.data.tokens:read", summary=".npy arrays of ids")
-SOURCES.register("synthetic", "raypp.data.synthetic:read", summary="made-up documents that can be learned")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +43,7 @@ def job_tokenizer(job: Job) -> Tokenizer:
     Raises:
         DataError: They do not, or there is no such tokenizer.
     """
-    if job.data.kind == "synthetic":
+    if _source(job).ids == "model":
         return CountingTokenizer(job.model.vocab_size)
     tokenizer = open_tokenizer(job.data.tokenizer)
     problems = check_fits(tokenizer, job.model.vocab_size)
@@ -71,7 +64,7 @@ def open_documents(job: Job) -> Documents:
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
         return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None))
     if data.eval.path is not None:
-        if data.kind not in ENDINGS:
+        if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
         held_out = _read(job, tokenizer, data.eval.path, "data.eval.path")
@@ -113,11 +106,14 @@ def check_data(job: Job) -> list[Problem]:
     """
     problems: list[Problem] = []
     try:
-        SOURCES.get(job.data.kind, key="data.kind")
+        source = _source(job)
+    except RayppError as error:
+        return list(error.problems)
+    try:
         job_tokenizer(job)
     except RayppError as error:
         problems += error.problems
-    if job.data.kind not in ENDINGS:
+    if not source.endings:
         return problems
     wanted = [("data.path", job.data.path)]
     if job.data.eval is not None and job.data.eval.path is not None:
@@ -126,23 +122,32 @@ def check_data(job: Job) -> list[Problem]:
         try:
             if path is None:
                 raise _no_path(job.data)
-            if not path.startswith("s3://"):
-                find_files(path, ENDINGS[job.data.kind], place)
+            if not keeps_data_elsewhere(path):
+                find_files(path, source.endings, place)
         except RayppError as error:
             problems += error.problems
     return problems
 
 
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
-    read = SOURCES.get(job.data.kind, key="data.kind").build()
-    if job.data.kind in ENDINGS and not path:
+    source = _source(job)
+    if source.endings and not path:
         raise _no_path(job.data)
-    corpus: Corpus = read(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
+    corpus: Corpus = source.build()(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
     return corpus
 
 
+def _source(job: Job) -> SourceKind:
+    source = SOURCES.get(job.data.kind, key="data.kind")
+    if not source.available:
+        usable = ", ".join(kind.name for kind in SOURCES.usable())
+        what = f"{source.name} is not available yet; available: {usable}"
+        raise JobError(Problem("data.kind", what, f"use one of {usable}"))
+    return source
+
+
 def _no_path(data: DataSection) -> DataError:
-    fix = "give a file, a directory, a glob or an s3:// URL; or `kind: synthetic` to try without data"
+    fix = f"give {data_forms()}; or `kind: synthetic` to try without data"
     return DataError(Problem("data.path", f"is missing: kind {data.kind} reads files", fix))
 
 

@@ -11,6 +11,15 @@ from numpy.typing import NDArray
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
+from raypp.kinds import SourceKind
+
+KIND = SourceKind(
+    "synthetic",
+    "random documents, to try a mesh without data",
+    position=5,
+    ids="model",
+    keys=("num_documents", "document_len"),
+)
 
 _STRIDES = 3
 

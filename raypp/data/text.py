@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypp.data.corpus import Corpus
-from raypp.data.source_files import ENDINGS, SourceFile, find_files
+from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
+from raypp.kinds import SourceKind
+
+KIND = SourceKind(
+    "text",
+    "text files; a blank line ends a document",
+    position=1,
+    endings=(".txt", ".text", ".md"),
+)
 
 
 def read(request: Request) -> Corpus:
@@ -15,7 +23,7 @@ def read(request: Request) -> Corpus:
     Raises:
         DataError: No file, no paragraph, or a line that is not UTF-8.
     """
-    files = find_files(request.path, ENDINGS["text"], request.place)
+    files = find_files(request.path, KIND.endings, request.place)
     return tokenise(request, files, lambda: (text for file in files for text in paragraphs(file)))
 
 

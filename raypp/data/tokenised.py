@@ -19,7 +19,7 @@ from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
 from raypp.data.tokenizer import NotEncodable, Tokenizer
-from raypp.errors import DataError, Problem
+from raypp.errors import DataError, Problem, in_words
 from raypp.spec.job import DataSection
 
 FORMAT = 1
@@ -99,7 +99,7 @@ def _open(entry: Path, request: Request) -> Corpus:
         tokens = np.memmap(entry / "tokens", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            Problem(request.place, f"its tokens in the cache cannot be read: {error}", f"delete {entry}")
+            Problem(request.place, f"its tokens in the cache cannot be read: {in_words(error)}", f"delete {entry}")
         ) from error
     return Corpus((tokens,), offsets, meta["digest"])
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.errors import DataError, Problem
+from raypp.errors import DataError, Problem, in_words
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
 """End-of-text tokens of the usual tokenizers, in the order they are looked for."""
@@ -102,7 +102,7 @@ class FileTokenizer:
         try:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
-            raise NotEncodable(str(error)) from error
+            raise NotEncodable(in_words(error)) from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
@@ -113,7 +113,11 @@ def _backend(content: bytes, path: Path) -> Any:
         backend = Backend.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            Problem("data.tokenizer", f"{path} is no tokenizer.json: {error}", "give a file that tokenizers can load")
+            Problem(
+                "data.tokenizer",
+                f"{path} is no tokenizer.json: {in_words(error)}",
+                "give a file that tokenizers can load",
+            )
         ) from error
     backend.no_truncation()
     backend.no_padding()

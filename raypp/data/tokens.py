@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, Ids
 from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.source_files import ENDINGS, SourceFile, find_files, unreadable
+from raypp.data.source_files import SourceFile, find_files, unreadable
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
-from raypp.errors import DataError, Problem
+from raypp.errors import DataError, Problem, in_words
+from raypp.kinds import SourceKind
+
+KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy",), ids="tokenizer")
 
 _CHUNK = 4 << 20  # ids
 
@@ -30,7 +33,7 @@ def read(request: Request) -> Corpus:
     Raises:
         DataError: No file, not such an array, an id that the model does not have, or a document without a token.
     """
-    files = find_files(request.path, ENDINGS["tokens"], request.place)
+    files = find_files(request.path, KIND.endings, request.place)
     shards = [_mapped(file, request) for file in files]
     if sum(file.size for file in files) <= IN_MEMORY_BYTES:
         offsets, digest = _scan(files, shards, request)
@@ -47,7 +50,9 @@ def read(request: Request) -> Corpus:
         offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
         digest = json.loads((entry / "meta.json").read_text(encoding="utf-8"))["digest"]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(Problem(request.place, f"its index cannot be read: {error}", f"delete {entry}")) from error
+        raise DataError(
+            Problem(request.place, f"its index cannot be read: {in_words(error)}", f"delete {entry}")
+        ) from error
     return Corpus(tuple(shards), offsets, digest)
 
 

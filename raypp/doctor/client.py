@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES
@@ -39,6 +40,7 @@ def examine(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
 def _by_process(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]) -> dict[str, Any]:
     assert cluster.embedded is not None
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    options = replace(options, share_environment=True)
     with subprocess.Popen(
         [sys.executable, "-m", "raypp.doctor.driver", options.as_argument()],
         env=environment | cluster.embedded.ray_environment(),
@@ -70,7 +72,7 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
                 "working_dir": dashboard.upload_package(name, content),
                 "env_vars": {**collect(SETTINGS, dict(os.environ)), "PYTHONUNBUFFERED": "1"},
             },
-            "metadata": {"raypp_command": "doctor"},
+            "metadata": {"job_name": "doctor", "raypp_command": "doctor"},
         }
     )
     end, told = time.monotonic() + _PATIENCE_S, 0

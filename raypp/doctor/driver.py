@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from raypp.control.credentials import load_private_environment
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, load_private_environment
 from raypp.control.protocol import NAMESPACE
 from raypp.doctor.node import NodeProbe
 
@@ -36,12 +36,15 @@ class ProbeOptions:
         paths: Files that every node needs.
         seconds: Of each bandwidth measurement.
         devices: Whether to run a matrix product on every device.
+        share_environment: Every node uses the store settings and keys of the driver's environment. On the embedded
+            cluster no Ray job carries them.
     """
 
     store_url: str = ""
     paths: list[str] = field(default_factory=list)
     seconds: float = 0.6
     devices: bool = True
+    share_environment: bool = False
 
     def as_argument(self) -> str:
         return json.dumps(asdict(self))
@@ -73,13 +76,14 @@ class Examination:
         token = secrets.token_hex(32)
         known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         self._nodes = sorted((node for node in known if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+        shared = collect(SECRETS + SETTINGS + PROFILE, dict(os.environ)) if options.share_environment else {}
         actor: Any = ray.remote(NodeProbe)
         self._actors = [
             actor.options(
                 num_cpus=0,
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            ).remote(token)
+            ).remote(token, shared)
             for node in self._nodes
         ]
         self._report: list[dict[str, Any]] = []
@@ -100,7 +104,7 @@ class Examination:
         return {"measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "nodes": self._report, "links": links, "store": store}
 
     def _look_around(self) -> None:
-        _say(f"{len(self._nodes)} nodes")
+        _say(f"{len(self._nodes)} node{'' if len(self._nodes) == 1 else 's'}")
         asked = {
             index: actor.facts.remote(node["NodeManagerAddress"])
             for index, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))

@@ -17,14 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from raypp.control.credentials import load_private_environment
-from raypp.errors import RayppError
+from raypp.errors import RayppError, in_words
 from raypp.storage import open_store
 from raypp.train.network import interface_to, interfaces
 
@@ -42,11 +42,15 @@ class NodeProbe:
 
     Args:
         token: Known to all probes of this examination; a connection without it is closed.
+        environment: Variables for this process, such as the store's settings and keys.
         clock: What the node's clock says, seconds since 1970.
     """
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, token: str, environment: Mapping[str, str] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         load_private_environment()
+        os.environ.update(environment or {})
         self._token = bytes.fromhex(token)
         self._clock = clock
         self._listener: socket.socket | None = None
@@ -216,7 +220,7 @@ class NodeProbe:
         except RayppError as error:
             return {"error": error.problems[0].what, "fix": error.problems[0].fix}
         except Exception as error:  # noqa: BLE001  a store's library may raise anything; the report tells it
-            return {"error": f"{type(error).__name__}: {error}", "fix": ""}
+            return {"error": in_words(error), "fix": ""}
         if size != _STORE_BYTES:
             return {"error": f"gave back {size} of {_STORE_BYTES} bytes", "fix": "use another store"}
         up, down = _STORE_BYTES / (written - start) / 1e6, _STORE_BYTES / (read - written) / 1e6

@@ -16,7 +16,7 @@ from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer
-from raypp.errors import CheckpointError, JobError, Problem
+from raypp.errors import CheckpointError, JobError, Problem, in_words
 from raypp.hf.config import config_from_options
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.load import parse_job
@@ -207,7 +207,7 @@ def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, li
         document = json.loads(content)
         vocabulary = dict(_vocabulary(document))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return {}, None, [f"the tokenizer was not exported: {name} cannot be read ({error})"]
+        return {}, None, [f"the tokenizer was not exported: {name} cannot be read ({in_words(error)})"]
     end = next((word for word in END_NAMES if word in vocabulary), None)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _context(job)}
     if end is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES
-from raypp.errors import CheckpointError, JobError, Problem
+from raypp.errors import CheckpointError, JobError, Problem, in_words
 from raypp.hf.config import KEY
 from raypp.storage import NotFound, ObjectStore, open_store
 
@@ -133,7 +133,9 @@ class HfFiles:
         except NotFound:
             pass
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(Problem(self.place(_INDEX), f"is not an index of safetensors: {error}")) from error
+            raise CheckpointError(
+                Problem(self.place(_INDEX), f"is not an index of safetensors: {in_words(error)}")
+            ) from error
         if self.store.head(_SINGLE) is not None:
             return [_SINGLE]
         here = [info.key for info in self.store.list() if "/" not in info.key]
@@ -170,7 +172,7 @@ class HfFiles:
                 tensors.append(tensor)
                 end = max(end, stop)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(Problem(self.place(key), f"is not a safetensors file: {error}")) from error
+            raise CheckpointError(Problem(self.place(key), f"is not a safetensors file: {in_words(error)}")) from error
         info = self.store.head(key)
         if info is None or info.size < 8 + length + end:
             have = 0 if info is None else info.size

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import prepare_stage
+from raypp.parallel.late_sums import LateSums
 from raypp.planning.links import message_bytes
 from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.ports import free_port
@@ -99,10 +100,14 @@ def _weight_seconds(job: Job) -> tuple[float, float]:
     """CPU seconds of one weight of a sharded stage: of its gathering, and of the sum of its gradient."""
     plain = _stage_of_weights(job)
     sharded = prepare_stage(_stage_of_weights(job), job, init_device_mesh("cpu", (2,)), torch.device("cpu"))
-    for weight in sharded.parameters():
+    for weight in sharded.module.parameters():
         nn.init.zeros_(weight)
     count = sum(weight.numel() for weight in plain.parameters())
-    ways = [lambda: _gather(sharded), lambda: _pass(sharded), lambda: _pass(plain)]
+    ways = [
+        lambda: _gather(sharded.module),
+        lambda: _pass(sharded.module, sharded.late_sums),
+        lambda: _pass(plain, None),
+    ]
     taken: list[list[float]] = [[] for _ in ways]
     for turn in range(_ROUNDS + 1):
         for way, found in zip(ways, taken, strict=True):
@@ -132,11 +137,11 @@ def _gather(stage: nn.Module) -> None:
         block.reshard()
 
 
-def _pass(stage: nn.Module) -> None:
+def _pass(stage: nn.Module, late_sums: LateSums | None) -> None:
     """Forward and backward, with the gradients' sum."""
     stage(torch.zeros(1, requires_grad=True)).backward()
-    if isinstance(stage, FSDPModule):
-        stage.late_sums.wait()  # type: ignore[operator, union-attr]
+    if late_sums is not None:
+        late_sums.wait()
     stage.zero_grad()
 
 

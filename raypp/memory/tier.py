@@ -25,7 +25,7 @@ import torch
 
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
-from raypp.errors import DataError, JobError
+from raypp.errors import DataError, JobError, in_words
 from raypp.memory.files import SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
@@ -323,7 +323,7 @@ class MemoryTier:
             try:
                 job()
             except Exception as error:  # noqa: BLE001 - a thread has nobody above it; the ranks end the tier together
-                self._fail(f"rank {self.seat.rank} could not keep its snapshot: {error}", _OFF)
+                self._fail(f"rank {self.seat.rank} could not keep its snapshot: {in_words(error)}", _OFF)
 
     def _prepare(self, size: int) -> None:
         """Takes the memory, once: files of earlier attempts first."""

@@ -21,7 +21,7 @@ _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.
 
 
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
-    """The whole initial value of one parameter, fp32 on the CPU.
+    """The whole initial value of one parameter, on the CPU in torch's default dtype (fp32).
 
     Norm gains are 1 and biases 0; matrices are normal with `options.init_std`, those that write into the residual
     stream with init_std / sqrt(2 · num_layers).

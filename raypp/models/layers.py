@@ -15,7 +15,7 @@ from raypp.spec.models import DecoderOptions
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned gain, computed in fp32."""
+    """Root-mean-square norm with a learned gain, computed in fp32 or the input's own wider dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -29,10 +29,11 @@ class RMSNorm(nn.Module):
 def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary encoding, `[S, 1, D]` each (RoFormer, arXiv:2104.09864, half-split layout).
 
-    Computed in fp32 from the positions, then cast: a table in half precision is off by whole positions at length.
+    Computed in fp32 or a wider `dtype`, then cast: a table in half precision is off by whole positions at length.
     """
-    exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=torch.float32) / width
-    angles = positions_S.to(torch.float32)[:, None] * theta**-exponents
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=wide) / width
+    angles = positions_S.to(wide)[:, None] * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -26,8 +26,6 @@ Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: sends rows, sorted by expert, to the ranks that hold the experts."""
 
-grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""torch's grouped matrix product; private on 2.11."""
 _GROUPED_ALIGNMENT = 8
 """Widths the grouped kernel takes in bf16 are multiples of 16 bytes."""
 
@@ -79,10 +77,9 @@ def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tens
 
 def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
     """All experts by one kernel per matrix, without a word to the CPU."""
-    assert grouped_mm is not None
     ends = counts_E.cumsum(0).to(torch.int32)
-    inner = F.silu(grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * grouped_mm(rows_NC, up_EFC.mT, offs=ends)
-    return grouped_mm(inner, down_ECF.mT, offs=ends)
+    inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
+    return F.grouped_mm(inner, down_ECF.mT, offs=ends)
 
 
 def _held(parameter: Tensor) -> Tensor:
@@ -93,8 +90,7 @@ def _held(parameter: Tensor) -> Tensor:
 def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
     """Whether one grouped kernel does all experts: on CUDA, in bf16, with widths it takes."""
     return (
-        grouped_mm is not None
-        and rows_NC.is_cuda
+        rows_NC.is_cuda
         and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in gate_EFC.shape[1:])
@@ -131,7 +127,7 @@ class MixtureOfExperts(nn.Module):
         chosen = self.options.experts_per_token
         x_SC = x_BTC.reshape(-1, x_BTC.shape[-1])
         logits_SE = self.gate(x_SC)
-        probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.float32)
+        probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.promote_types(logits_SE.dtype, torch.float32))
         weights_SK, experts_SK = probabilities_SE.topk(chosen, dim=-1)
         weights_SK = (weights_SK / weights_SK.sum(-1, keepdim=True)).to(x_SC.dtype)
 
@@ -160,7 +156,8 @@ def router_sums(
     labelled_S: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, fp32.
+    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, in the dtype of
+    the probabilities.
 
     Balance (Switch Transformer, arXiv:2101.03961, section 2.2, for K choices): E · Σ_e f_e · P_e over those tokens, f_e
     the choices of expert e per token, P_e its mean probability. Z-loss (ST-MoE, arXiv:2202.08906, section 2.2): the
@@ -168,23 +165,24 @@ def router_sums(
 
     Args:
         logits_SE: Router logits.
-        probabilities_SE: Their softmax, fp32.
+        probabilities_SE: Their softmax, in fp32 or the logits' own wider dtype.
         experts_SK: The experts chosen.
         labelled_S: Tokens with a label, bool.
         group: The ranks that share the microbatch; collective over them. Each returns its tokens' part of the sum.
     """
     experts, chosen = probabilities_SE.shape[1], experts_SK.shape[1]
-    counted_S = labelled_S.float()
+    wide = probabilities_SE.dtype
+    counted_S = labelled_S.to(wide)
     with torch.no_grad():
         choices_E = torch.bincount(
             experts_SK.flatten(), weights=counted_S.repeat_interleave(chosen), minlength=experts
-        ).float()
+        ).to(wide)
         sums = torch.cat((choices_E, counted_S.sum()[None]))
         if group is not None:
             dist.all_reduce(sums, group=group)
         choices_E, tokens = sums[:-1], sums[-1].clamp(min=1)
     balance = experts * (choices_E * (probabilities_SE * counted_S[:, None]).sum(0)).sum() / tokens
-    z = (logits_SE.float().logsumexp(-1).square() * counted_S).sum()
+    z = (logits_SE.to(wide).logsumexp(-1).square() * counted_S).sum()
     return torch.stack((balance, z))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,6 +78,15 @@ def read_step(line: bytes) -> TimedStep:
     return TimedStep(_build(StepReport, fields), float(fields.get("time", 0.0)))
 
 
+def report_of(entry: Mapping[str, Any]) -> StepReport:
+    """A step's report from its fields. Unknown ones are passed over, as a newer version may write them.
+
+    Raises:
+        ValueError: A field is missing.
+    """
+    return _build(StepReport, entry)
+
+
 def read_event(line: bytes) -> Event:
     """Raises ValueError when the line is not an event's."""
     return _build(Event, _decode(line))
@@ -120,7 +130,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 _Record = TypeVar("_Record", StepReport, Event, LogLine)
 
 
-def _build(record: type[_Record], fields: dict[str, Any]) -> _Record:
+def _build(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
     known = {item.name for item in dataclasses.fields(record)}
     try:
         return record(**{name: value for name, value in fields.items() if name in known})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from types import TracebackType
-from urllib.parse import urlsplit
 
+from raypp.errors import in_words
+from raypp.kinds import store_kind
 from raypp.observe.append_log import PartWriter
 from raypp.observe.json_lines import LogLine, document, event_line, log_line, step_line
 from raypp.observe.status import HEARTBEAT_S, RunStatus
@@ -20,7 +20,6 @@ _SOON_S = 0.1
 _LONGEST_BACKOFF_S = 10.0
 _STATUS_S_PER_RANK = 0.002
 """The status document has a line per rank; of many ranks it is written less often, unless the state changes."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class RunRecorder:
@@ -50,7 +49,7 @@ class RunRecorder:
     ) -> None:
         self._store = store
         self._run = run
-        self._interval_s = interval_s if interval_s is not None else _interval_for(store.url)
+        self._interval_s = interval_s if interval_s is not None else store_kind(store.url).record_interval_s
         self._log_memory_bytes = log_memory_bytes
         self._steps = PartWriter(store, f"{run}/history", writer, part_bytes)
         self._events = PartWriter(store, f"{run}/events", writer, part_bytes)
@@ -195,7 +194,7 @@ class RunRecorder:
             self._logs.write()
             self._write_status(at_once=everything)
         except Exception as error:  # noqa: BLE001  training must go on whatever the store does; it is tried again
-            return str(error) or repr(error)
+            return in_words(error)
         return None
 
     def _say_what_was_dropped(self) -> None:
@@ -218,10 +217,3 @@ class RunRecorder:
         self._store.put(f"{self._run}/status.json", document(status.stamped(now).as_dict()))
         self._status_written = status
         self._status_written_at = now
-
-
-def _interval_for(url: str) -> float:
-    if not url.startswith("s3://"):
-        return 1.0
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    return 1.0 if urlsplit(endpoint).hostname in _LOOPBACK else 2.0

@@ -56,6 +56,11 @@ class RankStatus:
             "state": self.state,
         }
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RankStatus:
+        """The reverse of `as_dict`."""
+        return cls(**{**fields, "coordinates": Coordinates(**fields["coordinates"])})
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -101,6 +106,12 @@ class RunStatus:
             "error": self.error,
             "updated_at": self.updated_at,
         }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RunStatus:
+        """The reverse of `as_dict`."""
+        ranks = tuple(RankStatus.from_dict(rank) for rank in fields["ranks"])
+        return cls(**{**fields, "state": RunState(fields["state"]), "ranks": ranks})
 
     def stamped(self, now: float) -> RunStatus:
         """The same status, written at `now`."""

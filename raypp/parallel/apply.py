@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +18,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
-from raypp.parallel.late_sums import sum_by_parts
+from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.recompute import recompute_blocks
 from raypp.spec.job import Job
 
 
+@dataclass(frozen=True)
+class PreparedStage:
+    """A stage that can be trained.
+
+    Attributes:
+        module: Its module.
+        late_sums: Its gradient sums, to be waited for at the end of a step; None where FSDP's own are used.
+    """
+
+    module: nn.Module
+    late_sums: LateSums | None
+
+
 def compute_dtype(job: Job) -> torch.dtype:
-    """The dtype of activations, also of those sent between stages."""
-    return torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+    """The dtype of activations, also of those sent between stages.
+
+    What a job calls fp32 is torch's default dtype. Tests set that to fp64, in which no rounding hides a wrong sum.
+    """
+    return torch.bfloat16 if job.train.precision == "bf16" else torch.get_default_dtype()
 
 
 def prepare_stage(
     stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device, groups: RankGroups | None = None
-) -> nn.Module:
+) -> PreparedStage:
     """Applies the job's parallelism to a stage built on meta and gives it (uninitialised) memory.
 
     Args:
@@ -50,9 +67,8 @@ def prepare_stage(
         _compile_blocks(stage)
     if job.train.activation_checkpointing != "none":
         recompute_blocks(stage, job.train.activation_checkpointing)
-    if data_mesh is not None:
-        _shard(stage, job, data_mesh, expert_mesh)
-    return stage.to_empty(device=device)
+    late_sums = None if data_mesh is None else _shard(stage, job, data_mesh, expert_mesh)
+    return PreparedStage(stage.to_empty(device=device), late_sums)
 
 
 def _compile_blocks(stage: nn.Module) -> None:
@@ -61,7 +77,7 @@ def _compile_blocks(stage: nn.Module) -> None:
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
+def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
     policy = MixedPrecisionPolicy()
     if job.train.precision == "bf16":
         reduce_dtype = torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32
@@ -83,5 +99,6 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
             # gloo has no pre-multiplied sum, so the plain one is asked for by name.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if data_mesh.device_type == "cpu":
-        sum_by_parts(stage, late=data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32")
+    if data_mesh.device_type != "cpu":
+        return None
+    return sum_by_parts(stage, late=data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32")

@@ -15,11 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raypp.torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
+
 TILE = 1024
 """Queries whose scores are held at once where attention is written out."""
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,7 @@ def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -
         block: tuple[Tensor, Tensor] = _written_out(q_QHD, k_NKD, v_NKD, causal)
         return block
     k_NHD, v_NHD = _per_query_head(k_NKD, q_QHD), _per_query_head(v_NKD, q_QHD)
-    out, lse = _forward(_batch(q_QHD), _batch(k_NHD), _batch(v_NHD), 0.0, causal)
+    out, lse = flash_attention_for_cpu(_batch(q_QHD), _batch(k_NHD), _batch(v_NHD), 0.0, causal)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
@@ -63,7 +62,7 @@ def block_gradients(
         return _written_out_gradients(grad_QHD, q_QHD, k_NKD, v_NKD, out_QHD, lse_QH, causal)
     k_NHD, v_NHD = _per_query_head(k_NKD, q_QHD), _per_query_head(v_NKD, q_QHD)
     tensors = (_batch(t) for t in (grad_QHD, q_QHD, k_NHD, v_NHD, out_QHD))
-    dq, dk, dv = (d[0].transpose(0, 1) for d in _backward(*tensors, lse_QH.T[None], 0.0, causal))
+    dq, dk, dv = (d[0].transpose(0, 1) for d in flash_attention_for_cpu_backward(*tensors, lse_QH.T[None], 0.0, causal))
     return dq, _per_kv_head(dk, k_NKD), _per_kv_head(dv, v_NKD)
 
 

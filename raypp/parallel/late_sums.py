@@ -93,10 +93,10 @@ class LateSums:
         self._under_way.clear()
 
 
-def sum_by_parts(stage: nn.Module, *, late: bool) -> None:
-    """Gives a sharded stage on CPUs these sums; the runtime calls `stage.late_sums.wait()` at the end of a step."""
+def sum_by_parts(stage: nn.Module, *, late: bool) -> LateSums:
+    """Gives a sharded stage on CPUs these sums. Whoever runs it calls their `wait` at the end of a step."""
     sums = LateSums(late=late)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
-    stage.late_sums = sums  # type: ignore[assignment]
+    return sums

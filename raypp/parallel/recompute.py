@@ -8,8 +8,10 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"})
-_ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "torch_attn::")
+from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR
+
+_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR})
+_ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 
 def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> None:

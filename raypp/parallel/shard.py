@@ -1,12 +1,13 @@
-"""Values and sums of parameters that may be sharded. The only file that looks inside a DTensor's layout."""
+"""Values and sums of parameters that may be sharded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate
+
+from raypp.torch_private import compute_local_shape_and_global_offset
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -12,22 +12,22 @@ The runtime (`pipeline.runtime`) calls it; torch's own forward and backward of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
+from raypp.parallel.late_sums import LateSums
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
+from raypp.torch_private import ChunkStage
 
 
 class PlanMismatch(RuntimeError):
     """A stage computed or received a tensor that the plan of the step does not announce: a bug, not bad luck."""
 
 
-class PlannedStage(PipelineStage):
+class PlannedStage(ChunkStage):
     """One stage of the pipeline.
 
     Args:
@@ -42,6 +42,7 @@ class PlannedStage(PipelineStage):
         activations: How activations travel; None: as computed.
         gradients: How gradients travel; None: as computed.
         seed: Of what the formats draw, with the step, the stage and the microbatch.
+        late_sums: The module's gradient sums that are waited for at the end of a step; None: it has none.
     """
 
     def __init__(
@@ -59,26 +60,20 @@ class PlannedStage(PipelineStage):
         activations: WireFormat | None = None,
         gradients: WireFormat | None = None,
         seed: int = 0,
+        late_sums: LateSums | None = None,
     ) -> None:
-        # A placeholder for both ends switches torch's shape inference off; the real shapes are in the plan.
-        placeholder = torch.empty(1, device="meta")
-        super().__init__(
-            module, index, num_stages, device, input_args=placeholder, output_args=placeholder, group=up_group
-        )
+        super().__init__(module, index, num_stages, device, up_group)
         self.rank_of_stage = list(rank_of_stage)
         self.hidden_size = hidden_size
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
+        self.late_sums = late_sums
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
         self.sent_bytes = 0
-        # The two places torch reads the number of forward inputs from: 2.13, then 2.11.
-        one = (None,)
-        self._stage_meta = SimpleNamespace(inputs=one, outputs=one, input_grads=one, output_grads=one)  # type: ignore[assignment]
-        self.inputs_meta = (None,)
 
     def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0) -> None:
         """Announces the next step: `rows` × `seq_lens[i]` tokens in microbatch i. Drops what a broken step left.
@@ -191,15 +186,13 @@ class PlannedStage(PipelineStage):
             )
         self.received_grads[mb_index] = gradient
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        activations = self.received.pop(fwd_chunk_id)
-        return (activations.requires_grad_(self.has_backward),)
+    def take_activations(self, microbatch: int) -> Tensor:
+        """The activations that arrived, `[B, T, C]`, as a leaf of the microbatch's graph."""
+        return self.received.pop(microbatch).requires_grad_(self.has_backward)
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        return (self.received_grads.pop(bwd_chunk_id),)
-
-    def _check_chunk_id(self, chunk_id: int) -> None:
-        """torch 2.13 refuses ids past a count it took at start; the plan may change that count at each step."""
+    def take_gradients(self, microbatch: int) -> Tensor:
+        """The gradients that arrived, `[B, T, C]`."""
+        return self.received_grads.pop(microbatch)
 
 
 def _last_number(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Programs on torch's pipelining runtime. Beside `split` the only file that uses its private names.
+"""Programs on stages of torch's pipelining.
 
 A schedule says what each rank computes, in which order (`raypp.schedules`). torch's lowering passes add when weights
 are unsharded and resharded and when gradients are reduced; sends and receives are those of `schedules.messages`.
@@ -16,52 +16,46 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_reduce_grad,
-    _add_unshard_reshard,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
 
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
 from raypp.schedules.communication import Line, Send, with_messages
+from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_unshard_reshard
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]
 
 _KINDS = {
-    "F": _ComputationType.FORWARD,
-    "B": _ComputationType.FULL_BACKWARD,
-    "I": _ComputationType.BACKWARD_INPUT,
-    "W": _ComputationType.BACKWARD_WEIGHT,
+    "F": Computation.FORWARD,
+    "B": Computation.FULL_BACKWARD,
+    "I": Computation.BACKWARD_INPUT,
+    "W": Computation.BACKWARD_WEIGHT,
 }
 _COMPUTES = frozenset(_KINDS.values())
 
 
 def lower(
     program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int
-) -> dict[int, list[_Action]]:
+) -> dict[int, list[LoweredAction]]:
     """A compute-only program with its communication, for all ranks: deterministic, the same on each."""
     lines = with_messages(program, rank_of_stage)
     lowered = {}
     for rank, line in lines.items():
-        compute: list[_Action | None] = [
-            _Action(a.stage, _KINDS[a.kind], a.microbatch) for a in line if isinstance(a, Action)
+        compute: list[LoweredAction | None] = [
+            LoweredAction(a.stage, _KINDS[a.kind], a.microbatch) for a in line if isinstance(a, Action)
         ]
-        unsharded: list[_Action | None] = list(_add_unshard_reshard(compute))
-        with_weights = [action for action in _add_reduce_grad(unsharded, microbatches) if action is not None]
+        unsharded: list[LoweredAction | None] = list(add_unshard_reshard(compute))
+        with_weights = [action for action in add_reduce_grad(unsharded, microbatches) if action is not None]
         lowered[rank] = _joined(line, with_weights)
     return lowered
 
 
-def _joined(line: Line, with_weights: Sequence[_Action]) -> list[_Action]:
+def _joined(line: Line, with_weights: Sequence[LoweredAction]) -> list[LoweredAction]:
     """A rank's messages put into its actions; what torch's passes added stays before the action it stood before, and
     what came after an action comes after its send."""
     rest = iter(with_weights)
-    found: list[_Action] = []
+    found: list[LoweredAction] = []
     for item in line:
         if isinstance(item, Action):
             for action in rest:
@@ -75,35 +69,35 @@ def _joined(line: Line, with_weights: Sequence[_Action]) -> list[_Action]:
     return [*found, *rest]
 
 
-def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> _Action:
+def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> LoweredAction:
     forward = kind == "F"
     if send:
-        return _Action(stage, _ComputationType.SEND_F if forward else _ComputationType.SEND_B, microbatch)
-    return _Action(stage, _ComputationType.RECV_F if forward else _ComputationType.RECV_B, microbatch)
+        return LoweredAction(stage, Computation.SEND_F if forward else Computation.SEND_B, microbatch)
+    return LoweredAction(stage, Computation.RECV_F if forward else Computation.RECV_B, microbatch)
 
 
-SendKey = tuple[_ComputationType, int, int]
+SendKey = tuple[Computation, int, int]
 """A message, by what sends it: SEND_F or SEND_B, the sending stage, the microbatch."""
 
 
-def _sent(action: _Action) -> SendKey | None:
+def _sent(action: LoweredAction) -> SendKey | None:
     """The message an action sends."""
-    if action.computation_type in (_ComputationType.SEND_F, _ComputationType.SEND_B):
+    if action.computation_type in (Computation.SEND_F, Computation.SEND_B):
         return action.computation_type, action.stage_index, cast(int, action.microbatch_index)
     return None
 
 
-def _used(action: _Action) -> SendKey | None:
+def _used(action: LoweredAction) -> SendKey | None:
     """The message an action needs (there may be none: its sender may be on the same rank, or it may be the first)."""
-    if action.computation_type is _ComputationType.FORWARD:
-        return _ComputationType.SEND_F, action.stage_index - 1, cast(int, action.microbatch_index)
-    if action.computation_type in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT):
-        return _ComputationType.SEND_B, action.stage_index + 1, cast(int, action.microbatch_index)
+    if action.computation_type is Computation.FORWARD:
+        return Computation.SEND_F, action.stage_index - 1, cast(int, action.microbatch_index)
+    if action.computation_type in (Computation.FULL_BACKWARD, Computation.BACKWARD_INPUT):
+        return Computation.SEND_B, action.stage_index + 1, cast(int, action.microbatch_index)
     return None
 
 
 def arrivals(
-    actions: Mapping[int, Sequence[_Action]], rank: int, rank_of_stage: Sequence[int]
+    actions: Mapping[int, Sequence[LoweredAction]], rank: int, rank_of_stage: Sequence[int]
 ) -> dict[int, list[SendKey]]:
     """Which of a rank's sends are known to have arrived, by the position of the action that proves it.
 
@@ -123,7 +117,7 @@ def arrivals(
     pending: list[tuple[int, SendKey]] = []
     for position, action in enumerate(actions[rank]):
         if (message := _sent(action)) is not None:
-            to_stage = message[1] + (1 if message[0] is _ComputationType.SEND_F else -1)
+            to_stage = message[1] + (1 if message[0] is Computation.SEND_F else -1)
             pending.append((rank_of_stage[to_stage], message))
         elif (message := _used(action)) in sent_at:
             peer, sent = sent_at[message]
@@ -134,7 +128,7 @@ def arrivals(
     return proofs
 
 
-class ProgramRuntime(_PipelineScheduleRuntime):
+class ProgramRuntime:
     """Runs one program on this rank's stages, step after step.
 
     Args:
@@ -158,12 +152,10 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         *,
         backward: bool = True,
     ) -> None:
-        super().__init__(stages, microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
+        self.rank = stages[0].group_rank
+        self._microbatches, self._loss_fn = microbatches, loss_fn
         self._has_backward = backward and loss_fn is not None
         self.planned = {stage.stage_index: stage for stage in stages}
-        self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
-        for stage in stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.mark = mark
         self.now = ""
         self.clock: ActionClock | None = None
@@ -171,23 +163,23 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         self.load(program)
         self._sends: dict[SendKey, dist.Work] = {}
         self._receives: dict[SendKey, dist.Work] = {}
-        self._do: dict[_ComputationType, Callable[[PlannedStage, int], None]] = {
-            _ComputationType.FORWARD: self._forward,
-            _ComputationType.FULL_BACKWARD: self._full_backward,
-            _ComputationType.BACKWARD_INPUT: self._input_backward,
-            _ComputationType.BACKWARD_WEIGHT: self._weight_backward,
-            _ComputationType.SEND_F: self._send_forward,
-            _ComputationType.SEND_B: self._send_backward,
-            _ComputationType.RECV_F: self._receive_forward,
-            _ComputationType.RECV_B: self._receive_backward,
-            _ComputationType.UNSHARD: self._unshard,
-            _ComputationType.RESHARD: self._reshard,
-            _ComputationType.REDUCE_GRAD: self._reduce,
+        self._do: dict[Computation, Callable[[PlannedStage, int], None]] = {
+            Computation.FORWARD: self._forward,
+            Computation.FULL_BACKWARD: self._full_backward,
+            Computation.BACKWARD_INPUT: self._input_backward,
+            Computation.BACKWARD_WEIGHT: self._weight_backward,
+            Computation.SEND_F: self._send_forward,
+            Computation.SEND_B: self._send_backward,
+            Computation.RECV_F: self._receive_forward,
+            Computation.RECV_B: self._receive_backward,
+            Computation.UNSHARD: self._unshard,
+            Computation.RESHARD: self._reshard,
+            Computation.REDUCE_GRAD: self._reduce,
         }
 
     def load(self, program: Program) -> None:
         """Takes another program for the same stages and microbatches. Between two steps, the same one on all ranks."""
-        lowered = lower(program, self.rank_of_stage, self._n_microbatches)
+        lowered = lower(program, self.rank_of_stage, self._microbatches)
         self.actions = lowered[self.rank]
         self._names = [str(action) for action in self.actions]
         self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
@@ -225,8 +217,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         Returns:
             The loss of each microbatch, in order, on the rank with the last stage; else an empty list.
         """
-        if len(seq_lens) != self._n_microbatches:
-            raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._n_microbatches}")
+        if len(seq_lens) != self._microbatches:
+            raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._microbatches}")
         for stage in self.planned.values():
             stage.plan(rows, seq_lens, backward=self._has_backward, step=step)
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
@@ -245,8 +237,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
             work.wait()
         self._sends.clear()
         for stage in self.planned.values():
-            if (late := getattr(stage.submod, "late_sums", None)) is not None:
-                late.wait()
+            if stage.late_sums is not None:
+                stage.late_sums.wait()
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
@@ -265,7 +257,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     def _forward(self, stage: PlannedStage, microbatch: int) -> None:
         arrived = not stage.is_first and stage.stage_index - 1 not in self.planned
         if arrived:
-            self._await((_ComputationType.RECV_F, stage.stage_index, microbatch))
+            self._await((Computation.RECV_F, stage.stage_index, microbatch))
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
         with self._timed("F", stage):
             if arrived:
@@ -287,10 +279,11 @@ class ProgramRuntime(_PipelineScheduleRuntime):
     def _backward(self, stage: PlannedStage, microbatch: int, kind: Kind) -> None:
         arrived = not stage.is_last and stage.stage_index + 1 not in self.planned
         if arrived:
-            self._await((_ComputationType.RECV_B, stage.stage_index, microbatch))
+            self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        late = getattr(stage.submod, "late_sums", None)
+        late = stage.late_sums
         if late is not None and self._last_whole.get(stage.stage_index) == microbatch:
+            assert isinstance(stage.submod, FSDPModule)
             late.begin_within(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
         with self._timed(kind, stage):
             if arrived:
@@ -314,20 +307,20 @@ class ProgramRuntime(_PipelineScheduleRuntime):
 
     def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("F", stage, message=True):
-            self._sends[_ComputationType.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
+            self._sends[Computation.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
         if not self._has_backward:
             del stage.fwd_cache[microbatch]
 
     def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
         kind: Kind = "I" if (stage.stage_index, microbatch) in self._split else "B"
         with self._timed(kind, stage, message=True):
-            self._sends[_ComputationType.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
+            self._sends[Computation.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
 
     def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._receives[_ComputationType.RECV_F, stage.stage_index, microbatch] = stage.receive_forward(microbatch)
+        self._receives[Computation.RECV_F, stage.stage_index, microbatch] = stage.receive_forward(microbatch)
 
     def _receive_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._receives[_ComputationType.RECV_B, stage.stage_index, microbatch] = stage.receive_backward(microbatch)
+        self._receives[Computation.RECV_B, stage.stage_index, microbatch] = stage.receive_backward(microbatch)
 
     # Weights.
 

@@ -1,14 +1,12 @@
-"""A backward in two halves, as schedules without bubbles do it: first for the input, later for the weights.
-
-Beside `runtime` the only file that uses private names of torch's pipelining.
-"""
+"""A backward in two halves, as schedules without bubbles do it: first for the input, later for the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from raypp.torch_private import stage_backward_input, stage_backward_weight
 
 
 def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], None]:

@@ -113,10 +113,13 @@ def _parts(message: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def wire_format(kind: WireKind) -> WireFormat:
-    """The format of that name; a job's are in its `ResolvedPipeline.wire`."""
+    """The format of that name; a job's are in its `ResolvedPipeline.wire`.
+
+    What a job calls fp32 is torch's default dtype, as in `parallel.apply.compute_dtype`.
+    """
     if kind == "int8":
         return Int8()
-    return AsIs(torch.bfloat16 if kind == "bf16" else torch.float32)
+    return AsIs(torch.bfloat16 if kind == "bf16" else torch.get_default_dtype())
 
 
 def message_seed(*facts: int | str) -> int:

@@ -38,10 +38,9 @@ def _schedule(job: Job) -> Iterator[Problem]:
     pipeline = job.pipeline
     problems = size_problems(schedule, job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches)
     yield from problems
-    own = ":" in name or name.endswith(".csv")
-    if own and not problems:
+    if schedule.own and not problems:
         try:
-            schedule(job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
+            schedule.build()(job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
         except JobError as error:
             yield from error.problems
 

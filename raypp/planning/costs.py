@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypp.errors import JobError
+from raypp.errors import JobError, in_words
 from raypp.planning.flops import layer_flops, recompute_factor
 from raypp.planning.weights import end_weights
 from raypp.spec.job import Job
@@ -143,7 +143,7 @@ def read_costs(path: Path, job: Job) -> Costs:
     except FileNotFoundError:
         raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {path}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} holds no measured costs: {error}", fix) from error
+        raise JobError(f"{path} holds no measured costs: {in_words(error)}", fix) from error
     wanted = cost_identity(job)
     if identity != wanted:
         differs = ", ".join(sorted(_differences(identity, wanted)))

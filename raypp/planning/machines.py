@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypp.errors import JobError, ResourcesError
+from raypp.errors import JobError, ResourcesError, in_words
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
 from raypp.records import NodeFacts
@@ -133,7 +133,7 @@ def read_machines(path: Path) -> Machines:
     except FileNotFoundError:
         raise JobError(f"{path} does not exist", fix) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JobError(f"{path} does not describe machines: {type(error).__name__}: {error}", fix) from error
+        raise JobError(f"{path} does not describe machines: {in_words(error)}", fix) from error
     unknown = sorted({name for pair in links for name in pair} - set(names))
     if not nodes or unknown:
         what = f"names {unknown[0]!r} in links, but not in nodes" if unknown else "has no nodes"

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raypp.kinds import OPTIMIZERS
 from raypp.planning.flops import embedding_parameters, expert_weights, head_parameters, layer_parameters
 from raypp.planning.weights import activation_bytes
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
 
 _FP32 = 4
-_OPTIMIZER_STATES = {"adamw": 2, "muon": 1, "sgd": 1}
-"""Numbers kept per parameter, in fp32: AdamW two moments, the others one momentum."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
     return RankMemory(
         weights=_FP32 * share,
         gradients=_FP32 * share,
-        optimizer=_FP32 * share * _OPTIMIZER_STATES.get(job.train.optimizer.kind, 2),
+        optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
         gathered=_gathered(job, parameters - elsewhere, max((cut[s] for s in stages), default=0)),
         activations=activations,
         logits=tokens * logit_bytes(job, in_flight[last]) if last in stages else 0,

@@ -13,6 +13,7 @@ from typing import Any
 
 from raypp.errors import JobError, RayppError, ResourcesError
 from raypp.planning.check import check_plan, divisors
+from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
@@ -182,24 +183,23 @@ def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
                     continue
                 microbatches = batch // replicas // rows
                 sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
-                for schedule, stages in _schedules(pp, microbatches):
+                for schedule, stages in _schedules(job, pp, microbatches):
                     if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= _MOST_ACTIONS:
                         kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
                         yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
 
 
-def _schedules(pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
+def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "1f1b", 1
         return
-    for name in ("1f1b", *(name for name in SCHEDULES.names() if name not in ("1f1b", "gpipe"))):
-        schedule = schedule_named(name)
-        if microbatches < schedule.least_microbatches(pp):
+    own = schedule_named(schedule_of(job))
+    for schedule in [*SCHEDULES.usable(), *([own] if own.name not in SCHEDULES else [])]:
+        if not schedule.searched_from or microbatches < schedule.least_microbatches(pp):
             continue
         least, most = schedule.stages_per_rank
-        for stages in range(least, min(most, _MOST_STAGES_PER_RANK) + 1):
-            if stages > 1 or name == "1f1b":
-                yield name, stages
+        for stages in range(max(least, schedule.searched_from), min(most, _MOST_STAGES_PER_RANK) + 1):
+            yield schedule.name, stages
 
 
 def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int) -> Candidate:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
+
+from raypp.failure_kinds import FailureKind
 
 # What faulthandler writes before a signal ends the process.
 _FATAL = {
@@ -16,12 +20,29 @@ _FATAL = {
 _FATAL_LINE = re.compile(r"Fatal Python error: (" + "|".join(_FATAL) + ")")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
-_RANK_FRAME = re.compile(r'File "[^"]*/raypp/control/worker\.py", line \d+ in _live$', re.MULTILINE)
 # Where a thread waits that has nothing to do: Ray's own loops, and what the standard library waits in.
 _IDLE_FRAME = re.compile(r"/(site-packages|dist-packages)/ray/|/python\d[^/]*/(threading|selectors|queue|socket)\.py$")
 _LONGEST_REPORT = 4000
 _RAY_OOM = ("NODE_OUT_OF_MEMORY", "running low on memory", "OutOfMemoryError")
 _EXIT_CODE = re.compile(r"exit code (\d+)", re.IGNORECASE)
+
+
+def within_rank_frame(life: Callable[[], None]) -> None:
+    """Calls `life` in a frame of its own, by which the stack of a rank's thread is told from others.
+
+    What faulthandler writes names no thread, so every rank's thread begins here.
+    """
+    life()
+
+
+def _frame_of(function: Callable[..., object]) -> re.Pattern[str]:
+    """How faulthandler writes a frame of a function: also from another node, where the code lies elsewhere."""
+    code = function.__code__
+    place = f'File "[^"]*{re.escape(PurePath(code.co_filename).name)}", line \\d+ in {re.escape(code.co_name)}$'
+    return re.compile(place, re.MULTILINE)
+
+
+_RANK_FRAME = _frame_of(within_rank_frame)
 
 
 @dataclass(frozen=True)
@@ -42,9 +63,9 @@ class Remains:
 
 @dataclass(frozen=True)
 class Death:
-    """How a process died: kind as in `RankFailure.kind`, cause in words."""
+    """How a process died, and the cause in words."""
 
-    kind: str
+    kind: FailureKind
     cause: str
     details: str = ""
 
@@ -61,7 +82,9 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
     """
     who = f"its process (pid {pid})"
     if any(sign in ray_words for sign in _RAY_OOM):
-        return Death("out_of_memory", f"{who} was ended by Ray's memory monitor: its node was short of memory")
+        return Death(
+            FailureKind.OUT_OF_MEMORY, f"{who} was ended by Ray's memory monitor: its node was short of memory"
+        )
     words = remains.words if remains is not None else ""
     fatal = None
     for fatal in _FATAL_LINE.finditer(words):  # noqa: B007 - the last one is the death
@@ -69,18 +92,18 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
     if fatal is not None:
         signal, meaning = _FATAL[fatal[1]]
         where, report = _place_of_crash(words[fatal.start() :])
-        return Death("segfault", f"{who} was ended by {signal}{where}: {meaning}", report)
+        return Death(FailureKind.SEGFAULT, f"{who} was ended by {signal}{where}: {meaning}", report)
     if remains is not None and remains.oom_kills > 0:
         had = f"; it had {remains.memory_bytes / 2**30:.2f} GiB" if remains.memory_bytes else ""
         count = f"the kernel's count of out-of-memory kills grew by {remains.oom_kills}"
-        return Death("out_of_memory", f"{who} was killed (SIGKILL) for want of memory: {count}{had}")
+        return Death(FailureKind.OUT_OF_MEMORY, f"{who} was killed (SIGKILL) for want of memory: {count}{had}")
     if "SIGTERM" in ray_words:
-        return Death("killed", f"{who} was ended by SIGTERM")
+        return Death(FailureKind.KILLED, f"{who} was ended by SIGTERM")
     code = _EXIT_CODE.search(ray_words)
     if code is not None and int(code[1]):
-        return Death("killed", f"{who} exited by itself with code {code[1]}")
+        return Death(FailureKind.KILLED, f"{who} exited by itself with code {code[1]}")
     doubt = "" if remains is not None else " (no process of its node was left to look for more)"
-    return Death("killed", f"{who} ended without a word: killed by SIGKILL, or an exit in native code{doubt}")
+    return Death(FailureKind.KILLED, f"{who} ended without a word: killed by SIGKILL, or an exit in native code{doubt}")
 
 
 def _place_of_crash(report: str) -> tuple[str, str]:

@@ -1,37 +1,19 @@
-"""Whether a run goes on after an attempt failed: a pure function of what happened so far."""
+"""Whether a run goes on after an attempt failed: what a policy is, and what policies decide by. Pure functions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
+from raypp.errors import JobError, Problem
+from raypp.kinds import POLICIES
 from raypp.records import RankFailure
+from raypp.spec.job import RecoverySection
 
-_FIRST_DELAY_S = 1.0
-_LONGEST_DELAY_S = 30.0
-# A witness saw a peer vanish; it explains nothing by itself.
-_WITNESS_KINDS = ("lost_peer",)
-# Somebody took the node away on purpose; neither the job nor the machine is to blame.
-_BLAMELESS_KINDS = ("preempted",)
-# The same again at the same step is no bad luck.
-_DETERMINISTIC_KINDS = ("raised", "nonfinite", "out_of_memory")
+_KEY = "recovery.policy"
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-NODE_KINDS = ("node_lost", "raylet_lost")
-"""What is a node's own doing, and no rank's."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the job allows.
-
-    Attributes:
-        max_restarts: Restarts in a row without a newer committed step.
-        restart_on_nonfinite: A step whose loss or gradients are not finite may be tried again; else it ends the run.
-    """
-
-    max_restarts: int = 3
-    restart_on_nonfinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,15 +40,65 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run as failed, and say why."""
+    """End the run as failed, say why, and leave with `exit_code`."""
 
     reason: str
-    user_error: bool = False
+    exit_code: int = 1
+
+
+Decision: TypeAlias = Restart | GiveUp
+
+
+class Policy(Protocol):
+    """Decides after each failed attempt. Pure: no clocks, no processes, the same answer to the same history.
+
+    A policy is a value: the controller may be restarted at any time, and a new one decides by the history that it
+    reads back from the run's events. What every policy has to keep to is in tests/unit/recovery/test_policies.py.
+    """
+
+    def decide(self, history: Sequence[AttemptEnd]) -> Decision:
+        """What to do now that the last attempt of `history` has failed.
+
+        Args:
+            history: All failed attempts since the run was submitted, oldest first; never empty.
+        """
+        ...
+
+
+def policy_of(recovery: RecoverySection) -> Policy:
+    """The policy that a job names, with its options.
+
+    Raises:
+        JobError: There is none of that name, its module cannot be imported, or it makes no policy.
+    """
+    try:
+        build = POLICIES.get(recovery.policy, key=_KEY).build()
+    except JobError as error:
+        raise JobError(replace(problem, key=_KEY) for problem in error.problems) from error
+    fix = "it must be a function of the `recovery` section that returns an object with `decide(history)`"
+    try:
+        made = build(recovery)
+    except Exception as error:  # it may be the user's code
+        what = f"{recovery.policy} raised {type(error).__name__}: {error}"
+        raise JobError(Problem(_KEY, what, fix)) from error
+    if not callable(getattr(made, "decide", None)):
+        raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is no policy", fix))
+    policy: Policy = made
+    return policy
+
+
+def check_policy(recovery: RecoverySection) -> list[Problem]:
+    """Why the policy that a job names cannot be used; empty when it can."""
+    try:
+        policy_of(recovery)
+    except JobError as error:
+        return list(error.problems)
+    return []
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that explains the others: the first that is not only a witness of another's death."""
-    return next((failure for failure in failures if failure.kind not in _WITNESS_KINDS), failures[0])
+    return next((failure for failure in failures if not failure.kind.traits.witness), failures[0])
 
 
 def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
@@ -74,13 +106,21 @@ def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
 
     Attempts that a preemption ended are left out: they say nothing about whether a restart helps.
     """
-    history = [end for end in history if root_cause(end.failures).kind not in _BLAMELESS_KINDS]
+    history = [end for end in history if root_cause(end.failures).kind.traits.counts]
     count = 0
     for end, before in zip(reversed(history), reversed(history[:-1]), strict=False):
         if _step(end) > _step(before):
             break
         count += 1
     return count
+
+
+def same_again(history: Sequence[AttemptEnd]) -> bool:
+    """Whether the last two attempts failed of the same, at the same step."""
+    if len(history) < 2:
+        return False
+    before, last = (root_cause(end.failures) for end in history[-2:])
+    return (before.kind, before.step, _gist(before)) == (last.kind, last.step, _gist(last))
 
 
 def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
@@ -91,47 +131,18 @@ def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for end in history:
-        lost = {failure.node for failure in end.failures if failure.kind in NODE_KINDS and failure.node}
+        lost = {failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node}
         for node in lost:
             counts[node] = counts.get(node, 0) + 1
     return {node: count for node, count in counts.items() if count >= times}
-
-
-def decide(history: Sequence[AttemptEnd], policy: Policy) -> Restart | GiveUp:
-    """What to do now that the last attempt of `history` has failed.
-
-    An error in the job or its data would come again: the run ends at once. An exception raised at the same
-    step for the same reason twice in a row ends it too. Everything else is tried again, the first time without
-    a pause, then with growing ones, until `policy.max_restarts` restarts in a row brought no newer commit.
-    A preemption is followed by a restart at once, and is not counted.
-    """
-    last = history[-1]
-    cause = root_cause(last.failures)
-    if cause.kind == "user_error":
-        return GiveUp(describe(cause), user_error=True)
-    if cause.kind in _BLAMELESS_KINDS:
-        return Restart(0.0)
-    if cause.kind == "nonfinite" and not policy.restart_on_nonfinite:
-        return GiveUp(describe(cause))
-    if cause.kind in _DETERMINISTIC_KINDS and len(history) > 1:
-        before = root_cause(history[-2].failures)
-        if (before.kind, before.step, _gist(before)) == (cause.kind, cause.step, _gist(cause)):
-            return GiveUp(f"{describe(cause)} (twice in a row, so a restart would not help)")
-    in_vain = restarts_without_progress(history)
-    if in_vain >= policy.max_restarts:
-        return GiveUp(
-            f"{describe(cause)}; {in_vain} restarts in a row brought no newer checkpoint (recovery.max_restarts)"
-            if in_vain
-            else f"{describe(cause)}; recovery.max_restarts is 0"
-        )
-    return Restart(0.0 if in_vain == 0 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (in_vain - 1)))
 
 
 def describe(failure: RankFailure) -> str:
     """One line for people: which rank, where, what."""
     place = f"rank {failure.rank} ({failure.label}) on {failure.node}" if failure.rank >= 0 else failure.node
     step = f" at step {failure.step}" if failure.step else ""
-    return f"{place}{step}: {failure.cause}" if place else failure.cause
+    cause = failure.cause or failure.kind.traits.words
+    return f"{place}{step}: {cause}" if place else cause
 
 
 def _gist(failure: RankFailure) -> str:

@@ -1,10 +1,12 @@
-"""What an earlier life of the controller knew of failures and of the mesh, read back from the events it told."""
+"""What an earlier life of the controller knew of failures, of the mesh and of the operator's wish, read back from the
+events it told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raypp.records import Event, RankFailure
+from raypp.failure_kinds import FailureKind
+from raypp.records import Event, RankFailure, Requests
 from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import AttemptEnd
 
@@ -40,6 +42,17 @@ def last_shape(events: Iterable[Event]) -> Shape | None:
     return shape
 
 
+def stop_asked(events: Iterable[Event]) -> Requests | None:
+    """What the operator wants since the run was last submitted; None: that it goes on."""
+    asked = None
+    for event in events:
+        if event.kind == "submitted":
+            asked = None
+        elif event.kind == "stop_requested":
+            asked = Requests(stop=True, save_before_stop=bool(event.details.get("save", True)))
+    return asked
+
+
 def last_device(events: Iterable[Event]) -> str | None:
     """The device that was chosen when the run was last submitted; None: nobody had to choose."""
     chosen = [event.details.get("device") for event in events if event.kind == "device_chosen"]
@@ -50,4 +63,5 @@ def _failure(event: Event) -> RankFailure:
     facts = event.details
     rank = -1 if event.rank is None else event.rank
     label, kind, cause = (str(facts.get(key, "")) for key in ("label", "kind", "cause"))
-    return RankFailure(rank, label, event.node, int(facts.get("pid", 0)), kind, cause, event.step or 0)
+    pid = int(facts.get("pid", 0))
+    return RankFailure(rank, label, event.node, pid, FailureKind.read(kind), cause, event.step or 0)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions
-from raypp.schedules.info import ScheduleInfo
 from raypp.schedules.validity import check_program
 
 _KEY = "pipeline.schedule"
 _SHOWN = 5
 
 
-def from_function(name: str, function: Callable[..., Any]) -> ScheduleInfo:
-    """A schedule from `function(pp, stages_per_rank, microbatches, lookahead=0)`.
+def own_schedule(kind: ScheduleKind) -> ScheduleKind:
+    """A user's own schedule, whose programs are checked.
 
-    The function gives, for every rank, a list of actions (`Action`, or text such as `0F1`). An attribute
-    `placement = "v"` of the function chooses the V placement; else stages lie in a loop.
+    Its builder, `function(pp, stages_per_rank, microbatches, lookahead=0)`, gives for every rank a list of actions
+    (`Action`, or text such as `0F1`). An attribute `placement = "v"` of the function chooses the V placement.
+
+    Raises:
+        JobError: It cannot be imported, or is no function.
     """
+    name, function = kind.name, kind.build()
     if not callable(function):
         fix = "it must be a function of pp, stages_per_rank, microbatches and lookahead"
         raise JobError(Problem(_KEY, f"{name} is no function", fix))
-    placement: Literal["loop", "v"] = "v" if getattr(function, "placement", "loop") == "v" else "loop"
+    placement: Literal["loop", "v"] = "v" if getattr(function, "placement", kind.placement) == "v" else "loop"
 
     def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
         try:
@@ -43,10 +48,10 @@ def from_function(name: str, function: Callable[..., Any]) -> ScheduleInfo:
             raise JobError(Problem(_KEY, f"{name} gave something that is no program: {error}", fix)) from error
         return _checked(name, rows, pp, stages_per_rank, microbatches, placement)
 
-    return ScheduleInfo(name, "your own", build, placement=placement, stages_per_rank=(1, 64))
+    return replace(kind, builder=build, placement=placement)
 
 
-def from_csv(path: str) -> ScheduleInfo:
+def from_csv(path: str) -> ScheduleKind:
     """A schedule from a file: one row per rank, in rank order, of actions such as `0F1`, separated by commas.
 
     Empty cells are allowed (they show where a rank waits). Stages may lie in a loop or in a V; the rows tell.
@@ -75,7 +80,7 @@ def from_csv(path: str) -> ScheduleInfo:
     def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
         return _checked(path, rows, pp, stages_per_rank, microbatches, placement)
 
-    return ScheduleInfo(path, "your own", build, placement=placement, stages_per_rank=(1, 64))
+    return replace(ScheduleKind.undeclared(path), builder=build, placement=placement, own=True)
 
 
 def _action(item: Any) -> Action:

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Kind, Program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "dualpipev",
+    "forward and backward overlapped, two stages per rank placed in a V",
+    position=7,
+    placement="v",
+    stages_per_rank=(2, 2),
+    microbatches_per_rank=2,
+    reason="its phases need two microbatches per rank, one for each of its stages",
+    splits_backward=True,
+    source="arXiv:2412.19437",
+)
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -73,16 +85,3 @@ class _Line:
         self.actions.append(Action(stage, known[kind], microbatch))
         if kind == "I":
             self._owed.append((stage, microbatch))
-
-
-SCHEDULE = ScheduleInfo(
-    name="dualpipev",
-    summary="DualPipe cut in half: forwards and backwards of two stages of a V in pairs",
-    build=build,
-    placement="v",
-    stages_per_rank=(2, 2),
-    microbatches_per_rank=2,
-    reason="its phases need two microbatches per rank, one for each of its stages",
-    splits_backward=True,
-    source="arXiv:2412.19437",
-)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "gpipe",
+    "all forwards, then all backwards",
+    position=1,
+    searched_from=0,
+    source="arXiv:1811.06965",
+)
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -12,11 +20,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     return {
         rank: [*ahead, *(Action(rank, "B", index) for index in range(microbatches))] for rank, ahead in forwards.items()
     }
-
-
-SCHEDULE = ScheduleInfo(
-    name="gpipe",
-    summary="all forwards, then all backwards: simple, and every microbatch's activations at once",
-    build=build,
-    source="arXiv:1811.06965",
-)

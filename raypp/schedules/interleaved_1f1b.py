@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "interleaved_1f1b",
+    "1f1b over several stages per rank: a smaller bubble, more on the links",
+    position=3,
+    stages_per_rank=(1, 64),
+    microbatches_per_rank=1,
+    reason="a round takes at least one microbatch per rank through all of a rank's stages",
+    searched_from=2,
+    source="arXiv:2104.04473",
+)
 
 
 def rounds_of(pp: int, microbatches: int) -> list[range]:
@@ -44,14 +55,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
             actions += forwards[ahead + index : ahead + index + 1]
         program[rank] = actions
     return program
-
-
-SCHEDULE = ScheduleInfo(
-    name="interleaved_1f1b",
-    summary="1F1B over several stages per rank: the bubble shrinks by their number, messages grow by it",
-    build=build,
-    stages_per_rank=(1, 64),
-    microbatches_per_rank=1,
-    reason="a round takes at least one microbatch per rank through all of a rank's stages",
-    source="arXiv:2104.04473",
-)

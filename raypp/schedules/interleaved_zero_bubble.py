@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
 from raypp.schedules.greedy import greedy_program
-from raypp.schedules.info import ScheduleInfo
 from raypp.schedules.interleaved_1f1b import rounds_of
+
+KIND = ScheduleKind(
+    "interleaved_zero_bubble",
+    "backward split in two: weight gradients fill the bubble",
+    position=5,
+    stages_per_rank=(1, 64),
+    microbatches_per_rank=1,
+    reason="a round takes at least one microbatch per rank through all of a rank's stages",
+    splits_backward=True,
+    searched_from=2,
+    source="arXiv:2401.10241",
+)
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -26,15 +38,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
         return (round_of[action.microbatch], turn, action.microbatch)
 
     return greedy_program(placement, microbatches, room, urgency)
-
-
-SCHEDULE = ScheduleInfo(
-    name="interleaved_zero_bubble",
-    summary="interleaved, with backwards split in two: the weight gradients fill the gaps",
-    build=build,
-    stages_per_rank=(1, 64),
-    microbatches_per_rank=1,
-    reason="a round takes at least one microbatch per rank through all of a rank's stages",
-    splits_backward=True,
-    source="arXiv:2401.10241",
-)

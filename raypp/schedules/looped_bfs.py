@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "looped_bfs",
+    "gpipe over several stages per rank, stage by stage",
+    position=4,
+    stages_per_rank=(1, 64),
+    searched_from=2,
+    buffered=1,
+    source="arXiv:2211.05953",
+)
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -18,12 +28,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
         backwards = [Action(stage, "B", index) for stage in reversed(stages) for index in range(microbatches)]
         program[rank] = [*forwards, *backwards]
     return program
-
-
-SCHEDULE = ScheduleInfo(
-    name="looped_bfs",
-    summary="breadth first over a rank's stages: few gathers of sharded weights, all microbatches in flight",
-    build=build,
-    stages_per_rank=(1, 64),
-    source="arXiv:2211.05953",
-)

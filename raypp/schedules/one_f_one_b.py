@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "1f1b",
+    "one forward, one backward: fewest activations in flight",
+    position=2,
+    microbatches_per_rank=1,
+    reason="with fewer some ranks never have work at the same time; gpipe does the same there",
+    source="PipeDream-Flush, arXiv:2006.09503",
+)
 
 
 def warmup(pp: int, rank: int, microbatches: int, lookahead: int = 0) -> int:
@@ -27,13 +36,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
                 actions.append(Action(rank, "F", ahead + index))
         program[rank] = actions
     return program
-
-
-SCHEDULE = ScheduleInfo(
-    name="1f1b",
-    summary="one forward, one backward: at most pp microbatches in flight",
-    build=build,
-    microbatches_per_rank=1,
-    reason="with fewer some ranks never have work at the same time; gpipe does the same there",
-    source="PipeDream-Flush, arXiv:2006.09503",
-)

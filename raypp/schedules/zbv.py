@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
 from raypp.schedules.greedy import greedy_program
-from raypp.schedules.info import ScheduleInfo
+
+KIND = ScheduleKind(
+    "zbv",
+    "zero bubble, two stages per rank placed in a V",
+    position=6,
+    placement="v",
+    stages_per_rank=(2, 2),
+    splits_backward=True,
+    source="arXiv:2401.10241, section 6",
+)
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -21,14 +31,3 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
 def _urgency(action: Action, pp: int) -> tuple[int, ...]:
     """Work on the way back up the V first: it leads to the backwards that the other ranks wait for."""
     return (0 if action.stage >= pp else 1, action.microbatch)
-
-
-SCHEDULE = ScheduleInfo(
-    name="zbv",
-    summary="zero bubble in a V: backwards split in two, the weight gradients fill the gaps",
-    build=build,
-    placement="v",
-    stages_per_rank=(2, 2),
-    splits_backward=True,
-    source="arXiv:2401.10241, section 6",
-)

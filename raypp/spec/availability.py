@@ -1,57 +1,67 @@
-"""What this version of raypp can do, of what the job language can say.
-
-To make something available, add its value to the line of its key; a key with nothing left to refuse loses its line.
-"""
+"""The keys of a job file whose value is a word, and which words there are. The registries' kinds tell it themselves."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from raypp.kinds import OPTIMIZERS, POLICIES, SCHEDULES, SOURCES
+from raypp.registry import Kind, Registry
 from raypp.spec.models import MODELS
 
-AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "model.kind": tuple(MODELS.names()),
-    "data.kind": ("text", "jsonl", "tokens", "synthetic"),
-}
-"""Values that work, of the keys that have values which do not work yet; every other key works whole."""
 
-KINDS: dict[str, tuple[str, ...]] = {
-    "model.kind": tuple(MODELS.names()),
-    "data.kind": ("text", "jsonl", "tokens", "hf", "synthetic"),
-    "pipeline.schedule": (
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "interleaved_zero_bubble",
-        "zbv",
-        "dualpipev",
-        "auto",
-    ),
-    "train.optimizer.kind": ("adamw", "sgd", "muon"),
-}
-"""Every word the language has for the keys whose type is plain text."""
+@dataclass(frozen=True)
+class Choice:
+    """A key whose value is a word.
 
-OWN_KINDS = ("model.kind", "pipeline.schedule")
-"""Keys whose word may also be the user's own: `module.path:object`."""
+    Attributes:
+        registry: The kinds that the word may name.
+        others: Further words, which name no kind of the registry.
+        own: What a user's own looks like; None: there is no own.
+        own_works: False: this version refuses a user's own.
+    """
 
-SUMMARIES: dict[tuple[str, str], str] = {
-    **{("model.kind", kind.name): kind.summary for kind in MODELS},
-    ("data.kind", "text"): "text files; a blank line ends a document",
-    ("data.kind", "jsonl"): "a JSON object per line; data.text_key holds the text",
-    ("data.kind", "tokens"): "token ids, already encoded",
-    ("data.kind", "hf"): "a Hugging Face dataset",
-    ("data.kind", "synthetic"): "random documents, to try a mesh without data",
-    ("pipeline.schedule", "gpipe"): "all forwards, then all backwards",
-    ("pipeline.schedule", "1f1b"): "one forward, one backward: fewest activations in flight",
-    ("pipeline.schedule", "interleaved_1f1b"): "1f1b over several stages per rank: a smaller bubble, more on the links",
-    ("pipeline.schedule", "looped_bfs"): "gpipe over several stages per rank, stage by stage",
-    ("pipeline.schedule", "interleaved_zero_bubble"): "backward split in two: weight gradients fill the bubble",
-    ("pipeline.schedule", "zbv"): "zero bubble, two stages per rank placed in a V",
-    ("pipeline.schedule", "dualpipev"): "forward and backward overlapped, two stages per rank placed in a V",
-    ("pipeline.schedule", "auto"): "the one that the plan predicts to be fastest",
-    ("train.optimizer.kind", "adamw"): "Adam with decoupled weight decay",
-    ("train.optimizer.kind", "sgd"): "gradient descent with momentum",
-    ("train.optimizer.kind", "muon"): "orthogonalised momentum for matrices, AdamW for the rest",
+    registry: Registry[Any]
+    others: tuple[Kind, ...] = ()
+    own: re.Pattern[str] | None = None
+    own_works: bool = True
+
+    def kinds(self) -> Iterator[Kind]:
+        """What each word stands for, in the order in which they are listed."""
+        yield from self.registry
+        yield from self.others
+
+    def words(self) -> list[str]:
+        return [kind.name for kind in self.kinds()]
+
+    def available(self) -> list[str]:
+        """The words that work in this version."""
+        return [kind.name for kind in self.kinds() if kind.available]
+
+    def is_own(self, word: str) -> bool:
+        """Whether a word is the form of a user's own."""
+        return self.own is not None and self.own.search(word) is not None
+
+    def works(self, word: str) -> bool:
+        """Whether this version takes the word; whether a user's own can be imported is found out later."""
+        for kind in self.others:
+            if kind.name == word:
+                return kind.available
+        if word in self.registry:
+            return bool(self.registry.get(word).available)
+        return self.own_works and self.is_own(word)
+
+
+_FUNCTION = re.compile(r"^[^:]+:[^:]+$")
+_AUTO = Kind("auto", "the one that the plan predicts to be fastest")
+
+CHOICES: dict[str, Choice] = {
+    "model.kind": Choice(MODELS, own=_FUNCTION, own_works=False),
+    "data.kind": Choice(SOURCES, own=_FUNCTION),
+    "pipeline.schedule": Choice(SCHEDULES, (_AUTO,), own=re.compile(r"^[^:]+:[^:]+$|\.csv$")),
+    "train.optimizer.kind": Choice(OPTIMIZERS, own=_FUNCTION),
+    "recovery.policy": Choice(POLICIES, own=_FUNCTION),
 }
-"""One line of help for each of `KINDS`."""
+"""Every key of the job file whose type is plain text and whose value is a word."""

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from raypp.errors import Problem
-from raypp.spec.availability import AVAILABLE, KINDS, OWN_KINDS
+from raypp.errors import JobError, Problem
+from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
+from raypp.registry import is_module
+from raypp.spec.availability import CHOICES
 from raypp.spec.job import Job
 from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
-
-FILE_KINDS = ("text", "jsonl", "tokens", "hf")
 
 
 def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
@@ -30,7 +30,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
         job: A job with resolved paths (`load_job` resolves them).
         directory: Where the job file is, to say where a missing file was looked for.
     """
-    problems = [*_kinds(job), *_not_available(job)]
+    problems = [*_kinds(job), *_stores(job)]
     refused = {problem.key for problem in problems}
     problems += [problem for problem in _model(job) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
@@ -39,14 +39,28 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
 
 
 def _kinds(job: Job) -> Iterator[Problem]:
-    for key, known in KINDS.items():
+    for key, choice in CHOICES.items():
         value = value_at(job, key)
-        if value in known or (key in OWN_KINDS and ":" in value) or (key == "pipeline.schedule" and _is_csv(value)):
+        if choice.works(value):
+            if choice.is_own(value) and not _is_csv(value):
+                yield from _own(value, key)
             continue
-        close = difflib.get_close_matches(value.lower(), known, n=1)
-        usable = [str(word) for word in AVAILABLE.get(key, known)]
-        fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
-        yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
+        known, usable = choice.words(), choice.available()
+        if value in known or choice.is_own(value):
+            yield Problem(
+                key, f"{value} is not available yet; available: {', '.join(usable)}", f"use {_one_of(usable)}"
+            )
+        else:
+            close = difflib.get_close_matches(value.lower(), known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
+            yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
+
+
+def _own(value: str, key: str) -> Iterator[Problem]:
+    """Whether a user's own module is there. It is not imported: it may take seconds."""
+    module = value.partition(":")[0]
+    if not is_module(module):
+        yield Problem(key, f"cannot import {module!r} (from {value!r})", "is it installed, or on PYTHONPATH?")
 
 
 def _is_csv(value: str) -> bool:
@@ -54,21 +68,15 @@ def _is_csv(value: str) -> bool:
     return value.endswith(".csv")
 
 
-def _not_available(job: Job) -> Iterator[Problem]:
-    for key, available in AVAILABLE.items():
-        value = value_at(job, key)
-        # By type too: False == 0 in Python, not in a job file.
-        if any(value == known and type(value) is type(known) for known in available):
-            continue
-        if key in KINDS and value not in KINDS[key] and not (key in OWN_KINDS and ":" in value):
-            continue
-        words = [known if isinstance(known, str) else shown(known) for known in available]
-        what = value if isinstance(value, str) else _written(value)
-        if len(words) > 1 or key in KINDS:
-            fix = f"use {_one_of(words)}"
-        else:
-            fix = f"leave the key out, or write `{key.rpartition('.')[2]}: {words[0]}`"
-        yield Problem(key, f"{what} is not available yet; available: {', '.join(words)}", fix)
+def _stores(job: Job) -> Iterator[Problem]:
+    """URLs must be those of a store that there is."""
+    paths = {"data.path": job.data.path, "data.eval.path": job.data.eval and job.data.eval.path}
+    for key, path in {**paths, "checkpoint.url": job.checkpoint.url}.items():
+        try:
+            if path and is_remote(path):
+                store_kind(path, key=key)
+        except JobError as error:
+            yield from error.problems
 
 
 def _elastic(job: Job) -> Iterator[Problem]:
@@ -103,23 +111,24 @@ def _model(job: Job) -> Iterator[Problem]:
             f"{model.num_heads} query heads cannot be shared out over {model.kv_heads} key/value heads",
             f"use a divisor of model.num_heads: {_one_of([str(n) for n in divisors])}",
         )
-    bytes_used = job.data.tokenizer == "bytes" and job.data.kind in ("text", "jsonl", "hf")
+    source = _source(job)
+    bytes_used = job.data.tokenizer == "bytes" and source is not None and source.ids == "text"
     if bytes_used and model.vocab_size < BYTE_IDS:
         what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
         yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS}, for example 320")
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
-    data = job.data
-    if data.kind in FILE_KINDS:
+    data, source = job.data, _source(job)
+    if source is not None and source.endings:
         if data.path is None:
-            fix = "give a file, a directory, a glob or an s3:// URL; or `kind: synthetic` to try without data"
+            fix = f"give {data_forms()}; or `kind: synthetic` to try without data"
             yield Problem("data.path", f"is missing: kind {data.kind} reads files", fix)
         else:
             yield from _file("data.path", data.path, directory)
-    if data.kind in ("text", "jsonl", "hf") and data.tokenizer != "bytes":
+    if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
-    if data.kind == "synthetic" and data.document_len[0] > data.document_len[1]:
+    if source is not None and "document_len" in source.keys and data.document_len[0] > data.document_len[1]:
         shortest, longest = data.document_len
         fix = f"write [{longest}, {shortest}]"
         yield Problem("data.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
@@ -128,6 +137,14 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
     if job.train.eval_every_steps and data.eval is None:
         fix = "for example `eval: {fraction: 0.02}` under data, or leave the key out"
         yield Problem("train.eval_every_steps", "there is no held-out part to evaluate: data.eval is not set", fix)
+
+
+def _source(job: Job) -> SourceKind | None:
+    """The job's data source; None when there is none of that name, which is told already."""
+    try:
+        return SOURCES.get(job.data.kind)
+    except JobError:
+        return None
 
 
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
@@ -179,13 +196,6 @@ def value_at(job: Job, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def _written(value: Any) -> str:
-    dump = getattr(value, "model_dump", None)
-    if dump is None:
-        return shown(value)
-    return "{" + ", ".join(f"{name}: {inner}" for name, inner in dump(exclude_none=True).items()) + "}"
 
 
 def _one_of(words: list[str]) -> str:

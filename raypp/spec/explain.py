@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
 from raypp.spec import type_names
-from raypp.spec.availability import AVAILABLE, KINDS
+from raypp.spec.availability import CHOICES
 from raypp.spec.document import dotted, undotted
 from raypp.spec.job import Job
 from raypp.spec.models import MODELS, MoeOptions, Section
@@ -58,9 +58,14 @@ def schema() -> dict[str, Any]:
     _property(definitions, "CustomOptions", "kind").update(pattern="^[^:]+:[^:]+$")
     for name in ("MoeOptions", "CustomOptions"):
         definitions[name]["required"] = ["kind"]
-    for section, key in (("DataSection", "data.kind"), ("PipelineSection", "pipeline.schedule")):
-        _property(definitions, section, key.rpartition(".")[2]).update(enum=list(KINDS[key]))
-    _property(definitions, "OptimizerOptions", "kind").update(enum=list(KINDS["train.optimizer.kind"]))
+    for section, key in (
+        ("DataSection", "data.kind"),
+        ("PipelineSection", "pipeline.schedule"),
+        ("OptimizerOptions", "train.optimizer.kind"),
+    ):
+        choice = CHOICES[key]
+        own = [{"pattern": choice.own.pattern}] if choice.own is not None else []
+        _property(definitions, section, key.rpartition(".")[2]).update(anyOf=[{"enum": choice.words()}, *own])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
 
 
@@ -96,7 +101,7 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
         section: The dotted key of its section; shown in front of the name when not indented below it.
     """
     key = f"{section}.{name}" if section else name
-    takes = "a word" if key in KINDS else type_names.words_of(info.annotation, tuple(info.metadata))
+    takes = "a word" if key in CHOICES else type_names.words_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True)
     head = name if indent else key
     plain = type_names.literals_of(info.annotation) or bool in get_args(info.annotation)
@@ -112,7 +117,7 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
     takes = re.sub(r"\ban? ", "", takes)
     lines = [f"{pad}{head:<{34 - indent}}  {takes}"]
     prose = " ".join((info.description or "").split())
-    for text in (prose, _now(key)):
+    for text in (*_words(key), prose, _now(key)):
         lines += textwrap.wrap(text, width, initial_indent=pad + "    ", subsequent_indent=pad + "    ")
     return "\n".join(lines)
 
@@ -125,7 +130,15 @@ def _yaml(value: Any) -> str:
 
 def _now(key: str) -> str:
     """`Available now: gpipe, 1f1b` for a key of which only some values work in this version, else nothing."""
-    return f"Available now: {', '.join(_yaml(value) for value in AVAILABLE[key])}." if key in AVAILABLE else ""
+    choice = CHOICES.get(key)
+    if choice is None or (choice.own_works and choice.available() == choice.words()):
+        return ""
+    return f"Available now: {', '.join(choice.available())}."
+
+
+def _words(key: str) -> list[str]:
+    """`text | jsonl | …` for a key whose kinds its registry knows."""
+    return [" | ".join(CHOICES[key].words())] if key in CHOICES and key != "model.kind" else []
 
 
 def _no_such_place(section: str) -> Problem:

@@ -24,9 +24,10 @@ class DataSection(Section):
     """Where the tokens come from."""
 
     kind: str = "text"
-    """text | jsonl | tokens | hf | synthetic"""
+    """Or your own as module.path:function."""
     path: str | None = None
-    """File, directory, glob or s3:// URL. Relative paths start where `raypp` is run, then beside the job file."""
+    """File, directory, glob, or the URL of objects in a store, such as s3://bucket/prefix. Relative paths start where
+    `raypp` is run, then beside the job file."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     seq_len: int = Field(default=256, ge=2)
@@ -109,7 +110,7 @@ class PipelineSection(Section):
     """The schedule and the cut."""
 
     schedule: str = "1f1b"
-    """gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev | auto"""
+    """Or your own: module.path:function, or a .csv file of actions."""
     microbatches: int = Field(default=8, ge=1)
     """Microbatches per replica and step."""
     stages_per_rank: int = Field(default=1, ge=1)
@@ -136,7 +137,7 @@ class OptimizerOptions(Section):
     """The optimizer; its state is kept in fp32."""
 
     kind: str = "adamw"
-    """adamw | sgd | muon"""
+    """Or your own as module.path:function."""
     lr: float = Field(default=3.0e-4, ge=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -191,7 +192,7 @@ class CheckpointSection(Section):
     """Where the state goes, and how often."""
 
     url: str = "~/.raypp/checkpoints"
-    """s3://bucket/prefix, or a directory; the run lives below url/name."""
+    """A directory, or the URL of a store such as s3://bucket/prefix; the run lives below url/name."""
     every_steps: int = Field(default=10, ge=0)
     """Save every so many steps, and at the end; 0 = only at the end."""
     keep: int = Field(default=3, ge=1)
@@ -226,6 +227,8 @@ class ElasticOptions(Section):
 class RecoverySection(Section):
     """What to do when something breaks."""
 
+    policy: str = "default"
+    """Who decides whether the run goes on after a failure: default | your own as module.path:factory"""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts in a row without a new committed step before the run fails."""
     hang_timeout_s: float = Field(default=60, gt=0)

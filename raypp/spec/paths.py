@@ -9,7 +9,7 @@ from raypp.spec.job import Job
 
 
 def is_remote(path: str) -> bool:
-    """True for a URL (`s3://bucket/key`): nothing on this machine."""
+    """True for a URL (`s3://bucket/key`): a place in a store."""
     return "://" in path
 
 

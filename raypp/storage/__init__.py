@@ -1,6 +1,6 @@
 """Object stores: a directory or an S3 bucket behind one small Protocol."""
 
-from raypp.storage.open import STORES, open_store
+from raypp.storage.open import open_store
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -14,7 +14,6 @@ from raypp.storage.store import (
 )
 
 __all__ = [
-    "STORES",
     "AccessRefused",
     "AlreadyExists",
     "BucketMissing",

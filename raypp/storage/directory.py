@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import StoreKind
 from raypp.storage.retry import Patience
 from raypp.storage.store import (
     AccessRefused,
@@ -25,6 +26,14 @@ from raypp.storage.store import (
     probe_by_writing,
 )
 
+KIND = StoreKind(
+    "file",
+    "a directory every rank can reach",
+    position=1,
+    form="a directory",
+    local=True,
+)
+
 _TEMPORARY = ".raypp-incoming"
 _FORGOTTEN_AFTER_S = 24 * 3600.0
 _LINK_TRIES = 20
@@ -33,7 +42,7 @@ _STALE_TRIES = 3
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
-def open_directory(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> DirectoryStore:
+def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> DirectoryStore:
     """The store of `file:///directory` or of a plain path. The directory is made by the first write."""
     path = url
     if url.lower().startswith("file:"):

@@ -1,4 +1,4 @@
-"""URL -> store. A new kind of store is one file and one `register` line here."""
+"""URL -> store."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import re
 from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
-from raypp.registry import Registry
+from raypp.kinds import store_forms, store_kind
 from raypp.storage.retry import Patience
 from raypp.storage.store import ObjectStore
 
 MissingBucket = Literal["error", "create"]
 
-STORES = Registry("store")
-STORES.register("file", "raypp.storage.directory:open_directory", summary="a directory every rank can reach")
-STORES.register(
-    "s3", "raypp.storage.s3:open_s3", summary="s3://bucket/prefix, on AWS or any server with S3's interface"
-)
-
-_URL = re.compile(r"^(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*):/+(?P<rest>.*)$")
+_SLIP = re.compile(r"^(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*):/(?P<rest>[^/].*)?$")
 
 
 def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: Patience | None = None) -> ObjectStore:
@@ -35,20 +29,14 @@ def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: P
     Raises:
         JobError: Not such a URL.
     """
+    key = "checkpoint.url"
     if not url.strip():
-        raise JobError(Problem("checkpoint.url", "is empty", "give s3://bucket/prefix or a directory"))
-    match = _URL.match(url)
-    if match is None:
-        if "://" in url:
-            raise JobError(Problem("checkpoint.url", f"{url!r} is not a URL", "give s3://bucket/prefix or a directory"))
-        scheme = "file"
-    else:
-        scheme = match["scheme"].lower()
-        if "://" not in url:
-            raise JobError(
-                Problem("checkpoint.url", f"{url!r} is not a URL", f"did you mean {scheme}://{match['rest']}?")
-            )
-        if scheme not in STORES:
-            STORES.get(scheme.replace(":", ""), key="checkpoint.url")
-    build = STORES.get(scheme, key="checkpoint.url").build()
-    return cast(ObjectStore, build(url, missing_bucket=missing_bucket, patience=patience))
+        raise JobError(Problem(key, "is empty", f"give {store_forms()}"))
+    slip = _SLIP.match(url)
+    if slip is not None:
+        fix = f"did you mean {slip['scheme'].lower()}://{slip['rest'] or ''}?"
+        raise JobError(Problem(key, f"{url!r} is not a URL", fix))
+    kind = store_kind(url, key=key)
+    if kind.name == "file" and "://" in url and not url.lower().startswith("file:"):
+        raise JobError(Problem(key, f"{url!r} is not a URL", f"give {store_forms()}"))
+    return cast(ObjectStore, kind.build()(url, missing_bucket=missing_bucket, patience=patience))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.retry import Patience, patience_from_environment
 from raypp.storage.s3_client import S3Clients
@@ -46,12 +47,43 @@ from raypp.storage.store import (
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
+KIND = StoreKind(
+    "s3",
+    "s3://bucket/prefix, on AWS or any server with S3's interface",
+    position=2,
+    form="s3://bucket/prefix",
+    holds_data=True,
+    record_every_s=2.0,
+    endpoints=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    secrets=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    settings=(
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ENDPOINT_URL",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_REQUEST_CHECKSUM_CALCULATION",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION",
+        "RAYPP_S3_ADDRESSING_STYLE",
+        "RAYPP_S3_REQUEST_PAYER",
+    ),
+    files=("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE"),
+    chosen_by=(
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ENDPOINT_URL",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_PROFILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    ),
+    embedded=True,
+)
+
 _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?$", re.IGNORECASE)
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
 T = TypeVar("T")
 
 
-def open_s3(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
+def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
     """The store of `s3://bucket/prefix`."""
     match = _URL.match(url)
     if match is None:

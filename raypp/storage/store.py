@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
+from raypp.failure_kinds import FailureKind
 
 Data: TypeAlias = bytes | bytearray | memoryview
 """What can be stored. A memoryview must be contiguous and of bytes (`memoryview(x).cast("B")`)."""
@@ -32,6 +33,8 @@ class NotFound(RayppError):
 
 class StoreError(UnreachableError):
     """The store answered with a failure that is neither of the two above (it may pass)."""
+
+    failure_kind = FailureKind.STORE_DOWN
 
 
 class ServerNotThere(StoreError):

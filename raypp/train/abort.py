@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from raypp.torch_private import backends_on
+
 log = logging.getLogger(__name__)
 
 _TIMEVAL = struct.Struct("ll")
@@ -73,10 +75,6 @@ def _is_of_a_group(one: socket.socket, master_port: int) -> bool:
 def _abort_nccl() -> None:
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_initialized()):
         return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        try:
-            backend = group._get_backend(torch.device("cuda"))
-        except RuntimeError:
-            continue  # a group on the CPU only
+    for backend in backends_on(torch.device("cuda")):
         with contextlib.suppress(Exception):
             backend.abort()

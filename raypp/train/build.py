@@ -76,7 +76,8 @@ def build_stages(
     modules, stages = [], []
     for index in held:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
-        module = prepare_stage(module, job, data_mesh, device, groups)
+        prepared = prepare_stage(module, job, data_mesh, device, groups)
+        module = prepared.module
         if draw:
             draw_weights([module], job)
         modules.append(module)
@@ -94,6 +95,7 @@ def build_stages(
                 activations=wire_format(pipeline.wire.activations),
                 gradients=wire_format(pipeline.wire.gradients),
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
+                late_sums=prepared.late_sums,
             )
         )
     if job.mesh.pp > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
 
 # What gloo, NCCL and the key-value store say when the other side is gone or silent.
 _PEER_GONE = (
@@ -24,6 +25,8 @@ _PEER_GONE = (
 
 class LostPeerError(RayppError):
     """Another rank went away; this one is only a witness."""
+
+    failure_kind = FailureKind.LOST_PEER
 
 
 def lost_peer(error: BaseException) -> bool:

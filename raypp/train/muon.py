@@ -13,12 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypp.kinds import OptimizerKind
 from raypp.parallel.shard import local_part
 from raypp.parallel.whole_tensors import apply_to_whole
+from raypp.spec.job import OptimizerOptions
+from raypp.train.adamw import adamw_of
+from raypp.train.optimizer import decay_groups
+
+KIND = OptimizerKind("muon", "orthogonalised momentum for matrices, AdamW for the rest", position=3, states=1)
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _RMS = 0.2
+
+
+def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Muon:
+    """The optimizer of these parameters; it tells hidden matrices by their place in `model.layers`."""
+    hidden = {id(p) for name, p in named if name.startswith("model.layers.") and p.ndim > 1}
+    return Muon(
+        [p for _, p in named if id(p) in hidden],
+        decay_groups([p for _, p in named if id(p) not in hidden], options.weight_decay),
+        lambda groups: adamw_of(groups, options),
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.get_default_dtype(),
+    )
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Seat
@@ -29,9 +30,13 @@ _NAMES_TOLD = 3
 class NonFiniteError(RayppError):
     """Loss or gradients of a step are not finite; raised on every rank alike. The weights were not touched."""
 
+    failure_kind = FailureKind.NONFINITE
+
 
 class BrokenWeightsError(RayppError):
     """Weights are NaN or infinite; raised on every rank alike. Only what was saved before helps."""
+
+    failure_kind = FailureKind.CORRUPT
 
 
 @dataclass(frozen=True)

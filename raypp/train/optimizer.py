@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from raypp.parallel.shard import local_part
+from raypp.kinds import OPTIMIZERS
 from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
-from raypp.train.muon import Muon
 
 
 def build_optimizer(
@@ -26,60 +25,22 @@ def build_optimizer(
         stages: This rank's stages; muon tells hidden matrices by their place in `model.layers`.
         options: `train.optimizer`.
         precision: `train.precision`; what muon's iteration is computed in.
+
+    An optimizer is a module here with a `KIND` and `build(named, options, precision)`: parameters with their global
+    names, `train.optimizer`, and `train.precision`.
     """
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
-    if options.kind == "sgd":
-        return Sgd(_groups([p for _, p in named], options.weight_decay), options.lr, options.momentum)
-    if options.kind == "muon":
-        hidden = {id(p) for name, p in named if name.startswith("model.layers.") and p.ndim > 1}
-        return Muon(
-            [p for _, p in named if id(p) in hidden],
-            _groups([p for _, p in named if id(p) not in hidden], options.weight_decay),
-            lambda groups: _adamw(groups, options),
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        )
-    return _adamw(_groups([p for _, p in named], options.weight_decay), options)
+    build = OPTIMIZERS.get(options.kind, key="train.optimizer.kind").build()
+    return cast(torch.optim.Optimizer, build(named, options, precision))
 
 
-def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups as torch's optimizers take them: matrices with weight decay, the rest without."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _adamw(groups: list[dict[str, Any]], options: OptimizerOptions) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
-
-
-class Sgd(torch.optim.SGD):
-    """Gradient descent with momentum and decoupled weight decay (torch's own adds the decay to the gradient, where the
-    momentum gathers it up).
-
-    w <- w · (1 - lr · decay), then v <- momentum · v + g, w <- w - lr · v (SGDW, arXiv:1711.05101, algorithm 1).
-
-    Args:
-        groups: Parameters and `weight_decay` of each group.
-        lr: Learning rate.
-        momentum: Of v; 0 keeps no state.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
-        super().__init__([{**g, "decay": g["weight_decay"], "weight_decay": 0.0} for g in groups], lr, momentum)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            if group["decay"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        local_part(parameter).mul_(1 - group["lr"] * group["decay"])
-        super().step()
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Event, Seat
+from raypp.torch_private import restart_group_names
 from raypp.train.abort import cut_since
 from raypp.train.host_allocator import keep_freed_memory
 from raypp.train.network import prepare_network
@@ -120,9 +121,8 @@ def joined(
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
     if reports := check_links(seat, chosen, attempt_store):
         tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
-    # The first group's name, which is in its keys, is a count that a join which failed half-way leaves raised: this
-    # process would wait for the others under a name that those who are new do not use.
-    dist.distributed_c10d._world.group_count = 0
+    # After a join that failed half-way this process would wait for the others under a name that new ones do not use.
+    restart_group_names()
     dist.init_process_group(
         backend,
         store=attempt_store,

@@ -6,13 +6,13 @@ import json
 from contextlib import AbstractContextManager, ExitStack
 from typing import cast
 
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
+from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
@@ -25,12 +25,12 @@ from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.retry import LONG_S, patience_from_environment
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
+from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, lost_peer
-from raypp.train.nonfinite import BrokenWeightsError
 from raypp.train.recent_reports import RecentReports
-from raypp.train.replicas import ReplicaCheck, ReplicasDifferError, has_replicas
+from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.restore import Restorable, restore_newest
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.stragglers import Pace, SpikeWatch
@@ -49,14 +49,18 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 
     Raises:
         LostPeerError: Another rank died; this one is not to blame.
+        DeviceMemoryError: The device's memory is not enough.
         RayppError: Something the user can act on (data, checkpoint, store).
     """
     try:
         with ExitStack() as stack:
             return _live(job, seat, reporter, stack, rendezvous)
-    except (RuntimeError, dist.DistError) as error:
+    except Exception as error:
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
+        if out_of_device_memory(error):
+            what = f"the device's memory is not enough: {type(error).__name__}: {error}"
+            raise DeviceMemoryError(what) from error
         raise
 
 
@@ -109,9 +113,10 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     try:
         return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
-    except (ReplicasDifferError, BrokenWeightsError):
-        if tier is not None:  # its snapshots may hold the same weights: only what was committed before is trusted
-            tier.close(delete=True)
+    except RayppError as error:
+        kind = error.failure_kind
+        if tier is not None and kind is not None and kind.traits.taints_snapshots:
+            tier.close(delete=True)  # only what was committed before is trusted
         raise
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from raypp.observe.json_lines import report_of
 from raypp.records import Reporter, StepReport
 
 _MOST = 256
@@ -37,10 +38,9 @@ class RecentReports:
         return [dataclasses.asdict(report) for report in self._reports]
 
     def take_over(self, document: Iterable[Mapping[str, Any]]) -> None:
-        """Goes on from what a checkpoint holds. Unknown fields are passed over, as a newer version may write them."""
-        known = {item.name for item in dataclasses.fields(StepReport)}
+        """Goes on from what a checkpoint holds."""
         for entry in document:
-            self._append(StepReport(**{name: value for name, value in entry.items() if name in known}))
+            self._append(report_of(entry))
 
     def _append(self, report: StepReport) -> None:
         self._reports.append(report)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.parallel.shard import counts_here, local_part
+from raypp.torch_private import foreach_mul_, foreach_norm
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class GradientReducer:
         more = torch.zeros(0, dtype=torch.float64) if extra is None else extra
         vector = torch.zeros(self._size, dtype=torch.float64)
         if gradients:
-            norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()
+            norms = torch.stack(foreach_norm(list(gradients))).double().cpu()
             # Added, not assigned: the two ends of a tied embedding may both be here, and have one place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
         vector = torch.cat((vector, torch.tensor([loss_sum], dtype=torch.float64), more))
@@ -102,4 +103,4 @@ def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiplies every local gradient in place."""
     if gradients:
-        torch._foreach_mul_(list(gradients), factor)
+        foreach_mul_(list(gradients), factor)

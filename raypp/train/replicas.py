@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
 
 _NONE = -(2**62)
@@ -23,6 +24,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class ReplicasDifferError(RayppError):
     """Ranks that hold the same weights hold different bits; raised on every rank alike."""
+
+    failure_kind = FailureKind.CORRUPT
 
 
 class ReplicaCheck:

@@ -21,7 +21,7 @@ from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
-from raypp.errors import JobError, RayppError
+from raypp.errors import JobError, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
@@ -155,7 +155,7 @@ def _run(job: Job, seat: Seat) -> int:
     try:
         result = run_rank(job, seat, reporter, rendezvous)
     except BaseException as error:
-        cause = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        cause = in_words(error).strip().splitlines()[0]
         message = f"rank {seat.rank} failed: {cause}"
         reporter.end(Event("failed", message, attempt=seat.attempt, rank=seat.rank), RunState.FAILED, message)
         raise

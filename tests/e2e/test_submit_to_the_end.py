@@ -139,3 +139,11 @@ def test_a_run_in_a_directory_gives_the_numbers_of_a_run_in_s3(laptop: Laptop, u
     assert numbers(run.history()) == numbers(undisturbed.history())
     assert_same_weights(run.weights(), undisturbed.weights())
     assert run.commits() == undisturbed.commits()
+
+
+def test_doctor_tries_the_store_with_the_keys_of_the_embedded_cluster(laptop: Laptop) -> None:
+    answer = laptop.raypp("doctor", str(laptop.job("examined")), "--no-devices", "--json")
+    assert answer.code == 0, answer.err
+    report = json.loads(answer.out.splitlines()[-1])
+    assert ["error" in node for node in report["store"]["nodes"]] == [False]
+    assert not [one for one in report["findings"] if one["severity"] == "breaks"]

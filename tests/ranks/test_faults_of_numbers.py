@@ -80,6 +80,12 @@ def test_replicas_that_differ_by_one_bit_are_named_and_never_committed(tmp_path:
     assert not list_checkpoints(lives.store, "faulty")
 
 
+def test_a_rank_whose_device_is_full_says_so_although_torch_wraps_the_error(tmp_path: Path) -> None:
+    told, _ = _live(tmp_path, _document(4, {"pp": 2}), "oom@forward:rank=1,step=2")
+    assert told.errors[1].startswith("DeviceMemoryError: the device's memory is not enough: "), told.errors
+    assert told.errors[0].startswith("LostPeerError") or "lost a peer" in told.errors[0], told.errors
+
+
 @pytest.mark.slow
 def test_tied_ends_that_differ_are_found_and_looking_for_them_changes_no_bit(tmp_path: Path) -> None:
     document = _document(4, {"pp": 2})

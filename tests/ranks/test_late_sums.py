@@ -11,8 +11,9 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
-from raypp.parallel.late_sums import LateSums, sum_by_parts
+from raypp.parallel.late_sums import sum_by_parts
 from raypp.parallel.shard import local_part
 
 pytestmark = pytest.mark.ranks
@@ -40,8 +41,7 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    sum_by_parts(stage, late=True)
-    late: LateSums = stage.late_sums
+    late = sum_by_parts(stage, late=True)
     for microbatch in range(MICROBATCHES):
         output = stage(batch(rank, microbatch).requires_grad_())
         stage.set_is_last_backward(False)
@@ -51,13 +51,8 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
             late.begin_within(stage, output)
         output.square().sum().backward()
     under_way = late.under_way
-    stage.set_is_last_backward(True)
-    stage.set_reshard_after_backward(True)
-    stage.set_requires_gradient_sync(True)
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group.post_backward()
+    alone, _ = dist.new_subgroups(1)
+    PipelineStage(stage, 0, 1, torch.device("cpu"), group=alone).perform_reduce_grad(1)
     late.wait()
     gradients = [local_part(parameter.grad) for parameter in stage.parameters()]
     dist.destroy_process_group()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_close, assert_identical
 from harness import run_ranks
 from test_experts import document as experts
 from test_experts import trained as with_experts
-from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
+from test_mesh_does_not_change_numbers import document
 from training import merged, train_steps
 
 pytestmark = pytest.mark.ranks

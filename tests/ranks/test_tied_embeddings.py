@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
-from test_mesh_does_not_change_numbers import assert_close, assert_identical, document
+from test_mesh_does_not_change_numbers import document
 from test_optimizers import train_on
-from training import merged, train_steps
+from training import InBothTypes, Numbers, merged, train_steps
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
@@ -37,13 +39,23 @@ def one_process(precision: str = "fp32") -> dict[str, Any]:
 def trained(world: int, **settings: Any) -> dict[str, Any]:
     """The merged result, after a look at both ends."""
     results = run_ranks(world, train_steps, tied(**settings), STEPS)
+    assert_one_matrix(results)
+    return merged(results)
+
+
+def assert_one_matrix(results: list[dict[str, Any]]) -> None:
+    """Wherever the matrix is held, it and its gradients have the same bits."""
     holders = [result for result in results if MATRIX in result["weights"]]
     assert not any("lm_head.weight" in result["weights"] for result in results)
     for holder in holders[1:]:
         assert torch.equal(holder["weights"][MATRIX], holders[0]["weights"][MATRIX])
         for ours, theirs in zip(holder["gradients"], holders[0]["gradients"], strict=True):
             assert torch.equal(ours[MATRIX], theirs[MATRIX])
-    return merged(results)
+
+
+@cache
+def sums_of_one_process() -> Numbers:
+    return InBothTypes(1, {"": tied()}, STEPS).numbers("")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +74,11 @@ def test_both_ends_have_the_bits_of_one_process(world: int, settings: dict[str, 
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}], ids=str)
-def test_sharded_ends_have_the_numbers_of_one_process_within_1e5(mesh: dict[str, int]) -> None:
-    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
-    assert_close(trained(world, **mesh), one_process(), 1e-5)
+def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
+    found = InBothTypes(prod(mesh.values()), {"": tied(**mesh)}, STEPS)
+    for dtype in (torch.float32, torch.float64):
+        assert_one_matrix(found.ranks(("", dtype)))
+    assert_same_sums(found.numbers(""), sums_of_one_process())
 
 
 def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
 from raypp.train.seats import local_seat as seat_of
 
-__all__ = ["Batch", "merged", "seat_of", "train_steps", "whole"]
+__all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "train_steps", "whole"]
 
 
 class Unlabelled:
@@ -50,10 +51,19 @@ def train_steps(
     steps: int,
     device_type: str = "cpu",
     blank: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Trains and returns losses, norms, the scaled gradients of every step and the final weights, by global name.
 
-    `blank` names microbatches, counted through all replicas, that have no label.
+    Args:
+        rank: This rank.
+        world: How many there are.
+        port: Where they meet.
+        document: The job.
+        steps: How many.
+        device_type: Where it computes.
+        blank: Microbatches, counted through all replicas, that have no label.
+        dtype: What is computed in where the job says fp32.
     """
     job = parse_job(document)
     seat = seat_of(rank, world, port, job, device=device_type)
@@ -62,7 +72,8 @@ def train_steps(
     def wrapped(loader: Loader, replica: int) -> Any:
         return Unlabelled(loader, blank, replica * job.pipeline.microbatches) if blank else loader
 
-    reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped)
+    with default_dtype(dtype):
+        reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped)
     weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],
@@ -72,6 +83,16 @@ def train_steps(
         "gradients": list(kept.values()),
         "weights": weights,
     }
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,20 +115,56 @@ class Batch:
     Args:
         world: Ranks of every job.
         jobs: By name; the first that is asked for runs them all.
-        rest: Further arguments of `train_steps`: steps, device type, blank microbatches.
+        steps: Of every job.
+        device_type: Where it computes.
+        blank: As `train_steps` takes it.
     """
 
-    def __init__(self, world: int, jobs: Mapping[Any, dict[str, Any]], *rest: Any) -> None:
-        self._world, self._jobs, self._rest = world, jobs, rest
+    def __init__(
+        self,
+        world: int,
+        jobs: Mapping[Any, dict[str, Any]],
+        steps: int,
+        device_type: str = "cpu",
+        blank: tuple[int, ...] = (),
+    ) -> None:
+        self._world, self._jobs, self._steps, self._device_type, self._blank = world, jobs, steps, device_type, blank
         self._results: dict[Any, list[dict[str, Any]]] = {}
+
+    def _cases(self) -> dict[Any, tuple[Any, ...]]:
+        """By what `ranks` is asked for: the arguments of `train_steps`."""
+        return {name: (job, self._steps, self._device_type, self._blank) for name, job in self._jobs.items()}
 
     def ranks(self, name: Any) -> list[dict[str, Any]]:
         """What each rank found."""
         if not self._results:
-            cases = [(job, *self._rest) for job in self._jobs.values()]
-            self._results = dict(zip(self._jobs, run_in_turn(self._world, train_steps, cases), strict=True))
+            cases = self._cases()
+            results = run_in_turn(self._world, train_steps, list(cases.values()))
+            self._results = dict(zip(cases, results, strict=True))
         return self._results[name]
 
     def __getitem__(self, name: Any) -> dict[str, Any]:
         """The merged result of a job."""
         return merged(self.ranks(name))
+
+
+class Numbers(NamedTuple):
+    """What `comparison.assert_same_sums` compares: all steps in fp64, and the first in fp32."""
+
+    wide: dict[str, Any]
+    first: dict[str, Any]
+
+
+class InBothTypes(Batch):
+    """Jobs that are trained in fp64, and for one step in fp32. `ranks` is asked for `(name, dtype)`."""
+
+    def _cases(self) -> dict[Any, tuple[Any, ...]]:
+        lengths = {torch.float64: self._steps, torch.float32: 1}
+        return {
+            (name, dtype): (job, steps, self._device_type, self._blank, dtype)
+            for name, job in self._jobs.items()
+            for dtype, steps in lengths.items()
+        }
+
+    def numbers(self, name: Any) -> Numbers:
+        return Numbers(self[name, torch.float64], self[name, torch.float32])

@@ -53,6 +53,7 @@ class Started:
     submission_id: str
     reader: RunReader
     place: Path
+    url: str
     told: list[str] = field(default_factory=list)
 
     def status(self) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         store = open_store(job.checkpoint.url)
         add_spec(store, name, job_document(job))
         submission = client.submit_run(job, cluster, store.url, rank_function=rank_function, relays=relays)
-        run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name)
+        run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name, store.url)
         started.append(run)
         return run
 

@@ -34,6 +34,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
     assert run.exit_code() == 0
+    assert run.job()["metadata"]["job_name"] == "plain"  # what the dashboard's Jobs page shows as Name
     assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
     run.assert_nothing_left()
     assert run.groups() == {"REMOVED"}
@@ -92,6 +93,24 @@ def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(sta
     status = run.wait_end()
     assert (status["state"], status["restarts"]) == ("FAILED", 0)
     assert run.exit_code() == 2
+
+
+def test_a_policy_of_the_users_own_decides_in_place_of_the_default_one(start_run: StartRun) -> None:
+    run = start_run("own-policy", fault="raise:1:3:99", recovery={"policy": "own_policy:build"})
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("FAILED", 0)
+    assert "one life is enough" in status["error"] and "the sun is too bright" in status["error"]
+    assert run.exit_code() == 7
+    run.assert_nothing_left()
+
+
+def test_a_policy_that_the_cluster_lacks_ends_the_run_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
+    run = start_run("no-policy", recovery={"policy": "not_installed:build"})
+    status = run.wait_end()
+    assert (status["state"], status["attempt"]) == ("FAILED", 0)
+    assert "cannot import 'not_installed'" in status["error"]
+    assert run.exit_code() == 2
+    run.assert_nothing_left()
 
 
 def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: StartRun) -> None:

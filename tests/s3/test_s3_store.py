@@ -12,7 +12,8 @@ from seaweed import BUCKET, seaweed
 from store_contract import StoreContract
 
 from raypp.clusters.seaweed import SeaweedServer
-from raypp.storage import AccessRefused, BucketMissing, ServerNotThere, open_store
+from raypp.kinds import STORES
+from raypp.storage import AccessRefused, BucketMissing, ObjectStore, ServerNotThere, open_store
 from raypp.storage.s3 import S3Store
 
 pytestmark = pytest.mark.s3
@@ -21,12 +22,19 @@ _PART = 5 << 20
 
 
 @pytest.fixture
-def store(server: Any) -> S3Store:
+def s3_store(server: Any) -> S3Store:
     return server.store(BUCKET, next(_PREFIXES), part_bytes=_PART)
 
 
-class TestS3(StoreContract):
+class TestEveryStoreWithAServer(StoreContract):
+    """A store with scheme `x` is opened by the fixture `x_store`."""
+
     large = 3 * _PART
+
+    @pytest.fixture(params=[kind.name for kind in STORES.usable() if not kind.local])
+    def store(self, request: pytest.FixtureRequest) -> ObjectStore:
+        found: ObjectStore = request.getfixturevalue(f"{request.param}_store")
+        return found
 
 
 def test_open_store_takes_the_servers_place_and_keys_from_the_environment(
@@ -69,14 +77,14 @@ def test_no_server_at_the_endpoint_is_told_with_the_endpoint() -> None:
         store.probe()
 
 
-def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: Any, store: S3Store) -> None:
+def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: Any, s3_store: S3Store) -> None:
     def failing() -> Iterator[bytes]:
         yield bytes(2 * _PART)
         raise RuntimeError("the source broke")
 
     with pytest.raises(RuntimeError):
-        store.put_stream("torn", failing(), 4 * _PART)
-    assert list(store.unfinished()) == []
+        s3_store.put_stream("torn", failing(), 4 * _PART)
+    assert list(s3_store.unfinished()) == []
 
 
 def test_what_was_acknowledged_is_there_after_the_server_was_killed_and_started_again(tmp_path: Path) -> None:

@@ -44,11 +44,19 @@ def changed(**sections: Any) -> Job:
         {"pipeline": {"schedule": "gpipe", "seq_len_bucket": 64}},
         {"train": {"steps": 5000, "clip_norm": None, "precision": "bf16"}},
         {"checkpoint": {"url": "s3://elsewhere", "keep": 1}, "recovery": {"max_restarts": 0}},
+        {"recovery": {"policy": "own_policies:build"}},
         {"resources": {"device": "cpu"}, "data": {"eval": {"path": "held-out.txt"}}},
     ],
 )
 def test_mesh_schedule_steps_and_operations_may_change(sections: dict[str, Any]) -> None:
     assert check_resume(OLD, changed(**sections)) == []
+
+
+def test_the_job_of_a_run_that_began_before_a_key_of_recovery_existed_is_read_and_means_the_same() -> None:
+    before = json.loads(json.dumps(OLD))
+    del before["recovery"]["policy"]
+    assert Job.model_validate(before) == Job.model_validate(OLD)
+    assert check_resume(before, changed()) == []
 
 
 @pytest.mark.parametrize(

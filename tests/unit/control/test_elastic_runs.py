@@ -8,6 +8,7 @@ import pytest
 
 from raypp.control.elastic import Fitting
 from raypp.control.reshape import reshape_event, reshaped, shape_of
+from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
@@ -75,7 +76,7 @@ def test_a_later_life_uses_the_device_that_the_first_one_chose() -> None:
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
     def end(attempt: int, *kinds: str) -> AttemptEnd:
-        failures = tuple(RankFailure(rank, "", "10.0.0.3", 1, kind, "") for rank, kind in enumerate(kinds))
+        failures = tuple(RankFailure(n, "", "10.0.0.3", 1, FailureKind.read(kind), "") for n, kind in enumerate(kinds))
         return AttemptEnd(attempt, failures, None)
 
     assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "oom_host")]) == {}

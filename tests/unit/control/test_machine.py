@@ -6,13 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
+from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.elastic import Shape
-from raypp.recovery.policy import AttemptEnd, Policy
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import AttemptEnd
 
 
 def failure(kind: str = "killed", step: int = 3) -> RankFailure:
-    return RankFailure(1, "pp1", "10.0.0.1", 7, kind, "gone", step)
+    return RankFailure(1, "pp1", "10.0.0.1", 7, FailureKind(kind), "gone", step)
 
 
 def play(machine: m.Machine, *events: m.Happening) -> tuple[m.Machine, list[m.Command]]:
@@ -48,6 +50,24 @@ def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None
     assert machine.state is RunState.STOPPED
 
 
+def test_ranks_that_an_earlier_life_asked_to_stop_go_on_unless_the_operator_wants_the_end() -> None:
+    adopted = m.Start(3, 10, adopted=True)
+    machine, commands = play(m.Machine(), adopted, m.Finished(True), m.AttemptGone())
+    assert (machine.phase, machine.restarts, commands[-1]) == (m.Phase.LAUNCHING, 0, m.Launch())
+    machine, _ = play(machine, m.Claimed(4), m.Seated(), m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+    machine, _ = play(m.Machine(), adopted, m.StopAsked(True), m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPED
+
+
+def test_a_run_that_is_over_when_it_is_found_keeps_its_attempt_and_its_checkpoint() -> None:
+    ending = m.Finish(RunState.FAILED, "the sun is too bright", 2)
+    machine, commands = play(m.Machine(), m.Start(3, 10, interrupted=True, ending=ending))
+    assert commands == [ending] and machine.phase is m.Phase.DONE
+    assert (machine.attempt, machine.committed_step, machine.restarts) == (3, 10, 0)
+    assert (machine.state, machine.error) == (RunState.FAILED, "the sun is too bright")
+
+
 def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
     machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptGone())
     assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
@@ -78,7 +98,7 @@ def test_a_later_life_that_finds_its_ranks_alive_leads_them_on_and_counts_no_res
 
 def test_what_earlier_lives_of_the_controller_saw_fail_counts() -> None:
     history = tuple(AttemptEnd(attempt, (failure(),), 10) for attempt in (1, 2))
-    machine, _ = play(m.Machine(policy=Policy(2)), m.Start(3, 10, adopted=True, history=history))
+    machine, _ = play(m.Machine(policy=DefaultPolicy(2)), m.Start(3, 10, adopted=True, history=history))
     machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone())
     assert machine.state is RunState.FAILED and "2 restarts in a row" in commands[-1].reason  # type: ignore[union-attr]
 
@@ -161,7 +181,7 @@ _EVENTS = st.one_of(
 def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_end(
     events: list[m.Happening], max_restarts: int
 ) -> None:
-    machine = m.Machine(policy=Policy(max_restarts))
+    machine = m.Machine(policy=DefaultPolicy(max_restarts))
     alive = finished = False
     for event in events:
         before = machine
@@ -196,7 +216,7 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
 def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_often_than_allowed(
     attempts: list[tuple[str, bool]], max_restarts: int
 ) -> None:
-    machine, _ = play(m.Machine(policy=Policy(max_restarts)), m.Start())
+    machine, _ = play(m.Machine(policy=DefaultPolicy(max_restarts)), m.Start())
     step = in_vain = 0
     for kind, progress in [*attempts, *[("killed", False)] * (max_restarts + 2)]:
         machine, _ = play(machine, m.Claimed(machine.attempt + 1), m.Seated())

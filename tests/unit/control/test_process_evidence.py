@@ -17,17 +17,21 @@ from raypp.control import process_evidence
 from raypp.control.classify import kind_and_cause
 from raypp.control.preemption import Notices
 from raypp.control.seats import Rank
-from raypp.errors import DataError, UnreachableError
+from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError
+from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates
 from raypp.storage import StoreError
+from raypp.storage.store import AccessRefused
+from raypp.train.device_memory import DeviceMemoryError
+from raypp.train.lost_peer import LostPeerError
+from raypp.train.nonfinite import BrokenWeightsError, NonFiniteError
+from raypp.train.replicas import ReplicasDifferError
 
 
-class LostPeerError(Exception):
-    """Known by its name."""
+class StruckError(RayppError):
+    """A new kind of error declares what it means."""
 
-
-class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    failure_kind = FailureKind.CORRUPT
 
 
 @pytest.mark.parametrize(
@@ -35,12 +39,19 @@ class OutOfMemoryError(RuntimeError):
     [
         (ValueError("no"), "raised", "ValueError: no"),
         (DataError("all wrong"), "user_error", "all wrong"),
+        (JobError("no such model"), "user_error", "no such model"),
         (LostPeerError("gone"), "lost_peer", "gone"),
-        (OutOfMemoryError("CUDA out of memory"), "out_of_memory", "device"),
+        (NonFiniteError("step 3: the loss is nan"), "nonfinite", "the loss is nan"),
+        (BrokenWeightsError("step 3"), "corrupt", "step 3"),
+        (ReplicasDifferError("not the same bits"), "corrupt", "not the same bits"),
+        (StruckError("by lightning"), "corrupt", "by lightning"),
+        (DeviceMemoryError("the device's memory is not enough"), "out_of_memory", "device"),
         (MemoryError("big"), "out_of_memory", "host"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "host"),
         (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),
-        (StoreError("503"), "store_down", "503"),
+        (StoreError("503"), "store_down", "the store does not answer, or refuses: 503"),
+        (AccessRefused("403"), "store_down", "403"),
+        (CheckpointError("torn"), "raised", "torn"),
         (UnreachableError("no route"), "unreachable", "no route"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -58,6 +69,18 @@ def test_a_full_disk_is_found_below_the_error_that_it_led_to() -> None:
             raise StoreError("the object could not be written") from error
     kind, cause = kind_and_cause(raised.value)
     assert kind == "disk_full" and "/mnt/y" in cause
+
+
+def test_what_a_symptom_came_from_is_told_and_an_error_of_the_job_stays_one() -> None:
+    def after(error: Exception, cause: Exception) -> str:
+        error.__cause__ = cause
+        return kind_and_cause(error)[0]
+
+    full, no_memory = OSError(errno.ENOSPC, "No space left on device"), MemoryError("big")
+    assert [after(StoreError("no"), cause) for cause in (full, no_memory)] == ["disk_full", "out_of_memory"]
+    assert [after(UnreachableError("no"), cause) for cause in (full, no_memory)] == ["disk_full", "out_of_memory"]
+    assert [after(JobError("no"), cause) for cause in (full, no_memory)] == ["disk_full", "user_error"]
+    assert after(LostPeerError("no"), full) == "lost_peer"
 
 
 def test_an_error_in_the_users_own_code_names_its_line(tmp_path: Path) -> None:

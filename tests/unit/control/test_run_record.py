@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
+from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control.machine import Machine
+from raypp.control.protocol import Answer
+from raypp.control.report.outbox import Outbox
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
+from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
-from raypp.observe.status import RunStatus
-from raypp.records import Coordinates, Event, StepReport
-from raypp.recovery.policy import Policy
+from raypp.observe.status import RankStatus, RunStatus
+from raypp.records import Coordinates, Event, Requests, RunState, Seat, StepReport
+from raypp.recovery.policies.default import DefaultPolicy
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
@@ -27,7 +32,7 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     store = DirectoryStore(tmp_path)
     event = Event("committed", "step 2", attempt=1, step=2)
     first = _record(store, "c-1")
-    first.begin(None, None)
+    first.begin(None)
     for report in (_report(1), _report(2), _report(2)):
         first.took_step(report)
     first.event(event)
@@ -36,7 +41,7 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     assert first.close() and first.durable == 3
 
     later = _record(store, "c-2")
-    told = later.begin(2, {**RunStatus("told", first.status().state, step=2).as_dict(), "restarts": 1}, going_on=True)
+    told = later.go_on(2, RunStatus("told", first.status().state, step=2, restarts=1))
     assert [one.kind for one in told] == ["committed"]
     later.event(event)
     later.took_step(_report(2))
@@ -48,11 +53,95 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     assert [one.kind for one in reader.events()] == ["committed"]
 
 
+def test_steps_that_are_told_again_after_newer_ones_do_not_take_the_status_back(tmp_path: Path) -> None:
+    """The controller dies with steps unwritten, and its next life answers the rank's last report only."""
+    seat = Seat("told", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    outbox = Outbox(seat)
+    for step in range(1, 11):
+        outbox.add_step(_report(step))
+    outbox.delivered(outbox.take("step 10", 0.0), Answer(Requests(), "c-1"))  # and that life dies
+    for step in range(11, 41):
+        outbox.add_step(_report(step))
+    last = outbox.take("step 40", 0.0)
+    outbox.delivered(last, Answer(Requests(), "c-2"))
+    left = outbox.left_over()
+    assert left is not None
+
+    record = _record(DirectoryStore(tmp_path), "c-2")
+    record.go_on(40, RunStatus("told", RunState.RUNNING, step=10, attempt=1))
+    assert [record.took_step(report, 1) for report in last.steps] == [True] * 30
+    assert {report.step for report in left.steps} == set(range(1, 41))
+    for report in left.steps:
+        record.took_step(report, 1)
+    status = record.status()
+    assert (status.step, status.loss, status.tokens_per_s) == (40, 1.0 / 40, 100.0)
+    assert record.close()
+    assert [row["step"] for row in RunReader(DirectoryStore(tmp_path), "told").history()] == list(range(1, 41))
+
+
+def test_an_attempt_that_begins_from_a_checkpoint_takes_the_status_back_to_it(tmp_path: Path) -> None:
+    record = _record(DirectoryStore(tmp_path), "c-1")
+    record.begin(None)
+    for step in range(1, 13):
+        record.took_step(_report(step), 1)
+    for step in range(1, 11):  # out of the checkpoint of step 10
+        record.took_step(_report(step), 2)
+    assert record.step == 10
+    assert record.took_step(_report(11, 2), 2) and record.step == 11
+    assert not record.took_step(_report(12), 1)
+    record.close()
+
+
+def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    first = _record(store, "c-1")
+    first.begin(None)
+    for step in range(1, 21):
+        first.took_step(_report(step), 1)
+    assert first.close()
+    ranks = (RankStatus(0, Coordinates(), "10.0.0.1", 7, "step"),)
+    older = RunStatus("told", RunState.RUNNING, 3, 40, 0.5, 9.0, 1, 2, mesh={"pp": 1}, ranks=ranks, error="pp0 died")
+    store.put("told/status.json", document(older.as_dict()))
+
+    later = _record(store, "c-2")
+    read = later.earlier_status()
+    assert read == older
+    later.go_on(15, read)
+    status = later.status()
+    assert (status.step, status.loss, status.tokens_per_s) == (20, 1.0 / 20, 100.0)
+    assert status.checkpoint == f"{store.url}/told/step-00000015"
+    assert (status.attempt, status.restarts, status.ranks, status.error) == (1, 2, ranks, "pp0 died")
+    assert later.close()
+
+
+def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
+    """Rank 0 is gone with what it had to tell: the steps after the 5th, and the commits after the first."""
+    store = DirectoryStore(tmp_path)
+    first = _record(store, "c-1")
+    first.begin(None)
+    for step in range(1, 6):
+        first.took_step(_report(step), 1)
+    first.event(Event("committed", "step 5: by its rank", attempt=1, step=5))
+    assert first.close()
+    claim_attempt(store, "told", 1)
+    for step in (5, 10):
+        steps = [asdict(_report(done)) for done in range(1, step + 1)]
+        write_commit(store, Commit("told", step, 1, {}, {}, {"recent_steps": steps}, ()))
+
+    later = _record(store, "c-2")
+    later.catch_up(later.go_on(10, later.earlier_status()))
+    assert later.step == 10 and later.close()
+    reader = RunReader(store, "told")
+    assert [row["step"] for row in reader.history()] == list(range(1, 11))
+    told = [(event.step, event.attempt) for event in reader.events() if event.kind == "committed"]
+    assert told == [(5, 1), (10, 1)]
+
+
 def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     record = _record(DirectoryStore(tmp_path), "c-1")
-    record.begin(None, None)
+    record.begin(None)
     ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", "10.0.0.1", 100 + n, "step") for n in range(3)]
-    machine = Machine(policy=Policy(3))
+    machine = Machine(policy=DefaultPolicy(3))
     record.show(machine, ranks)
     ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
     record.show(machine, ranks)

@@ -10,7 +10,8 @@ import pytest
 
 from raypp.control.protocol import Ending
 from raypp.control.worker import Worker
-from raypp.errors import DataError
+from raypp.errors import DataError, RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates, Event, RankFailure, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
@@ -19,8 +20,10 @@ _left: set[int] = set()
 _go = threading.Event()
 
 
-class NonFiniteError(Exception):
-    """Known by its name."""
+class NotFiniteError(RayppError):
+    """Declares its kind, as the runtime's own does."""
+
+    failure_kind = FailureKind.NONFINITE
 
 
 def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
@@ -30,7 +33,7 @@ def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
     if seat.attempt == 3:
         raise DataError("all wrong")
     if seat.attempt == 6:
-        raise NonFiniteError("step 3: the loss is nan")
+        raise NotFiniteError("step 3: the loss is nan")
     if seat.attempt == 4:
         threading.Thread(target=_go.wait, args=(20,), name="raypp-save-7", daemon=True).start()
     while seat.attempt <= 2:

@@ -175,7 +175,7 @@ def token() -> str:
 def late(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProbe]:
     """A node whose clock is 7 s ahead."""
     monkeypatch.chdir(tmp_path)
-    probe = NodeProbe(token, lambda: time.time() + 7)
+    probe = NodeProbe(token, clock=lambda: time.time() + 7)
     yield probe
     probe.close()
 

@@ -140,7 +140,6 @@ def test_experts_without_any_row_still_take_part_in_the_backward() -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
 
 
-@pytest.mark.skipif(moe.grouped_mm is None, reason="this torch has no grouped matrix product")
 def test_the_grouped_kernel_gives_what_the_loop_gives() -> None:
     counts = torch.tensor([3, 0, 9, 4])
     rows = torch.randn(16, 16, generator=torch.Generator().manual_seed(5))

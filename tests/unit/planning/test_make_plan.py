@@ -35,7 +35,7 @@ def test_a_plan_is_json() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_every_schedule_can_be_planned(name: str) -> None:
-    stages_per_rank = 2 if name != "gpipe" and name != "1f1b" else 1
+    stages_per_rank = schedule_named(name).nearest_stages(2)
     plan = make_plan(job_with(pipeline={"schedule": name, "stages_per_rank": stages_per_rank}))
     crossing = [b for b in plan.boundaries if b.crosses_ranks]
     assert len(plan.boundaries) == 2 * stages_per_rank - 1

@@ -12,9 +12,6 @@ from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, 
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by, with_messages
 from raypp.schedules.deadlock import waits_for_ever
 
-BUFFERED = {"looped_bfs": 1}
-"""Messages a channel must hold for a program whose sends block; 0 for all others: their receives are posted in time."""
-
 
 def ranks_of(name: str, pp: int, stages_per_rank: int) -> list[int]:
     placement = place_stages(pp, pp * stages_per_rank, schedule_named(name).placement)
@@ -38,7 +35,7 @@ def assert_nothing_waits(name: str, widths: Sequence[int]) -> None:
     for pp, stages_per_rank, microbatches in sizes(name, widths):
         for lookahead in range(5):
             lines, ranks = lines_of(name, pp, stages_per_rank, microbatches, lookahead)
-            for rule, room in (("gloo", 0), ("nccl", 0), ("blocking", BUFFERED.get(name, 0))):
+            for rule, room in (("gloo", 0), ("nccl", 0), ("blocking", schedule_named(name).buffered)):
                 found = waits_for_ever(lines, ranks, rule, room=room)  # type: ignore[arg-type]
                 assert not found, (pp, stages_per_rank, microbatches, lookahead, rule, found)
 

@@ -22,8 +22,7 @@ times = st.floats(0.1, 3)
 def allowed(name: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[int, int, int]:
     """The nearest sizes the schedule can do."""
     schedule = schedule_named(name)
-    least, most = schedule.stages_per_rank
-    return pp, min(max(stages_per_rank, least), most), max(microbatches, schedule.least_microbatches(pp))
+    return pp, schedule.nearest_stages(stages_per_rank), max(microbatches, schedule.least_microbatches(pp))
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -42,6 +41,23 @@ def test_every_program_is_valid_and_runs(
     assert timeline.makespan >= work * (1 - 1e-9)
     assert all(idle == pytest.approx(timeline.makespan - work, abs=1e-6) for idle in timeline.idle)
     assert all(0 < peak <= microbatches for peak in timeline.in_flight)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_what_a_schedule_says_of_itself_is_so(name: str) -> None:
+    schedule = schedule_named(name)
+    least, most = schedule.stages_per_rank
+    assert 1 <= least <= most and schedule.summary and schedule.source
+    assert schedule.placement == "loop" or (least, most) == (2, 2)
+    assert bool(schedule.microbatches_per_rank) == bool(schedule.reason)
+    split = {"I", "W"}
+    for pp, stages_per_rank in ((2, least), (4, min(most, 3))):
+        microbatches = max(8, schedule.least_microbatches(pp))
+        program = build_program(name, pp, stages_per_rank, microbatches)
+        assert bool(split & {a.kind for actions in program.values() for a in actions}) == schedule.splits_backward
+        if schedule.microbatches_per_rank:
+            with pytest.raises(JobError, match=r"pipeline.microbatches: .* too few"):
+                build_program(name, pp, stages_per_rank, schedule.least_microbatches(pp) - 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,7 +116,7 @@ def test_zbv_holds_no_more_than_1f1bs_first_rank() -> None:
     assert max(timeline.in_flight_on_rank) <= 2 * 4  # halves: two stages per rank
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULES if kind.microbatches_per_rank == 1])
 def test_fewer_microbatches_than_ranks_are_refused_with_what_works(name: str) -> None:
     with pytest.raises(JobError) as caught:
         build_program(name, 4, schedule_named(name).stages_per_rank[0], 3)

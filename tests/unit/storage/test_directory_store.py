@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_contract import StoreContract
 
 from raypp.errors import JobError
 from raypp.storage import AccessRefused, StoreError, open_store
@@ -16,10 +15,6 @@ from raypp.storage.directory import DirectoryStore
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "store")
-
-
-class TestDirectory(StoreContract):
-    pass
 
 
 def test_files_are_private(store: DirectoryStore) -> None:

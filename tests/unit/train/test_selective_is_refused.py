@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raypp.kinds import SCHEDULES
 from raypp.planning.check import check_plan
 from raypp.spec.load import parse_job
 
@@ -13,13 +14,13 @@ from raypp.spec.load import parse_job
 def problems(schedule: str, **train: Any) -> list[str]:
     job = {
         "name": "r", "data": {"kind": "synthetic"}, "mesh": {"pp": 2},
-        "pipeline": {"schedule": schedule, "stages_per_rank": 2 if schedule == "zbv" else 1},
+        "pipeline": {"schedule": schedule, "stages_per_rank": SCHEDULES.get(schedule).nearest_stages(1)},
         "train": {"activation_checkpointing": "selective", **train},
     }  # fmt: skip
     return [f"{problem.key}: {problem.what}" for problem in check_plan(parse_job(job))]
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES if kind.splits_backward])
 def test_with_a_backward_in_two_parts(schedule: str) -> None:
     (problem,) = problems(schedule)
     assert problem.startswith("train.activation_checkpointing: selective allows one backward per block")

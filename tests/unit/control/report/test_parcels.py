@@ -20,7 +20,7 @@ from raypp.spec.load import job_document, parse_job
 def leader(tmp_path: Path) -> Leader:
     job = parse_job({"name": "r", "mesh": {"pp": 4}, "checkpoint": {"url": str(tmp_path)}})
     leader = Leader(RunRequest("r", job_document(job)), None, again=False)
-    leader.record.begin(None, None)
+    leader.record.begin(None)
     leader._crew = leader._placement = None  # type: ignore[assignment]
     attempt = leader._attempt = leader._new_attempt(3)
     attempt.ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", state="starting") for n in range(4)]

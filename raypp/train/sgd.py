@@ -1,0 +1,46 @@
+"""Gradient descent with momentum and decoupled weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raypp.kinds import OptimizerKind
+from raypp.parallel.shard import local_part
+from raypp.spec.job import OptimizerOptions
+from raypp.train.optimizer import decay_groups
+
+KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states=1)
+
+
+def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Sgd:
+    """The optimizer of these parameters."""
+    return Sgd(decay_groups([p for _, p in named], options.weight_decay), options.lr, options.momentum)
+
+
+class Sgd(torch.optim.SGD):
+    """Gradient descent with momentum and decoupled weight decay (torch's own adds the decay to the gradient, where the
+    momentum gathers it up).
+
+    w <- w · (1 - lr · decay), then v <- momentum · v + g, w <- w - lr · v (SGDW, arXiv:1711.05101, algorithm 1).
+
+    Args:
+        groups: Parameters and `weight_decay` of each group.
+        lr: Learning rate.
+        momentum: Of v; 0 keeps no state.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
+        super().__init__([{**g, "decay": g["weight_decay"], "weight_decay": 0.0} for g in groups], lr, momentum)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            if group["decay"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        local_part(parameter).mul_(1 - group["lr"] * group["decay"])
+        super().step()

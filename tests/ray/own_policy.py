@@ -1,0 +1,27 @@
+"""A user's own recovery policy, as `own_policy:build`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypp.recovery.policies import default
+from raypp.recovery.policy import AttemptEnd, Decision, GiveUp, Policy, Restart, describe, root_cause
+from raypp.spec.job import RecoverySection
+
+
+def build(recovery: RecoverySection) -> Policy:
+    return OneLife(default.build(recovery))
+
+
+@dataclass(frozen=True)
+class OneLife:
+    """Restarts only what does not count, such as a preemption; says so with an exit code of its own."""
+
+    usual: Policy
+
+    def decide(self, history: Sequence[AttemptEnd]) -> Decision:
+        decision, cause = self.usual.decide(history), root_cause(history[-1].failures)
+        if isinstance(decision, Restart) and cause.kind.traits.counts:
+            return GiveUp(f"one life is enough: {describe(cause)}", exit_code=7)
+        return decision

@@ -1,0 +1,120 @@
+"""Ranks end while nobody leads them: the next life of the controller tells of the run what is true of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from raypp.checkpoint.commit import Commit, write_commit
+from raypp.control.machine import Finish
+from raypp.control.run_events import end_event
+from raypp.observe.recorder import RunRecorder
+from raypp.records import RunState, StepReport
+from raypp.storage import open_store
+from tests.ray.conftest import Started, StartRun
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+STEPS = 60
+
+
+def _controller(run: Started) -> int:
+    return next(int(one["pid"]) for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["pid"])
+
+
+def _freeze_and_run_out(run: Started) -> int:
+    """Freezes the controller after a few steps, and waits until its ranks have taken all; returns its pid."""
+    run.wait_step(3)
+    controller = _controller(run)
+    os.kill(controller, signal.SIGSTOP)
+    run.wait((run.place / "over-1").exists, "the last step")
+    assert run.status()["step"] < STEPS
+    return controller
+
+
+def _all(run: Started, number: int) -> None:
+    for pid in run.pids():
+        os.kill(pid, number)
+
+
+def _assert_all_agree(run: Started, status: dict[str, Any], end: str, step: int) -> None:
+    """Status, history, events, and what the driver said last."""
+    history, events = run.reader.history(), run.reader.events()
+    assert [row["step"] for row in history] == list(range(1, step + 1))
+    told = (status["state"], status["step"], status["loss"], status["tokens_per_s"], status["attempt"])
+    assert told == (end.upper(), step, history[-1]["loss"], history[-1]["tokens_per_s"], 1)
+    assert (status["restarts"], len(status["ranks"]), status["mesh"]["fsdp"]) == (0, 4, 2)
+    ends = [(one.kind, one.step) for one in events if one.kind in ("succeeded", "failed", "stopped")]
+    assert ends == [(end, step)]
+    newest = max((one.step for one in events if one.kind == "committed"), default=None)
+    assert status["checkpoint"] == (newest and f"{run.url}/{run.name}/step-{newest:08d}")
+    assert run.exit_code() == status_code(status)
+    log = run.cluster.dashboard.job_logs(run.submission_id)
+    assert log.splitlines()[-1].startswith(f"{end}: ")
+
+
+def status_code(status: dict[str, Any]) -> int:
+    return 2 if status["state"] == "FAILED" else 0
+
+
+def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) -> None:
+    run = start_run("waiting", steps=STEPS)
+    os.kill(_freeze_and_run_out(run), signal.SIGKILL)
+    status = run.wait_end()
+    _assert_all_agree(run, status, "succeeded", STEPS)
+    assert {rank["state"] for rank in status["ranks"]} == {"done"}
+    committed = [event.step for event in run.reader.events() if event.kind == "committed"]
+    assert committed == list(range(5, STEPS + 1, 5))
+
+
+def test_when_no_rank_is_left_checkpoints_tell_of_the_last_steps(start_run: StartRun) -> None:
+    run = start_run("nobody", steps=STEPS)
+    controller = _freeze_and_run_out(run)
+    reports = [StepReport(step, 1.0 / step, 1.0, 10, 10, 0.05, 200.0, 1) for step in range(1, STEPS + 1)]
+    extra = {"recent_steps": [asdict(report) for report in reports]}
+    write_commit(open_store(run.url), Commit(run.name, STEPS, 1, {}, {}, extra, ()))
+    _all(run, signal.SIGKILL)
+    os.kill(controller, signal.SIGKILL)
+    _assert_all_agree(run, run.wait_end(), "succeeded", STEPS)
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
+    """The ranks have not heard of it when the controller dies: they go on, or are gone, too."""
+    run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
+    run.wait_step(3)
+    controller = _controller(run)
+    _all(run, signal.SIGSTOP)
+    asking = threading.Thread(target=run.command, args=("stop",))
+    asking.start()
+    run.wait(lambda: "stop_requested" in run.kinds(), "the stop")
+    os.kill(controller, signal.SIGKILL)
+    _all(run, number)
+    status = run.wait_end()
+    asking.join()
+    _assert_all_agree(run, status, "stopped", status["step"])
+    assert run.kinds().count("stop_requested") == 1
+    if number == signal.SIGCONT:  # the stand-ins' commits are words only; the last one is of the last step
+        assert status["checkpoint"].endswith(f"step-{status['step']:08d}")
+    run.assert_nothing_left()
+
+
+def test_an_end_that_was_decided_is_carried_out_by_the_next_life(start_run: StartRun) -> None:
+    """The controller dies after it wrote the event, before the processes and the status."""
+    run = start_run("decided", steps=100_000, every=0)
+    run.wait_step(3)
+    os.kill(_controller(run), signal.SIGSTOP)
+    step = len(run.reader.history())
+    with RunRecorder(open_store(run.url), run.name, "c-earlier") as recorder:
+        recorder.event(end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 1, step))
+    os.kill(_controller(run), signal.SIGKILL)
+    status = run.wait_end()
+    _assert_all_agree(run, status, "failed", step)
+    assert status["error"] == "the data is all wrong"
+    run.assert_nothing_left()

@@ -1,0 +1,51 @@
+"""A user's own modules travel with the job; what is installed does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+from raypp.spec.own_code import own_files
+
+
+def job(**sections: Any) -> Job:
+    return parse_job({"name": "a", "data": {"kind": "synthetic"}, **sections})
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_order.py").write_text("def build(): ...\n")
+    (tmp_path / "my_parts" / "deep").mkdir(parents=True)
+    for name in ("__init__.py", "deep/__init__.py", "deep/rows.py", "facts.json", "notes.txt"):
+        (tmp_path / "my_parts" / name).write_text(f"# {name}\n" if name != "facts.json" else "{}")
+    (tmp_path / "my_parts" / "deep" / "broken.py").write_text("raise RuntimeError('it is not imported')\n")
+    return tmp_path
+
+
+def test_a_module_travels_alone_and_a_package_as_a_whole(own: Path) -> None:
+    found = own_files(
+        job(pipeline={"schedule": "my_order:build"}, train={"optimizer": {"kind": "my_parts.deep.broken:build"}})
+    )
+    assert [name for name, _ in found] == [
+        "my_order.py",
+        "my_parts/__init__.py",
+        "my_parts/deep/__init__.py",
+        "my_parts/deep/broken.py",
+        "my_parts/deep/rows.py",
+        "my_parts/facts.json",
+    ]
+    assert dict(found)["my_order.py"] == b"def build(): ...\n"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "json.decoder:build", "yaml.nodes:build", "raypp.schedules.zbv:build"])
+def test_what_every_node_has_does_not_travel(schedule: str) -> None:
+    assert own_files(job(pipeline={"schedule": schedule})) == []
+
+
+def test_a_table_is_read_where_it_is_and_a_missing_module_is_told_elsewhere() -> None:
+    assert own_files(job(pipeline={"schedule": "mine.csv"}, data={"kind": "no_such_module:read"})) == []

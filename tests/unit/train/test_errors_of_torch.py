@@ -1,0 +1,28 @@
+"""What torch's exceptions mean for the run."""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.errors import CheckpointError, JobError
+from raypp.train.device_memory import out_of_device_memory
+from raypp.train.lost_peer import LostPeerError
+
+
+def after(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def test_a_full_device_is_found_below_the_errors_that_wrap_it() -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert out_of_device_memory(full)
+    assert out_of_device_memory(after(RuntimeError("stage 1 failed to run forward"), full))
+    assert out_of_device_memory(after(CheckpointError("cannot be loaded"), full))
+    assert not out_of_device_memory(RuntimeError("CUDA out of memory"))
+
+
+def test_an_error_that_declares_what_it_is_is_believed() -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert not out_of_device_memory(after(LostPeerError("gone"), full))
+    assert not out_of_device_memory(after(JobError("wrong"), full))
