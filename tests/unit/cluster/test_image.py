@@ -1,4 +1,4 @@
-"""The Dockerfile without docker: its sources exist, and its commands install raypp in a directory."""
+"""The Dockerfile without docker: its sources exist, and its commands install raypp."""
 
 from __future__ import annotations
 
