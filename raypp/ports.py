@@ -20,11 +20,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     it. If there are no such ports below that range, or too few are free, the kernel chooses the
     rest.
     """
-    try:
-        end = int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError):
-        end = 0
-    room = range(_LOWEST, max(_LOWEST, end))
+    room = _room()
     tried = random.SystemRandom().sample(room, k=min(_TRIES + count, len(room)))
     found = [port for port in tried if port_is_free(port, host)][:count]
     return found + _ephemeral_ports(count - len(found), host)
@@ -44,6 +40,15 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         except OSError:
             return False
     return True
+
+
+def _room() -> range:
+    """The ports between Ray's and the kernel's."""
+    try:
+        end = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 0
+    return range(_LOWEST, max(_LOWEST, end))
 
 
 def _ephemeral_ports(count: int, host: str) -> list[int]:

@@ -47,6 +47,14 @@ class Coordinates:
                 parts.append(f"{'dp' if axis == 'dp_replicate' else axis}{getattr(self, axis)}")
         return "-".join(parts)
 
+    def replica(self, sizes: Coordinates) -> int:
+        """Returns the replica whose rows a rank at this place reads, by dp_replicate and fsdp.
+
+        Args:
+            sizes: The length of each axis.
+        """
+        return self.dp_replicate * sizes.fsdp + self.fsdp
+
     def as_dict(self) -> dict[str, int]:
         # Spelled out: a status document contains one per rank, and dataclasses.asdict takes ten
         # times as long.
@@ -91,6 +99,11 @@ class Seat:
     @property
     def label(self) -> str:
         return self.coordinates.label(self.mesh_sizes)
+
+    @property
+    def replica(self) -> int:
+        """Which replica's rows this rank reads."""
+        return self.coordinates.replica(self.mesh_sizes)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from raypp.memory.files import SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
 from raypp.memory.slot import Slot
+from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, Reporter, Seat
 from raypp.storage.rate_limit import Pace
 
@@ -162,16 +163,16 @@ class MemoryTier:
 
     # Every step -----------------------------------------------------------------------------------
 
-    def signals(self) -> tuple[int, ...]:
-        """Returns the numbers to reduce by maximum over all ranks at the start of the next step."""
-        unready = int(not self._ready)  # read before `trouble`, because it is set after it
+    def signals(self) -> SnapshotState:
+        """Returns the state of this rank's snapshots, to agree on at the start of the next step."""
+        unready = not self._ready  # read before `trouble`, because it is set after it
         self._record_cost()
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
-        return every, -self._own_step, -arrived, self.trouble, unready
+        return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
 
     def step_begins(
-        self, done: int, agreed: Sequence[int], slices: Callable[[], Iterable[Slice]], extra: Callable[[], str]
+        self, done: int, agreed: SnapshotState, slices: Callable[[], Iterable[Slice]], extra: Callable[[], str]
     ) -> None:
         """Takes a snapshot of the completed step if one is due.
 
@@ -179,33 +180,32 @@ class MemoryTier:
 
         Args:
             done: Number of completed optimizer steps.
-            agreed: The maximum of `signals` over all ranks.
+            agreed: The `signals` of all ranks, as agreed on.
             slices: Returns the state; called only if needed.
             extra: Returns JSON text to store with the snapshot; called only if needed.
         """
         if not self._started:
             return
-        every, whole, arrived, trouble, unready = agreed[0], -agreed[1], -agreed[2], agreed[3], agreed[4]
         self._costs.steps.extend([] if self._costs.begun is None else [time.perf_counter() - self._costs.begun])
         self._costs.begun = time.perf_counter()
-        if trouble >= _OFF:
+        if agreed.trouble >= _OFF:
             self._turn_off()
             return
-        if trouble == _NO_COPIES:
+        if agreed.trouble == _NO_COPIES:
             self._do_without_copies()
-        self._common, self._copied = max(self._common, whole), max(self._copied, arrived)
+        self._common, self._copied = max(self._common, agreed.own), max(self._copied, agreed.arrived)
         if done == 0:
             return  # there is no optimizer state yet
         if not self._asked:
             self._asked = True
             size = sum(part.tensor.numel() * part.tensor.element_size() for part in slices())
             self._jobs.put(lambda: self._prepare(size))
-        if unready:
+        if agreed.unready:
             return
-        self._announce_ready(every)
-        self._forget_earlier(arrived if self._sender is not None else whole)
+        self._announce_ready(agreed.every)
+        self._forget_earlier(agreed.arrived if self._sender is not None else agreed.own)
         link_free = self._sender is not None and self._ticket <= self._copied
-        if done - self._taken >= every and whole == self._expected:
+        if done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common

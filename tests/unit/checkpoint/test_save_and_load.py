@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -350,14 +348,3 @@ def test_a_snapshot_buffer_is_not_used_twice_at_once_but_again_after_release() -
     assert second.data().obj.ctypes.data == where.obj.ctypes.data
     with pytest.raises(RuntimeError, match="was released"):
         first.data()
-
-
-def test_the_parts_that_know_only_bytes_import_no_torch() -> None:
-    code = (
-        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
-        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.run_spec, "
-        "raypp.checkpoint.layout; "
-        "print([name for name in ('torch', 'boto3') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

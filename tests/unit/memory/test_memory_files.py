@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +18,7 @@ from raypp.memory.files import (
     SlotName,
     keeper,
     list_slots,
-    open_locked,
     parse_name,
-    peek,
-    remove_dead,
     remove_run,
     room,
 )
@@ -83,43 +77,11 @@ def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(t
     again.close()
 
 
-def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path) -> None:
-    slot = sealed(tmp_path)
-    path = slot.path
-    slot.close()
-    code = "import sys,time; from pathlib import Path; from raypp.memory.files import open_locked\n"
-    code += "print(open_locked(Path(sys.argv[1])) is not None, flush=True); time.sleep(60)"
-    zombie = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert zombie.stdout is not None and zombie.stdout.readline() == "True\n"
-        assert peek(path) is None and open_locked(path) is None
-        assert remove_run("a-run", tmp_path) == [] and remove_dead(tmp_path) == []
-    finally:
-        zombie.kill()
-        zombie.wait()
-    assert peek(path) is not None
-    assert remove_run("another", tmp_path) == []
-    assert remove_run("a-run", tmp_path) == [path.name]
-
-
 def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path: Path) -> None:
     slot = sealed(tmp_path)
     kept = slot.memory(SIZE)
     slot.close()
     assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
-
-
-def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_path: Path) -> None:
-    here = sealed(tmp_path, NAME)
-    here.close()
-    dead = Slot.create(tmp_path, SlotName("dead-run", "0123456789ab", 1, 0, "own", 0))
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    dead.begin(dead.name, {"keeper": [child.pid, time.time()]})
-    dead.close()
-    assert remove_dead(tmp_path) == [dead.path.name]
-    os.utime(here.path, (0, 0))  # unchanged for more than an hour
-    assert remove_dead(tmp_path) == [here.path.name]
 
 
 def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:

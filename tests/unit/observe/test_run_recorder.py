@@ -1,9 +1,5 @@
 """The recorder: nothing is lost and nothing raises, whatever the store does."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -244,41 +240,3 @@ def test_the_status_in_the_store_has_the_keys_of_the_contract(store):
         ],
         "error": None,
     }
-
-
-WRITER = """
-import sys
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.json_lines import LogLine
-from raypp.records import StepReport
-from raypp.storage import open_store
-recorder = RunRecorder(open_store(sys.argv[1]), "r", sys.argv[2], interval_s=0.005, part_bytes=3000)
-step = 0
-while True:
-    step += 1
-    recorder.step(StepReport(step, 1 / step, 0.5, 10, 8, 0.1, 100.0, int(sys.argv[2][1:])))
-    recorder.log(LogLine("x" * 200, 0, "pp0", 1))
-    if step % 50 == 0:
-        recorder.flush()
-        print(step, flush=True)
-"""
-
-
-def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store):
-    """kill -9 during a write, in three successive processes."""
-    for attempt in (1, 2, 3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, store.url, f"a{attempt}"], stdout=subprocess.PIPE, text=True
-        )
-        flushed = [int(process.stdout.readline()) for _ in range(3)][-1]
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        reader = RunReader(store, "r")
-        rows = reader.history()
-        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-        assert len(rows) >= flushed
-        assert {row["attempt"] for row in rows} == {attempt}
-        assert all(row["loss"] == 1 / row["step"] for row in rows)
-        assert len(list(reader.logs())) >= flushed
-        assert reader.damaged == 0
