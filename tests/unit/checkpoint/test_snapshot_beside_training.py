@@ -1,4 +1,4 @@
-"""The copy runs while training goes on: what it holds is the state at the save, whatever the scheduler does."""
+"""The copy overlaps with training: it holds the state at the save, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_without_the_hook_the_slow_copy_would_have_been_torn(slow_copies: None) 
     slices = gather_state([stage], optimizer)
     before = {name: part.tensor.clone() for name, part in slices.items()}
     snapshot = buffer.take(slices.values())
-    train(stage, optimizer, 1)  # nobody calls `before_update`
+    train(stage, optimizer, 1)  # without a call of `before_update`
     data = snapshot.data()
     entries = {entry.name: entry for entry in snapshot.entries}
     copied = {
@@ -107,7 +107,7 @@ def test_without_the_hook_the_slow_copy_would_have_been_torn(slow_copies: None) 
 
 
 class Counts(nn.Module):
-    """A buffer that a forward changes, as a router's balance does."""
+    """A buffer that a forward pass changes, as a router's balance."""
 
     def __init__(self) -> None:
         super().__init__()
