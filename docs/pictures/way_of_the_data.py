@@ -14,9 +14,13 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 def box(x: int, y: int, w: int, h: int, kind: str, title: str, *lines: str) -> str:
     """Returns a rounded box with a bold title and lines of text below it, centred."""
     middle, top = x + w / 2, y + h / 2 - 9 * len(lines) + 5
-    rows = [f"<text x='{middle}' y='{top}' font-weight='bold' font-size='15' text-anchor='middle'>{escape(title)}</text>"]
+    rows = [
+        f"<text x='{middle}' y='{top}' font-weight='bold' font-size='15' text-anchor='middle'>{escape(title)}</text>"
+    ]
     for number, line in enumerate(lines, 1):
-        rows.append(f"<text x='{middle}' y='{top + 18 * number}' font-size='13' text-anchor='middle'>{escape(line)}</text>")
+        rows.append(
+            f"<text x='{middle}' y='{top + 18 * number}' font-size='13' text-anchor='middle'>{escape(line)}</text>"
+        )
     frame = f"<rect x='{x}' y='{y}' width='{w}' height='{h}' rx='8' fill='{FILLS[kind]}' stroke='{INK}'/>"
     return frame + "".join(rows)
 
@@ -27,11 +31,15 @@ def zone(x: int, y: int, w: int, h: int, title: str, title_y: int = 22) -> str:
     return frame + f"<text x='{x + 14}' y='{y + title_y}' font-size='13' fill='{FAINT}'>{escape(title)}</text>"
 
 
-def arrow(points: str, label: str = "", at: tuple[int, int] = (0, 0), anchor: str = "middle", both: bool = False) -> str:
+def arrow(
+    points: str, label: str = "", at: tuple[int, int] = (0, 0), anchor: str = "middle", both: bool = False
+) -> str:
     """Returns a line through `points` ("x,y x,y …") with an arrow head, and its label at `at`."""
     start = " marker-start='url(#back)'" if both else ""
     line = f"<polyline points='{points}' fill='none' stroke='{INK}' stroke-width='1.6' marker-end='url(#head)'{start}/>"
-    text = f"<text x='{at[0]}' y='{at[1]}' font-size='13' text-anchor='{anchor}'>{escape(label)}</text>" if label else ""
+    text = (
+        f"<text x='{at[0]}' y='{at[1]}' font-size='13' text-anchor='{anchor}'>{escape(label)}</text>" if label else ""
+    )
     return line + text
 
 

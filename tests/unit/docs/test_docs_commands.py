@@ -1,10 +1,10 @@
 """What the pages tell a reader to type, and what they say comes of it.
 
 - A `yaml` block is a job, or sections that a job may have: it must pass what `raypp plan` checks.
-- A `console` block is a session: each command after `$` is run, and what follows it must come out, in this order. A line
-  with `…` alone stands for lines left out.
-- Every other `raypp` command, in blocks and in text, must be one there is, with options there are. Those that take a job
-  and need no cluster to be checked are checked.
+- A `console` block is a session: each command after `$` is run, and what follows it must come out, in this order. A
+  line with `…` alone stands for lines left out.
+- Every other `raypp` command, in blocks and in text, must be one there is, with options there are. The job and the
+  `--set`s of `submit`, `plan` and `parity` must pass what `raypp plan` checks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from raypp.registry import load_object
 from raypp.spec.job import Job
 
 WITHOUT_A_CLUSTER = ("plan", "explain", "schema", "list-kinds")
+HOME = "/home/you"
+"""What a page shows instead of the folder that a command was run in."""
 BASE = """
 name: base
 model: {kind: llama, num_layers: 8, hidden_size: 256, num_heads: 4, ffn_size: 688, vocab_size: 4096}
@@ -88,7 +90,8 @@ def test_a_session_of_a_page_comes_out_as_it_stands_there(
         assert arguments[0] == "raypp" and arguments[1] in WITHOUT_A_CLUSTER, f"{command}: cannot be run here"
         run(arguments[1:])
         told = capsys.readouterr()
-        _in_order(shown, told.out + told.err, f"{page}:{block.number} {command}")
+        text = (told.out + told.err).replace(str(REPOSITORY), HOME).replace(str(folder), HOME)
+        _in_order(shown, text, f"{page}:{block.number} {command}")
 
 
 def _in_order(shown: str, told: str, where: str) -> None:
@@ -101,9 +104,11 @@ def _in_order(shown: str, told: str, where: str) -> None:
         ahead = ahead[ahead.index(words) + 1 :]
 
 
-def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the `raypp` commands of a page: whole lines of its blocks, and what stands in backquotes in its text."""
+def commands(page: Path, sessions: bool = True) -> Iterator[tuple[int, list[str]]]:
+    """Yields the `raypp` commands of a page: lines of its blocks, and what stands in backquotes in its text."""
     for line in lines(page):
+        if line.fence == "console" and not sessions:
+            continue
         if line.fence is None:
             found = re.findall(r"`(raypp [^`]*)`", line.text)
         elif line.fence in ("", "sh", "text", "console"):
@@ -146,15 +151,20 @@ def test_commands_and_options_that_a_page_names_are_there(page: Path) -> None:
     assert not wrong
 
 
+ELSEWHERE = re.compile("s3://bucket/|/path/to/")
+"""Settings that name what only a reader has."""
+
+
 def typed_jobs() -> list[Any]:
     """Returns the `submit` and `plan` commands of blocks, with their jobs and `--set`s, that need nothing measured."""
     found = []
     for page in PAGES:
-        for number, words in commands(page):
+        for number, words in commands(page, sessions=False):
             if words[1:2] not in (["submit"], ["plan"], ["parity"]) or any(c in "…[|" for w in words for c in w):
                 continue
             if len(words) > 2 and (words[2] == "job.yaml" or words[2].startswith("jobs/")):
-                settings = [one for at, word in enumerate(words) if word == "--set" for one in words[at : at + 2]]
+                given = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+                settings = [part for one in given if not ELSEWHERE.search(one) for part in ("--set", one)]
                 found.append(pytest.param(words[2], settings, id=f"{page}:{number}"))
     return found
 
@@ -163,8 +173,6 @@ def typed_jobs() -> list[Any]:
 def test_a_job_and_its_settings_that_a_page_types_pass_the_checks(
     job: str, settings: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [one for one in settings if "s3://bucket/" not in one and "/path/to" not in one]
-    settings = [one for at, one in enumerate(settings) if one != "--set" or settings[at + 1 : at + 2] not in ([], ["--set"])]
     assert run(["plan", job, *settings, "--json"]) == 0, capsys.readouterr().err
 
 

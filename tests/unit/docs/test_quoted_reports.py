@@ -1,12 +1,14 @@
-"""The page on hangs shows what raypp says: each report in it is made here, from what ranks would report."""
+"""Reports and messages that pages quote are what raypp says: each is made here, as a run would make it."""
 
 from __future__ import annotations
 
 import pytest
 from markdown_pages import REPOSITORY
 
-from raypp.recovery.waiting import Blame, Doing, find_culprit
+from raypp.checkpoint.compatibility import check_resume
 from raypp.records import Coordinates
+from raypp.recovery.waiting import Blame, Doing, find_culprit
+from raypp.spec.load import job_document, load_job
 
 PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
 
@@ -41,3 +43,13 @@ def test_an_end_of_a_chain_that_the_page_explains_is_what_raypp_says(case: str) 
 def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
     ring = blame("step 1B3 waits", "step 2F4 waits", (90, 70))
     assert ring.ring and f"| {ring.cause.partition(':')[0]}: … |" in PAGE
+
+
+RESUMED = (REPOSITORY / "docs" / "tasks" / "resume_elsewhere.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("pipeline", "microbatches", 16), ("train", "seed", 1)])
+def test_a_change_that_a_resume_refuses_is_refused_as_the_page_says(section: str, key: str, value: int) -> None:
+    old = job_document(load_job(REPOSITORY / "jobs" / "quickstart.yaml").job)
+    problems = check_resume(old, {**old, section: {**old[section], key: value}})
+    assert [f"--set {one.key}={value}: {one.what}" in RESUMED for one in problems] == [True]
