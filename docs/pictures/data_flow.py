@@ -1,4 +1,4 @@
-"""Draws `way_of_the_data.svg`: how a job becomes a trained model. `make docs` runs it; standard library only."""
+"""Draws `data_flow.svg`: how a job becomes a trained model. `make docs` runs it; standard library only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def box(x: int, y: int, w: int, h: int, kind: str, title: str, *lines: str) -> s
 
 def zone(x: int, y: int, w: int, h: int, title: str, title_y: int = 22) -> str:
     """Returns a dashed frame around boxes that run in one place, with its title `title_y` below its upper edge."""
-    frame = f"<rect x='{x}' y='{y}' width='{w}' height='{h}' rx='12' fill='{FILLS['zone']}' stroke='{FAINT}' stroke-dasharray='6 4'/>"
+    place = f"x='{x}' y='{y}' width='{w}' height='{h}' rx='12'"
+    frame = f"<rect {place} fill='{FILLS['zone']}' stroke='{FAINT}' stroke-dasharray='6 4'/>"
     return frame + f"<text x='{x + 14}' y='{y + title_y}' font-size='13' fill='{FAINT}'>{escape(title)}</text>"
 
 
@@ -81,7 +82,7 @@ def picture() -> str:
     marks = head.format("head", 9, "M0,0 L10,5 L0,10 z") + head.format("back", 1, "M10,0 L0,5 L10,10 z")
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' {FONT} fill='{INK}'>\n"
-        f"<title>The way of the data: from a job file to a trained model</title>\n<defs>{marks}</defs>\n"
+        f"<title>How data flows: from a job file to a trained model</title>\n<defs>{marks}</defs>\n"
         f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
