@@ -18,7 +18,7 @@ from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResou
 from raypp.clusters.find import Cluster
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.package import build_package
-from raypp.control.protocol import RunRequest
+from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest
 from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
@@ -78,8 +78,8 @@ def _all_places(node: NodeResources, device: str, cpus: float) -> int:
 
 
 def _way_out(job: Job, free: int, device: str, cluster: Cluster) -> str:
-    fitting = fitting_mesh(job, free)
-    mesh = f"a mesh that fits: {fitting}; or " if fitting else ""
+    sizing = fitting_mesh(job, free)
+    mesh = f"a mesh that fits: {sizing}; or " if sizing else ""
     if cluster.embedded is not None and device == "cpu":
         return f"{mesh}end another run, or `raypp local down` and `raypp local up --cpus {job.mesh.world}`"
     return f"{mesh}end another run, or add nodes"
@@ -104,14 +104,19 @@ def fitting_mesh(job: Job, free: int) -> str | None:
 
 
 def submit_run(
-    job: Job, cluster: Cluster, url: str, *, rank_function: str | None = None, relays: dict[str, int] | None = None
+    job: Job,
+    cluster: Cluster,
+    url: str,
+    *,
+    rank_function: str | None = None,
+    relays_from_ranks: int = RELAYS_FROM_RANKS,
 ) -> Submission:
     """Gives a checked job to the cluster as a Ray job; returns when it is accepted.
 
     Args:
         job: Its spec is in the store already.
         url: Of the store, in its absolute form.
-        rank_function, relays: For tests, see `RunRequest`.
+        rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
     Raises:
         UnreachableError: The cluster does not answer, or does not take the job.
@@ -120,7 +125,9 @@ def submit_run(
     settings = collect(SETTINGS, dict(os.environ))
     if cluster.embedded is not None:
         settings |= collect(PROFILE, dict(os.environ))
-    request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays or {})
+    request = RunRequest(
+        job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays_from_ranks
+    )
     private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
     name, content = build_package(request, private, own_files(job))
     environment = {

@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from raypp.recovery.evidence import Remains, oom_kills_in
+from raypp.recovery.cause_of_death import DeathEvidence, oom_kills_in
 
 MOST_CHARACTERS = 6000
 """Of one process' stacks."""
@@ -77,14 +77,14 @@ def _counter_files() -> list[Path]:
     return [*own, root / "memory.events", root / "memory" / "memory.oom_control", Path("/proc/vmstat")]
 
 
-def remains_of(pid: int, log: str, oom_kills_before: int) -> Remains:
+def death_evidence(pid: int, log: str, oom_kills_before: int) -> DeathEvidence:
     """What a dead process of this node left.
 
     Args:
         log: Where its standard error went (its own answer to `log_path`).
         oom_kills_before: The counter when it took its seat.
     """
-    return Remains(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
+    return DeathEvidence(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
 
 
 def _tail(log: str, pid: int) -> str:

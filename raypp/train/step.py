@@ -219,7 +219,7 @@ class StepRunner:
         self.router_losses.take()
 
     def _mark(self, what: str) -> None:
-        """Says what this rank does next, in the words of `raypp.recovery.waiting`."""
+        """Says what this rank does next, in the words of `raypp.recovery.hang_analysis`."""
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 

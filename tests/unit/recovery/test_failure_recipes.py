@@ -59,9 +59,9 @@ assert run(["list-kinds", "recovery.policy", "--json"]) == 0
 assert run(["plan", "jobs/quickstart.yaml", "--set", "recovery.policy=patient", "--json"]) == 0
 machine = m.Machine(policy=policy_of(RecoverySection(policy="patient")))
 failed = m.RankFailed(RankFailure(0, "pp0", "a", 1, FailureKind.KILLED, "gone"))
-for event in (m.Start(), m.Claimed(1), m.Seated(), failed, m.AttemptGone()):
+for event in (m.Start(), m.Claimed(1), m.Seated(), failed, m.AttemptEnded()):
     machine, commands = m.step(machine, event)
-assert commands == (m.Wait(60.0),), commands
+assert commands == (m.Delay(60.0),), commands
 assert pytest.main([*contract, "patient"]) == 0
 """
 

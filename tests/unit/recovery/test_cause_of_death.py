@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from raypp.recovery.evidence import Remains, cause_of_death, oom_kills_in
+from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death, oom_kills_in
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -20,7 +20,7 @@ RAY = (
 
 
 def test_a_process_that_ended_without_a_word_was_killed() -> None:
-    death = cause_of_death(7, RAY, Remains())
+    death = cause_of_death(7, RAY, DeathEvidence())
     assert death.kind == "killed" and "pid 7" in death.cause and "SIGKILL" in death.cause
     assert "no process of its node" in cause_of_death(7, RAY, None).cause
 
@@ -29,7 +29,7 @@ def test_a_process_that_ended_without_a_word_was_killed() -> None:
 def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
     code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    death = cause_of_death(7, RAY, Remains(f"some line before\n{words}"))
+    death = cause_of_death(7, RAY, DeathEvidence(f"some line before\n{words}"))
     assert death.kind == "segfault" and name in death.cause and "in forward" in death.cause
     assert "Fatal Python error" in death.details
 
@@ -46,7 +46,7 @@ _OTHER = """Thread 0x00007f68 (most recent call first):
 
 _LIVE = """
 import faulthandler, threading
-from raypp.recovery.evidence import within_rank_frame
+from raypp.recovery.cause_of_death import within_rank_frame
 
 def attention():
     inside.set()
@@ -77,7 +77,7 @@ def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("crashed", [_WAITING_IN_RAY, _NATIVE], ids=["a signal from outside", "a native thread"])
 def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str, stack_of_rank: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, stack_of_rank, crashed])
-    death = cause_of_death(7, RAY, Remains(words))
+    death = cause_of_death(7, RAY, DeathEvidence(words))
     assert (
         re.search(r"while the rank was in attention \(\S+/model\.py:7\)", death.cause)
         and "main_loop" not in death.cause
@@ -86,23 +86,23 @@ def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str
 
 
 def test_a_crash_in_rays_own_loop_without_a_rank_names_no_place() -> None:
-    death = cause_of_death(7, RAY, Remains(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
+    death = cause_of_death(7, RAY, DeathEvidence(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
     assert "ended by SIGBUS: " in death.cause
 
 
 def test_a_grown_count_of_the_kernel_means_that_memory_was_short() -> None:
-    death = cause_of_death(7, RAY, Remains(oom_kills=1, memory_bytes=3 * 2**30))
+    death = cause_of_death(7, RAY, DeathEvidence(oom_kills=1, memory_bytes=3 * 2**30))
     assert death.kind == "out_of_memory" and "3.00 GiB" in death.cause and "grew by 1" in death.cause
 
 
 def test_ray_says_when_its_memory_monitor_did_it() -> None:
     text = "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node running low"
-    assert cause_of_death(7, text, Remains()).kind == "out_of_memory"
+    assert cause_of_death(7, text, DeathEvidence()).kind == "out_of_memory"
 
 
 def test_an_exit_by_itself_and_a_request_to_end_are_told() -> None:
-    assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", Remains()).cause
-    assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", Remains()).cause
+    assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", DeathEvidence()).cause
+    assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", DeathEvidence()).cause
 
 
 def test_the_kernels_counter_is_read_from_any_of_its_files() -> None:

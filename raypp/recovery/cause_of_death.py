@@ -46,7 +46,7 @@ _RANK_FRAME = _frame_of(within_rank_frame)
 
 
 @dataclass(frozen=True)
-class Remains:
+class DeathEvidence:
     """What another process of the node found of a dead one.
 
     Attributes:
@@ -56,7 +56,7 @@ class Remains:
         memory_bytes: What the process had, when it was last looked at; 0 when nobody did.
     """
 
-    words: str = ""
+    log_tail: str = ""
     oom_kills: int = 0
     memory_bytes: int = 0
 
@@ -70,7 +70,7 @@ class Death:
     details: str = ""
 
 
-def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
+def cause_of_death(pid: int, ray_words: str, evidence: DeathEvidence | None) -> Death:
     """Reads the traces.
 
     SIGKILL leaves none in the process; so a process that ended without a word was ended by it, or by an exit below
@@ -78,14 +78,14 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
 
     Args:
         ray_words: The error that Ray raised for the actor.
-        remains: None: nobody could look.
+        evidence: None: nobody could look.
     """
     who = f"its process (pid {pid})"
     if any(sign in ray_words for sign in _RAY_OOM):
         return Death(
             FailureKind.OUT_OF_MEMORY, f"{who} was ended by Ray's memory monitor: its node was short of memory"
         )
-    words = remains.words if remains is not None else ""
+    words = evidence.log_tail if evidence is not None else ""
     fatal = None
     for fatal in _FATAL_LINE.finditer(words):  # noqa: B007 - the last one is the death
         pass
@@ -93,16 +93,16 @@ def cause_of_death(pid: int, ray_words: str, remains: Remains | None) -> Death:
         signal, meaning = _FATAL[fatal[1]]
         where, report = _place_of_crash(words[fatal.start() :])
         return Death(FailureKind.SEGFAULT, f"{who} was ended by {signal}{where}: {meaning}", report)
-    if remains is not None and remains.oom_kills > 0:
-        had = f"; it had {remains.memory_bytes / 2**30:.2f} GiB" if remains.memory_bytes else ""
-        count = f"the kernel's count of out-of-memory kills grew by {remains.oom_kills}"
+    if evidence is not None and evidence.oom_kills > 0:
+        had = f"; it had {evidence.memory_bytes / 2**30:.2f} GiB" if evidence.memory_bytes else ""
+        count = f"the kernel's count of out-of-memory kills grew by {evidence.oom_kills}"
         return Death(FailureKind.OUT_OF_MEMORY, f"{who} was killed (SIGKILL) for want of memory: {count}{had}")
     if "SIGTERM" in ray_words:
         return Death(FailureKind.KILLED, f"{who} was ended by SIGTERM")
     code = _EXIT_CODE.search(ray_words)
     if code is not None and int(code[1]):
         return Death(FailureKind.KILLED, f"{who} exited by itself with code {code[1]}")
-    doubt = "" if remains is not None else " (no process of its node was left to look for more)"
+    doubt = "" if evidence is not None else " (no process of its node was left to look for more)"
     return Death(FailureKind.KILLED, f"{who} ended without a word: killed by SIGKILL, or an exit in native code{doubt}")
 
 

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.records import Coordinates
-from raypp.recovery.waiting import Doing, find_culprit, table
+from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
 
 STAGES = [0, 1, 2, 3]
 
 
 def ranks(
     *phases: str, still: Iterable[float] = (), inside: dict[int, str] | None = None, **more: object
-) -> list[Doing]:
+) -> list[RankActivity]:
     """A pipeline with one rank per stage; `silent` names ranks that tell nothing."""
     seconds = list(still) or [70.0] * len(phases)
     silent = more.get("silent", ())
     assert isinstance(silent, tuple)
     return [
-        Doing(
+        RankActivity(
             rank, f"pp{rank}", Coordinates(rank), phase, seconds[rank], f"node-{rank}", 100 + rank, rank in silent,
             (inside or {}).get(rank, ""),
         )
@@ -76,8 +76,8 @@ def test_a_rank_that_waits_for_the_store_is_told_as_that() -> None:
 
 
 def test_of_a_collective_in_a_stage_the_one_that_is_not_in_it_is_blamed() -> None:
-    def of(fsdp: int, phase: str, inside: str = "") -> Doing:
-        return Doing(fsdp, f"pp0-fsdp{fsdp}", Coordinates(0, 0, fsdp), phase, 61.0 - fsdp, inside=inside)
+    def of(fsdp: int, phase: str, inside: str = "") -> RankActivity:
+        return RankActivity(fsdp, f"pp0-fsdp{fsdp}", Coordinates(0, 0, fsdp), phase, 61.0 - fsdp, inside=inside)
 
     everyone = [of(0, "step 0F1", "all_gather"), of(1, "step 0F0"), of(2, "step 0F1", "all_gather")]
     blame = find_culprit(everyone, [0])
@@ -102,8 +102,8 @@ def test_stages_on_one_rank_are_found_by_their_placement() -> None:
 
 
 def test_pipelines_beside_each_other_are_not_mixed_up() -> None:
-    def of(rank: int, pp: int, fsdp: int, phase: str) -> Doing:
-        return Doing(rank, f"pp{pp}-fsdp{fsdp}", Coordinates(pp, 0, fsdp), phase, 61.0)
+    def of(rank: int, pp: int, fsdp: int, phase: str) -> RankActivity:
+        return RankActivity(rank, f"pp{pp}-fsdp{fsdp}", Coordinates(pp, 0, fsdp), phase, 61.0)
 
     everyone = [
         of(0, 0, 0, "step agree"),
@@ -116,7 +116,7 @@ def test_pipelines_beside_each_other_are_not_mixed_up() -> None:
 
 
 def test_the_table_has_a_line_for_every_rank() -> None:
-    lines = table(ranks("step 0B3 waits", "step 1F5", inside={1: "all_gather"}, silent=(0,))).splitlines()
+    lines = activity_table(ranks("step 0B3 waits", "step 1F5", inside={1: "all_gather"}, silent=(0,))).splitlines()
     assert lines == ["pp0: `step 0B3 waits` since 70 s, tells nothing", "pp1: `step 1F5` since 70 s, in all_gather"]
 
 
@@ -138,12 +138,12 @@ PHASES = st.one_of(
 def test_whatever_the_ranks_do_somebody_is_named_in_words_of_bounded_length(
     told: list[tuple[str, float, bool, str]],
 ) -> None:
-    doings = [
-        Doing(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside)
+    activities = [
+        RankActivity(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside)
         for rank, (phase, still, silent, inside) in enumerate(told)
     ]
-    blame = find_culprit(doings, STAGES)
-    assert 0 <= blame.rank < len(doings) and 0 < len(blame.cause) < 1200
-    silent = [doing.rank for doing in doings if doing.silent]
+    blame = find_culprit(activities, STAGES)
+    assert 0 <= blame.rank < len(activities) and 0 < len(blame.cause) < 1200
+    silent = [activity.rank for activity in activities if activity.silent]
     if silent:
         assert blame.rank in silent

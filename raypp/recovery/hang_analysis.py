@@ -36,7 +36,7 @@ _LONGEST_CHAIN = 5
 
 
 @dataclass(frozen=True)
-class Doing:
+class RankActivity:
     """What is known of one rank.
 
     Attributes:
@@ -82,15 +82,15 @@ class _Wait:
     ranks: tuple[int, ...]
 
 
-def find_culprit(doings: Sequence[Doing], rank_of_stage: Sequence[int]) -> Blame:
+def find_culprit(activities: Sequence[RankActivity], rank_of_stage: Sequence[int]) -> Blame:
     """Follows every rank's wait to where it ends.
 
     Args:
-        doings: Of all ranks, by rank.
+        activities: Of all ranks, by rank.
         rank_of_stage: Pipeline rank of every stage.
     """
-    by_rank = {doing.rank: doing for doing in doings}
-    waits = {doing.rank: _wait_of(doing, doings, rank_of_stage) for doing in doings}
+    by_rank = {activity.rank: activity for activity in activities}
+    waits = {activity.rank: _wait_of(activity, activities, rank_of_stage) for activity in activities}
     chains = {rank: _chain(rank, waits, by_rank) for rank in by_rank}
     reached = Counter(chain[-1] for chain in chains.values())
 
@@ -110,17 +110,17 @@ def find_culprit(doings: Sequence[Doing], rank_of_stage: Sequence[int]) -> Blame
     return Blame(culprit, _chain_in_words(chain, waits, by_rank))
 
 
-def table(doings: Sequence[Doing]) -> str:
+def activity_table(activities: Sequence[RankActivity]) -> str:
     """One line for each rank."""
     return "\n".join(
-        f"{doing.label}: `{doing.phase}` since {doing.still_s:.0f} s"
-        + (f", in {doing.inside}" if doing.inside else "")
-        + (", tells nothing" if doing.silent else "")
-        for doing in doings
+        f"{activity.label}: `{activity.phase}` since {activity.still_s:.0f} s"
+        + (f", in {activity.inside}" if activity.inside else "")
+        + (", tells nothing" if activity.silent else "")
+        for activity in activities
     )
 
 
-def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> list[int]:
+def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> list[int]:
     """From a rank to the one it waits for in the end; stops before it would go round."""
     chain = [start]
     while (wait := waits[chain[-1]]) is not None:
@@ -131,7 +131,7 @@ def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, 
     return chain
 
 
-def _wait_of(one: Doing, everyone: Sequence[Doing], rank_of_stage: Sequence[int]) -> _Wait | None:
+def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage: Sequence[int]) -> _Wait | None:
     """What a rank waits for; None when it waits for nobody, or nobody knows."""
     if one.silent:
         return None
@@ -154,7 +154,7 @@ def _wait_of(one: Doing, everyone: Sequence[Doing], rank_of_stage: Sequence[int]
 
 
 def _message_wait(
-    one: Doing, work: re.Match[str], everyone: Sequence[Doing], rank_of_stage: Sequence[int]
+    one: RankActivity, work: re.Match[str], everyone: Sequence[RankActivity], rank_of_stage: Sequence[int]
 ) -> _Wait | None:
     stage, kind, microbatch = int(work[1]), work[2], work[3]
     source = stage - 1 if kind == "F" else stage + 1
@@ -168,7 +168,7 @@ def _message_wait(
     return _Wait(f"{_KINDS[kind]} {microbatch} from stage {source} on", tuple(senders)) if senders else None
 
 
-def _group_wait(one: Doing, everyone: Sequence[Doing]) -> _Wait | None:
+def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
     """A collective within a stage, or of all while the attempt starts: those that are not in it."""
     whole_world = _WORK.fullmatch(one.phase) is None
     late = [
@@ -181,28 +181,30 @@ def _group_wait(one: Doing, everyone: Sequence[Doing]) -> _Wait | None:
     return _Wait(f"{one.inside} with", tuple(late)) if late else None
 
 
-def _same_column(one: Doing, other: Doing) -> bool:
+def _same_column(one: RankActivity, other: RankActivity) -> bool:
     """Whether two ranks are of one pipeline."""
     a, b = one.coordinates, other.coordinates
     return (a.dp_replicate, a.fsdp, a.cp) == (b.dp_replicate, b.fsdp, b.cp)
 
 
-def _beside(one: Doing, other: Doing) -> bool:
+def _beside(one: RankActivity, other: RankActivity) -> bool:
     return other.rank != one.rank and other.coordinates.pp != one.coordinates.pp
 
 
-def _there(other: Doing, collective: str) -> bool:
+def _there(other: RankActivity, collective: str) -> bool:
     return not other.silent and other.phase.split()[-1:] == [collective]
 
 
-def _of(everyone: Sequence[Doing], rank: int) -> Doing:
-    return next(doing for doing in everyone if doing.rank == rank)
+def _of(everyone: Sequence[RankActivity], rank: int) -> RankActivity:
+    return next(activity for activity in everyone if activity.rank == rank)
 
 
 # In words -------------------------------------------------------------------------------------------
 
 
-def _chain_in_words(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+def _chain_in_words(
+    chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]
+) -> str:
     culprit = by_rank[chain[-1]]
     if len(chain) == 1:
         return f"{_place(culprit)} {_ends_with(culprit)}"
@@ -219,7 +221,7 @@ def _chain_in_words(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_
     return f"{', '.join(parts)}, which {_ends_with(culprit)}"
 
 
-def _ring_in_words(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+def _ring_in_words(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> str:
     links = []
     for rank, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
         wait = waits[rank]
@@ -229,23 +231,23 @@ def _ring_in_words(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_ra
     return f"ranks wait for each other since {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
 
 
-def _place(doing: Doing) -> str:
-    where = [f"rank {doing.rank}", *([f"node {doing.node}"] if doing.node else ())]
-    return f"{doing.label} ({', '.join([*where, *([f'pid {doing.pid}'] if doing.pid else ())])})"
+def _place(activity: RankActivity) -> str:
+    where = [f"rank {activity.rank}", *([f"node {activity.node}"] if activity.node else ())]
+    return f"{activity.label} ({', '.join([*where, *([f'pid {activity.pid}'] if activity.pid else ())])})"
 
 
-def _ends_with(doing: Doing) -> str:
+def _ends_with(activity: RankActivity) -> str:
     """What the one at the end of a chain does."""
-    since = f"since {doing.still_s:.0f} s"
-    last = f"`{doing.phase}`"
-    if doing.silent:
-        return f"told nothing for {doing.still_s:.0f} s: it is frozen, or its host or network is (last: {last})"
-    work = _WORK.fullmatch(doing.phase)
-    if doing.inside:
-        return f"is in {doing.inside} {since} ({last})"
+    since = f"since {activity.still_s:.0f} s"
+    last = f"`{activity.phase}`"
+    if activity.silent:
+        return f"told nothing for {activity.still_s:.0f} s: it is frozen, or its host or network is (last: {last})"
+    work = _WORK.fullmatch(activity.phase)
+    if activity.inside:
+        return f"is in {activity.inside} {since} ({last})"
     if work is not None and not work[4]:
         return f"computes {_KINDS[work[2]]} {work[3]} of stage {work[1]} {since} ({last})"
-    words = doing.phase.split()
+    words = activity.phase.split()
     if words[-1:] == ["read"]:
         return f"waits for its data {since} ({last})"
     if words[:1] in (["save"], ["load"], ["finish"]):
