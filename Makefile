@@ -1,8 +1,10 @@
 # make demo        from nothing to a trained model on this machine
-# make test        what a change must pass, with a Ray and an S3 server of its own
+# make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
+# make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
 # make test-slow   the rest: every fault, several hosts
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
-.PHONY: venv demo test test-slow lint bench chaos clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow lint bench chaos clean
+.NOTPARALLEL:
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +13,19 @@ STAMP := $(VENV)/.installed
 # Where torch comes from. Empty: your package index. For a CPU-only torch on Linux:
 #   make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-TESTS ?= tests
+
+# The tiers (CONTRIBUTING.md). TESTS=tests/ray/test_relays.py narrows `test` and `test-slow` to some of them.
+UNIT := tests/unit
+RANKS := tests/processes tests/ranks tests/gpu
+S3 := tests/s3
+RAY := tests/ray
+E2E := tests/e2e tests/chaos tests/hosts
+TESTS ?=
+# Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
+WORKERS ?= logical
+# Two clusters side by side want two cores each.
+CLUSTERS ?= $(if $(filter 1 2 3,$(shell getconf _NPROCESSORS_ONLN)),0,2)
+PYTEST := $(BIN)/python -m pytest -m 'not slow'
 
 venv: $(STAMP)
 
@@ -28,11 +42,35 @@ demo: venv
 	@$(BIN)/raypp local up
 	@$(BIN)/raypp submit jobs/quickstart.yaml --set name=quickstart-$$(date +%m%d-%H%M%S)
 
+ifdef TESTS
 test: venv
-	@$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+	@$(PYTEST) $(TESTS)
+else
+test: test-unit test-ranks test-s3 test-clusters
+endif
+
+test-unit: venv
+	@$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(UNIT)
+
+# Whole files: their tests share what ranks have computed.
+test-ranks: venv
+	@$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(RANKS)
+
+test-s3: venv
+	@$(PYTEST) $(S3)
+
+test-ray: venv
+	@$(PYTEST) $(RAY)
+
+test-e2e: venv
+	@$(PYTEST) $(E2E)
+
+# Both of them side by side: each has one cluster, and waits more than it computes.
+test-clusters: venv
+	@$(PYTEST) -n $(CLUSTERS) --dist loadgroup $(RAY) $(E2E)
 
 test-slow: venv
-	@$(BIN)/python -m pytest -m slow $(TESTS)
+	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
 
 lint: venv
 	$(BIN)/ruff check .

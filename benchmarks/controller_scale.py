@@ -1,7 +1,7 @@
 """What a run's controller costs per rank, and how many ranks one can hold: `python -m benchmarks.controller_scale`.
 
 The real controller actor (`raypp.control.controller`, with its leader, record, watch and gauges) in a Ray of the
-benchmark's own leads a run whose ranks are simulated: each rank tells through its own `ReportBuffer` once a period, rank 0
+benchmark's own leads a run whose ranks are simulated: each reports through its `ReportBuffer` once a period, rank 0
 with a finished step every second. Nothing is trained. Four ways, in this order:
 
 - "nobody reports";

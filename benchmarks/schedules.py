@@ -12,8 +12,8 @@ import statistics
 from benchmarks.sizes import MICROBATCHES, model_options
 from benchmarks.surroundings import describe
 from benchmarks.throughput import WARM, torchrun
-from raypp.planning.plan import layer_cut, stage_program
 from raypp.planning.predict import stage_times
+from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.weights import end_weights
 from raypp.schedules.simulate import simulate
 from raypp.spec.job import Job
@@ -39,8 +39,8 @@ def pipeline_seconds(schedule: str, stages_per_rank: int, steps: int, ranks: int
 def predicted(schedule: str, stages_per_rank: int, layer_s: float) -> tuple[float, float]:
     """Makespan and bubble of the simulated program, in seconds, with a layer's forward taking `layer_s`."""
     job = job_of(schedule, stages_per_rank)
-    _, program = stage_program(job)
-    timeline = simulate(program, stage_times(layer_cut(job), *end_weights(job), layer_s, 2.0, 0.0))
+    pipeline = resolve_pipeline(job)
+    timeline = simulate(pipeline.program, stage_times(pipeline, layer_s, 2.0, 0.0))
     return timeline.makespan, timeline.bubble
 
 

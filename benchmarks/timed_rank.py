@@ -23,7 +23,7 @@ from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.rank import run_rank
-from raypp.train.torchrun import seat_from_environment
+from raypp.train.seats import seat_from_environment
 
 
 class StepTimer:

@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kept import Kept, add_resume
-from raypp.measure.parity import local_seat
 from raypp.ports import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
 from raypp.train.rank import run_rank
+from raypp.train.seats import local_seat
 
 WIRES: dict[str, dict[str, Any]] = {
     "as computed (fp32)": {},

@@ -1,4 +1,4 @@
-"""`python -m raypp`: the command line, for an environment whose scripts are not on the PATH."""
+"""`python -m raypp`: the command line for environments whose scripts are not on the PATH."""
 
 from raypp.cli.main import main
 

@@ -1,8 +1,8 @@
-"""Errors a user can act on: where it is, what is wrong, how to fix it.
+"""Errors that a user can act on: where, what, and how to fix it.
 
-Everything the user can cause is raised as a `RayppError`; the command line prints its problems and
-leaves with its exit code, without a traceback. All of them survive pickling, because they cross
-process borders (`exceptions` with a custom constructor do not, unless they say how).
+Everything that a user can cause is raised as a `RayppError`. The command line prints its problems
+and exits with its exit code, without a traceback. All of them can be pickled, because they cross
+process borders; exceptions with a custom constructor must define `__reduce__` for that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ EXIT_INTERRUPTED = 130
 
 
 def in_words(error: BaseException) -> str:
-    """What an exception says. Only a `RayppError` explains itself: the text of a `KeyError` is its key alone, so any
-    other exception is named by its type, too."""
+    """Returns an exception's message.
+
+    Only a `RayppError` explains itself. Any other exception is prefixed by its type, because the
+    text of a `KeyError`, for example, is only its key.
+    """
     return str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -33,10 +36,10 @@ class Problem:
 
     Attributes:
         key: Dotted key of the job file (`mesh.pp`), or another short name of the place (an object's
-            key, an option); empty when there is none.
+            key, an option); empty if there is none.
         what: What is wrong, with the offending value.
-        fix: What the user can do about it; empty when nothing more useful can be said.
-        where: `file:line` when the problem was found in a file; filled in by whoever knows the file.
+        fix: What the user can do about it; empty if there is nothing more useful to say.
+        where: `file:line` if the problem is in a file; filled in by the code that knows the file.
     """
 
     key: str
@@ -45,7 +48,7 @@ class Problem:
     where: str = ""
 
     def located(self, where: str) -> Problem:
-        """The same problem with its `file:line` (kept when it already has one)."""
+        """Returns the problem with this `file:line`, unless it already has one."""
         return self if self.where else replace(self, where=where)
 
     def __str__(self) -> str:
@@ -55,11 +58,11 @@ class Problem:
 
 
 class RayppError(Exception):
-    """Base of the errors a user can act on.
+    """Base class of the errors that a user can act on.
 
     Attributes:
-        exit_code: What the command line leaves with.
-        failure_kind: The kind of failure when it ends a rank; None: that is told by what caused it.
+        exit_code: Exit code of the command line.
+        failure_kind: The kind of failure if it ends a rank; None if its cause decides.
     """
 
     exit_code = EXIT_RUN_FAILED
@@ -78,14 +81,14 @@ class RayppError(Exception):
 
 
 class JobError(RayppError):
-    """The job file, or the arguments of a command, are wrong."""
+    """The job file or the arguments of a command are wrong."""
 
     exit_code = EXIT_USAGE
     failure_kind = FailureKind.USER_ERROR
 
 
 class UnreachableError(RayppError):
-    """No cluster, or no store, answers at the place named (or it refuses the caller)."""
+    """No cluster or store answers at the given address, or it denies access."""
 
     exit_code = EXIT_UNREACHABLE
     failure_kind = FailureKind.UNREACHABLE
@@ -106,14 +109,14 @@ class CheckpointError(RayppError):
 
 
 class DataError(RayppError):
-    """The training data cannot be used; found when a rank opens or reads it. Not worth a retry."""
+    """The training data cannot be used; raised when a rank opens or reads it. Never retried."""
 
     exit_code = EXIT_USAGE
     failure_kind = FailureKind.USER_ERROR
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from, each once."""
+    """Yields the error and the errors that caused it, each once."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,4 +1,4 @@
-"""What crosses a process border: frozen, plain data. No torch, no ray, no behaviour to speak of."""
+"""Records that cross process borders: frozen, plain data. Imports no torch and no ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypp.failure_kinds import FailureKind
 
 
 class RunState(StrEnum):
-    """Where a run is in its life; the last three are final."""
+    """A run's state; the last three are final."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -36,7 +36,7 @@ class Coordinates:
     cp: int = 0
 
     def label(self, sizes: Coordinates) -> str:
-        """A short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
+        """Returns a short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
 
         Args:
             sizes: The length of each axis (a `Coordinates` used as the mesh's shape).
@@ -47,14 +47,23 @@ class Coordinates:
                 parts.append(f"{'dp' if axis == 'dp_replicate' else axis}{getattr(self, axis)}")
         return "-".join(parts)
 
+    def replica(self, sizes: Coordinates) -> int:
+        """Which replica's rows a rank at this place reads: one number per dp_replicate and fsdp index.
+
+        Args:
+            sizes: The length of each axis.
+        """
+        return self.dp_replicate * sizes.fsdp + self.fsdp
+
     def as_dict(self) -> dict[str, int]:
-        # Written out: a status document has one of them per rank, and dataclasses.asdict takes ten times as long.
+        # Spelled out: a status document contains one per rank, and dataclasses.asdict takes ten
+        # times as long.
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.fsdp, "cp": self.cp}
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a worker says of where it is, before seats are given out."""
+    """Where a worker runs, as it reports before seats are assigned."""
 
     node_id: str
     ip: str
@@ -67,7 +76,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Seat:
-    """Everything a rank needs to know to join an attempt: its place, and how to meet the others."""
+    """Everything that a rank needs to join an attempt: its place, and how to reach the others."""
 
     run: str
     attempt: int
@@ -85,11 +94,16 @@ class Seat:
     device: str = "cpu"
     device_index: int = 0
     nodes: tuple[str, ...] = ()
-    """The addresses of all nodes of the attempt, by node_rank; empty when nobody knows them."""
+    """The addresses of all nodes of the attempt, by node_rank; empty if unknown."""
 
     @property
     def label(self) -> str:
         return self.coordinates.label(self.mesh_sizes)
+
+    @property
+    def replica(self) -> int:
+        """Which replica's rows this rank reads."""
+        return self.coordinates.replica(self.mesh_sizes)
 
 
 @dataclass(frozen=True)
@@ -108,16 +122,16 @@ class StepReport:
     parts_s: dict[str, float] = field(default_factory=dict)
     """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save."""
     extras: dict[str, float] = field(default_factory=dict)
-    """What only some models have: aux_loss and z_loss with experts."""
+    """Values that only some models have: aux_loss and z_loss with experts."""
     wire_bytes: int = 0
-    """Bytes sent from stage to stage in this step, by all ranks."""
+    """Bytes sent between stages in this step, by all ranks."""
     compressed: bool = False
-    """Messages are smaller than what was computed; only then is `wire_bytes` in the history."""
+    """Whether messages are compressed; only then is `wire_bytes` in the history."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The evidence of one rank that died."""
+    """The evidence about one failed rank."""
 
     rank: int
     label: str
@@ -131,12 +145,12 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run, told in words.
+    """Something that happened to a run, described for users.
 
     Attributes:
         kind: submitted, attempt_started, seated, resumed, first_step, committed, save_failed,
             rank_failed, restarting, stop_requested, succeeded, failed, stopped …
-        details: Facts a program may want (rank, node, cause, object keys, seconds).
+        details: Values for programs (rank, node, cause, object keys, seconds).
     """
 
     kind: str
@@ -151,7 +165,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank's life ended, when it ended in order."""
+    """The result of a rank that ended in order."""
 
     rank: int
     step: int
@@ -161,8 +175,11 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Requests:
-    """What the operator wants of the ranks. Every rank polls its own copy; the ranks agree on the
-    step at which they act, by the collective that starts each step."""
+    """The operator's requests to the ranks.
+
+    Every rank polls its own copy. The ranks agree on the step at which they act, by the collective
+    that starts each step.
+    """
 
     save: bool = False
     stop: bool = False
@@ -170,23 +187,23 @@ class Requests:
 
 
 class Reporter(Protocol):
-    """The rank's only way to talk to the outside; control, torchrun and tests each bring their own.
+    """The rank's only way to report; control, torchrun and tests each provide their own.
 
     All methods are cheap and never raise; they may be called from any thread of the rank.
     """
 
     def phase(self, name: str, detail: str = "") -> None:
-        """The rank is now doing this (rendezvous, build, load, step 12 forward 3 …)."""
+        """Reports what the rank is doing (rendezvous, build, load, step 12 forward 3 …)."""
         ...
 
     def step(self, report: StepReport) -> None:
-        """A step is done. Called on rank 0 only."""
+        """Reports a finished step. Called on rank 0 only."""
         ...
 
     def event(self, event: Event) -> None:
-        """Something worth telling happened."""
+        """Reports an event."""
         ...
 
     def requests(self) -> Requests:
-        """What the operator wants now. Asked for once per step."""
+        """Returns the operator's current requests. Called once per step."""
         ...

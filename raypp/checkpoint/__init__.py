@@ -1,5 +1,5 @@
-"""Checkpoints: what they hold, how one begins to exist, how one is read on another mesh.
+"""Checkpoints: what they hold, how they are committed, and how another mesh reads them.
 
-`layout`, `commit`, `verify`, `retention`, `runs` and `compatibility` know objects and bytes and import no torch;
-`state`, `snapshot`, `save`, `load` and `announce` know tensors.
+`layout`, `commit`, `verify`, `retention`, `runs` and `compatibility` handle objects and bytes and
+import no torch; `state`, `snapshot`, `save`, `load` and `announce` handle tensors.
 """

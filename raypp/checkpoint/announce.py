@@ -1,7 +1,7 @@
-"""How ranks tell the committing one what they stored: keys in a store, never a collective.
+"""How ranks report to the committing rank what they stored: keys in a store, never a collective.
 
-A background save must not touch the training's process groups: a collective there would have to come in the
-same order on every rank, and would wait behind the pipeline.
+A background save must not use the process groups of the training: a collective there would have to
+come in the same order on every rank, and would queue behind the pipeline.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class Announcements(Protocol):
     """Small messages between the ranks of one attempt, each under (step, rank)."""
 
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        """Says something once. Never waits for others."""
+        """Publishes a message, once. Never waits for other ranks."""
         ...
 
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, dict[str, Any]]:
-        """What these ranks said of a step.
+        """Waits for the messages of these ranks about a step.
 
         Args:
-            step: Which.
-            ranks: Whose message is waited for.
+            step: The step.
+            ranks: Ranks whose messages to wait for.
             timeout_s: Longest wait.
-            stopped: Asked now and then; True ends the wait.
+            stopped: Polled during the wait; True ends it.
 
         Raises:
-            TimeoutError: Some said nothing in time (or `stopped`); the message names them.
+            TimeoutError: Some ranks sent nothing in time, or `stopped`; the message names them.
         """
         ...
 
 
 class StoreAnnouncements:
-    """Over a TCPStore, by a connection of its own: a wait here blocks nobody who trains.
+    """Announcements over a TCPStore, by a separate connection: a wait here blocks no training.
 
     Args:
         store: The attempt's TCPStore; only its address is used.
-        attempt: Keeps the keys of two attempts apart.
+        attempt: Part of the keys, so that attempts do not read each other's messages.
     """
 
     def __init__(self, store: TCPStore, attempt: int) -> None:
@@ -68,7 +68,9 @@ class StoreAnnouncements:
             while not self._store.check([key]):
                 if time.monotonic() > deadline or stopped():
                     silent = [other for other in ranks if not self._store.check([self._key(step, other)])]
-                    raise TimeoutError(f"ranks {silent} did not say that their part of step {step} is stored")
+                    raise TimeoutError(
+                        f"ranks {silent} did not report in time that their part of step {step} is stored"
+                    )
                 time.sleep(_POLL_S)
             messages[rank] = json.loads(self._store.get(key))
         return messages

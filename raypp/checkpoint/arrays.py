@@ -1,4 +1,4 @@
-"""Tensors without torch: safetensors' dtypes as numpy's, and the conversion of one into another.
+"""Tensors without torch: safetensors dtypes as numpy dtypes, and conversion between them.
 
 numpy has no bfloat16: such tensors are arrays of their bits (uint16) until they are converted.
 """
@@ -19,23 +19,23 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The dtype of arrays that hold a tensor of safetensors' `dtype`."""
+    """Returns the dtype of an array that holds a tensor of this safetensors dtype."""
     return np.dtype(_NUMPY[dtype])
 
 
 def as_float64(values: Array, dtype: str) -> NDArray[np.float64]:
-    """The numbers of a tensor; exact, but for integers beyond 2⁵³."""
+    """Returns a tensor's values; exact, except for integers beyond 2⁵³."""
     wide = _bf16_to_fp32(values) if dtype == "BF16" else values
     return wide.astype(np.float64)
 
 
 def convert(values: Array, dtype: str, into: str) -> Array:
-    """A tensor of floating point numbers in another dtype, rounded to the nearest as torch does it."""
+    """Converts a floating point tensor to another dtype, rounding to nearest as torch does."""
     if dtype == into:
         return values
     wide = _bf16_to_fp32(values) if dtype == "BF16" else values
     if into != "BF16":
-        with np.errstate(over="ignore", invalid="ignore"):  # too large for half precision is infinite, as in torch
+        with np.errstate(over="ignore", invalid="ignore"):  # values too large for fp16 become infinite, as in torch
             return wide.astype(numpy_dtype(into))
     return _fp32_to_bf16(wide.astype(np.float32))
 
@@ -45,7 +45,7 @@ def _bf16_to_fp32(bits: Array) -> NDArray[np.float32]:
 
 
 def _fp32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Upper half of the bits, rounded to the nearest, ties to even; what is no number stays none."""
+    """Returns the upper half of the bits, rounded to nearest, ties to even; a NaN stays a NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

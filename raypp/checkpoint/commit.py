@@ -1,7 +1,8 @@
-"""COMMIT: the one object whose existence makes a checkpoint exist, and the fence against attempts that are over.
+"""COMMIT, the object that makes a checkpoint exist, and the fence against stale attempts.
 
-The protocol (docs/design/0002): every rank's objects first, under the attempt's own folder; then, when all are
-durable, COMMIT by a conditional write. Whatever happens in between, a reader sees the old checkpoints or the new one.
+The protocol (docs/design/0002): every rank first writes its object under the attempt's own folder.
+When all are durable, COMMIT is created by a conditional write. At any moment in between, a reader
+sees either the old checkpoints or the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
 
 class StaleAttemptError(CheckpointError):
-    """A newer attempt of the run has begun: this one may not commit any more."""
+    """A newer attempt of the run has begun: this one may no longer commit."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class ObjectRecord:
     """One object of a checkpoint, as its writer announced it.
 
     Attributes:
-        key: In the store.
+        key: Key in the store.
         size: Bytes.
-        sha256: Of all bytes, hex.
-        rank: Who wrote it.
+        sha256: SHA-256 of all bytes, in hex digits.
+        rank: The rank that wrote it.
         header_size: Bytes before the tensor data (safetensors' length field and header).
-        header_sha256: Of those bytes; the header in turn holds checksums of every block of the data.
+        header_sha256: SHA-256 of those bytes; the header contains checksums of all data blocks.
     """
 
     key: str
@@ -49,18 +50,19 @@ class ObjectRecord:
 
 @dataclass(frozen=True)
 class Commit:
-    """The content of a COMMIT.
+    """The content of a COMMIT object.
 
     Attributes:
-        run: Whose checkpoint.
-        step: Optimizer steps done.
-        attempt: Who wrote it.
-        mesh: Length of each axis when it was written.
-        job: The sections model, data, mesh, pipeline and train of the job that wrote it.
-        extra: What the trainer wants back, the same on every rank: `data_position`, `rng` …
-        objects: Every object.
+        run: The run's name.
+        step: Number of completed optimizer steps.
+        attempt: The attempt that wrote it.
+        mesh: Length of each mesh axis at the time.
+        job: Sections model, data, mesh, pipeline and train of the job that wrote it.
+        extra: What the trainer restores besides tensors, the same on every rank: `data_position`,
+            `rng` …
+        objects: All objects of the checkpoint.
         created: Seconds since 1970, by the writer's clock.
-        nonce: Tells two commits of the same content apart.
+        nonce: Random; distinguishes two commits of the same content.
         format: Version of this format.
     """
 
@@ -77,7 +79,7 @@ class Commit:
 
     @property
     def size(self) -> int:
-        """Bytes of all objects."""
+        """Total bytes of all objects."""
         return sum(record.size for record in self.objects)
 
     def to_bytes(self) -> bytes:
@@ -85,22 +87,26 @@ class Commit:
 
     @classmethod
     def from_bytes(cls, data: bytes, key: str) -> Commit:
-        """Reads a COMMIT back.
+        """Parses a COMMIT object.
 
         Raises:
-            CheckpointError: It is not one, or one of a newer format.
+            CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
         try:
             document = json.loads(data)
             if document["format"] > FORMAT:
                 raise CheckpointError(
-                    Problem(key, f"has format {document['format']}, this raypp reads {FORMAT}", "use a newer raypp")
+                    Problem(key, f"has format {document['format']}, but this raypp reads {FORMAT}", "use a newer raypp")
                 )
             records = tuple(ObjectRecord(**record) for record in document.pop("objects"))
             return cls(objects=records, **document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                Problem(key, f"is not a commit: {in_words(error)}", "an older checkpoint is used instead")
+                Problem(
+                    key,
+                    f"is not a valid COMMIT: {in_words(error)}",
+                    "use an older checkpoint (a resume does so by itself)",
+                )
             ) from error
 
 
@@ -109,9 +115,9 @@ class Checkpoint:
     """A committed checkpoint, found by listing; its COMMIT has not been read.
 
     Attributes:
-        step: Optimizer steps done.
-        key: Its COMMIT.
-        modified: When that was written, by the store's clock.
+        step: Number of completed optimizer steps.
+        key: Key of its COMMIT.
+        modified: When the COMMIT was written, by the store's clock.
     """
 
     step: int
@@ -120,15 +126,15 @@ class Checkpoint:
 
 
 def job_identity(job_doc: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a resolved job that a COMMIT keeps (never `resources.env`, which may hold secrets)."""
+    """Returns the job sections for a COMMIT; not `resources.env`, which may hold secrets."""
     return {section: job_doc[section] for section in _JOB_SECTIONS if section in job_doc}
 
 
 def claim_attempt(store: ObjectStore, run: str, attempt: int) -> None:
-    """Makes the caller this attempt of the run. From then on older attempts cannot commit.
+    """Claims an attempt number of the run. From then on, older attempts cannot commit.
 
     Raises:
-        AlreadyExists: Somebody else is that attempt; take a higher number.
+        AlreadyExists: The number is taken; use a higher one.
     """
     claim = {"attempt": attempt, "time": time.time(), "nonce": secrets.token_hex(8)}
     store.put(attempt_key(run, attempt), json.dumps(claim).encode(), if_absent=True)
@@ -146,20 +152,20 @@ def claim_next_attempt(store: ObjectStore, run: str) -> int:
 
 
 def newest_attempt(store: ObjectStore, run: str) -> int:
-    """The highest attempt claimed; 0 when there is none."""
+    """Returns the highest claimed attempt number; 0 if there is none."""
     numbers = (attempt_number(info.key) for info in store.list(f"{run}/attempts/"))
     return max((number for number in numbers if number is not None), default=0)
 
 
 def write_commit(store: ObjectStore, commit: Commit) -> None:
-    """Creates a COMMIT, after which the checkpoint exists. Every object must be durable before.
+    """Creates a COMMIT, which makes the checkpoint exist. All its objects must already be durable.
 
-    A commit of the same step by an *older* attempt is replaced: this attempt started below that step, so
-    the older one had been found unusable, or was written after its attempt was over.
+    Replaces a commit of the same step by an *older* attempt: this attempt started below that step,
+    so that commit was found unusable, or was written after its attempt had ended.
 
     Raises:
         StaleAttemptError: A newer attempt has begun.
-        AlreadyExists: The step is committed, by this or a newer attempt.
+        AlreadyExists: This or a newer attempt has already committed the step.
     """
     newest = newest_attempt(store, commit.run)
     if newest > commit.attempt:
@@ -173,9 +179,9 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
     try:
         store.put(key, commit.to_bytes(), if_absent=True)
     except AlreadyExists:
-        there = _read_quietly(store, key)
+        there = _try_read(store, key)
         if there is not None and there.nonce == commit.nonce:
-            return  # an earlier try of ours, whose answer was lost
+            return  # an earlier try succeeded, and its response was lost
         if there is not None and there.attempt >= commit.attempt:
             raise
         store.delete([key])
@@ -186,7 +192,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
     """Reads a step's COMMIT.
 
     Raises:
-        CheckpointError: There is none, or it cannot be read, or it speaks of another run or step.
+        CheckpointError: There is none, it cannot be read, or it belongs to another run or step.
     """
     key = commit_key(run, step)
     try:
@@ -196,7 +202,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
             Problem(
                 f"{store.url}/{key}",
                 f"step {step} of {run} is not committed",
-                "`raypp checkpoints list` shows those that are",
+                "choose one of those that `raypp checkpoints list` shows",
             )
         ) from None
     commit = Commit.from_bytes(data, key)
@@ -206,7 +212,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
 
 
 def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
-    """The committed checkpoints of a run, oldest step first. Only their existence is looked at."""
+    """Lists the committed checkpoints of a run, oldest step first, without reading them."""
     found = []
     for info in store.list(steps_prefix(run)):
         step = step_of(run, info.key)
@@ -216,7 +222,7 @@ def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
 
 
 def _check_records(commit: Commit) -> None:
-    """A rank's objects lie where its attempt writes: nothing of another attempt can be committed."""
+    """Raises CheckpointError unless all objects lie in this attempt's own folder."""
     for record in commit.objects:
         if record.key != rank_key(commit.run, commit.step, commit.attempt, record.rank):
             raise CheckpointError(
@@ -224,8 +230,8 @@ def _check_records(commit: Commit) -> None:
             )
 
 
-def _read_quietly(store: ObjectStore, key: str) -> Commit | None:
-    """The COMMIT there; None when it cannot be read."""
+def _try_read(store: ObjectStore, key: str) -> Commit | None:
+    """Reads a COMMIT; None if it cannot be read."""
     try:
         return Commit.from_bytes(store.get(key), key)
     except (CheckpointError, NotFound):

@@ -1,5 +1,8 @@
-"""Can a run go on with a changed job? The mesh, the schedule and the number of steps may change; what the
-weights and the data position mean may not."""
+"""Checks whether a run can resume with a changed job.
+
+Mesh, schedule and number of steps may change; whatever gives the weights and the data position
+their meaning may not.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,21 @@ _ABSENT = object()
 
 
 def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
-    """Every field whose change makes the run's checkpoints unusable.
+    """Finds every changed field that makes the run's checkpoints unusable.
 
-    Free to change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery, resources, data.eval.path.
-    So is `model.from_hf`: only a run without checkpoints reads it. What the old document does not say is not compared.
-    Not: anything else of model and data, train.seed (it orders the data), train.optimizer.kind, and the number
-    of rows a step takes from all replicas together.
+    These may change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery,
+    resources, data.eval.path, and `model.from_hf`, which only a run without checkpoints reads.
+    Fields that the old document lacks are not compared.
+
+    These may not change: the rest of model and data, train.seed (it orders the data),
+    train.optimizer.kind, and the number of rows that all replicas together take per step.
 
     Args:
         old_job: The resolved job of the run (`runs.read_spec`), or the `job` of a commit.
-        new_job: The job to go on with, or its resolved document.
+        new_job: The job to resume with, or its resolved document.
 
     Returns:
-        One problem per field, with the old and the new value; empty: it can go on.
+        One problem per field, with the old and the new value; empty if the run can resume.
     """
     new = new_job.model_dump(mode="json") if isinstance(new_job, Job) else dict(new_job)
     problems: list[Problem] = []
@@ -41,7 +46,10 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
 
 
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The section without what does not matter: where held-out data lie, unless they are cut from the training data."""
+    """Returns the section without fields that may change.
+
+    The path of the held-out data matters only if they are cut from the training data.
+    """
     meaning = dict(job.get(section) or {})
     meaning.pop("from_hf", None)
     if "eval" in meaning:
@@ -51,7 +59,10 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
-    """A step must take the same rows as before, or the data position and the numbers change their meaning."""
+    """Checks that a step takes as many rows as before.
+
+    Otherwise the data position and the step numbers would change their meaning.
+    """
     was, now = _rows(old), _rows(new)
     if was is None or now is None or was[0] == now[0]:
         return []
@@ -59,8 +70,8 @@ def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Probl
     return [
         Problem(
             "pipeline.microbatches",
-            f"a step would take {now[0]} rows ({names} = {now[1]}), the run's steps took {was[0]} ({was[1]})",
-            "change these so that their product stays the same",
+            f"a step would take {now[0]} rows ({names} = {now[1]}), but the run's steps took {was[0]} ({was[1]})",
+            "change these keys so that their product stays the same",
         )
     ]
 
@@ -94,7 +105,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no tuples."""
+    """Returns the value with tuples as lists, because JSON has no tuples."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -104,6 +115,6 @@ def _changed(key: str, before: Any, after: Any) -> Problem:
 
     return Problem(
         key,
-        f"is {shown(after)}, but the run began with {shown(before)}: its checkpoints cannot be used with that",
+        f"is {shown(after)}, but the run began with {shown(before)}: its checkpoints do not fit the new value",
         f"set it back to {shown(before)}, or start a new run under another name",
     )

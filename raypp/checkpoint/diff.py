@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, whatever meshes wrote them. Without torch, some rows at a time."""
+"""Compares two checkpoints of any meshes tensor by tensor, in pieces and without torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Difference:
 
     Attributes:
         name: Global name.
-        elements: How many differ in any bit.
-        of: How many there are.
-        max_abs: Largest |a − b|; infinite or not a number where the values are.
+        elements: Number of elements that differ in any bit.
+        of: Number of all elements.
+        max_abs: Largest |a − b|; infinite or NaN where the values are.
         max_rel: Largest |a − b| ÷ max(|a|, |b|).
     """
 
@@ -34,14 +34,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two checkpoints, side by side.
+    """The result of comparing two checkpoints.
 
     Attributes:
         only_a: Tensors that only the first has.
         only_b: Tensors that only the second has.
-        other_form: Tensors of different dtype or shape: name, the first's, the second's.
+        other_form: Tensors whose dtype or shape differs: the first's, the second's.
         different: Tensors whose values differ.
-        equal: How many are equal bit for bit.
+        equal: Number of tensors that are bitwise equal.
     """
 
     only_a: tuple[str, ...]
@@ -62,16 +62,16 @@ def diff_checkpoints(
     optimizer: bool = True,
     progress: Callable[[int], None] = lambda _bytes: None,
 ) -> Comparison:
-    """Compares all tensors; every byte read is checked against its checksum.
+    """Compares all tensors and checks every byte it reads against its checksum.
 
     Args:
         a: The first checkpoint's tensors.
-        b: The second's.
-        optimizer: Compare the optimizer's state, too.
-        progress: Called with the bytes compared (of one side) since its last call.
+        b: The second checkpoint's tensors.
+        optimizer: Also compares the optimizer's state.
+        progress: Called with the number of bytes compared (of one side) since its last call.
 
     Raises:
-        CheckpointError: An object of either is missing, torn or corrupt.
+        CheckpointError: An object of either checkpoint is missing, torn or corrupt.
     """
     in_a, in_b = _names(a.infos, optimizer), _names(b.infos, optimizer)
     both = [name for name in in_a if name in b.infos]
@@ -109,7 +109,7 @@ def _compare(a: SavedTensors, b: SavedTensors, info: TensorInfo, progress: Calla
         if found:
             elements += found
             absolute, ratio = _distance(left[unequal], right[unequal], info.dtype)
-            # np.maximum keeps what is no number; max() would lose it.
+            # np.maximum propagates NaN; max() would lose it.
             largest, relative = float(np.maximum(largest, absolute)), float(np.maximum(relative, ratio))
         progress((last - first) * info.row_bytes)
     return Difference(info.name, elements, count, largest, relative)
@@ -124,5 +124,5 @@ def _distance(left: Array, right: Array, dtype: str) -> tuple[float, float]:
 
 
 def _bits(values: Array) -> Array:
-    """The elements as whole numbers, so that equal means: every bit."""
+    """Returns the elements' bits as integers, so that equality means bitwise equality."""
     return values.reshape(values.shape).view(f"u{values.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""torch's dtypes by safetensors' names for them."""
+"""torch dtypes by their safetensors names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
-    """safetensors' name of a dtype."""
+    """Returns the safetensors name of a dtype; raises TypeError if it has none."""
     if dtype not in _NAMES:
         raise TypeError(f"{tensor_name} has dtype {dtype}, which cannot be saved")
     return _NAMES[dtype]

@@ -1,4 +1,4 @@
-"""Where the objects of a run are, relative to the job's checkpoint.url."""
+"""Keys of a run's objects, relative to the job's checkpoint.url."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ _ATTEMPT = re.compile(r"^attempt-(\d{1,9})$")
 
 
 def check_run(run: str) -> str:
-    """The run's name, when it is one.
+    """Returns the run's name if it is valid.
 
     Raises:
-        JobError: It is not of the form a-z, 0-9 and -, at most 40.
+        JobError: The name is not of the form a-z, 0-9 and -, at most 40 characters.
     """
     if not re.fullmatch(RUN_NAME, run):
-        raise JobError(Problem("name", f"{run!r} is not the name of a run", "a-z, 0-9 and -, at most 40, not - first"))
+        raise JobError(
+            Problem("name", f"{run!r} is not a valid run name", "use a-z, 0-9 and -, at most 40, not - first")
+        )
     return run
 
 
 def spec_key(run: str, number: int = 1) -> str:
-    """The resolved job: `NAME/spec.json`, and `NAME/spec-2.json` … for each resume."""
+    """Returns the key of the resolved job: `NAME/spec.json`, `NAME/spec-2.json` … for resumes."""
     return f"{run}/spec.json" if number == 1 else f"{run}/spec-{number}.json"
 
 
 def spec_number(run: str, key: str) -> int | None:
-    """The number of a spec's key; None for another key."""
+    """Returns the number in a spec's key; None for any other key."""
     match = re.match(rf"^{re.escape(run)}/spec(?:-(\d+))?\.json$", key)
     return None if match is None else int(match[1] or 1)
 
 
 def attempt_key(run: str, attempt: int) -> str:
-    """The claim of an attempt: whoever created it is that attempt."""
+    """Returns the key of an attempt's claim; the process that creates it is that attempt."""
     return f"{run}/attempts/attempt-{attempt}"
 
 
@@ -44,7 +46,7 @@ def attempt_number(key: str) -> int | None:
 
 
 def steps_prefix(run: str) -> str:
-    """What every object of every checkpoint of a run starts with."""
+    """Returns the common prefix of all checkpoint objects of a run."""
     return f"{run}/step-"
 
 
@@ -53,17 +55,17 @@ def step_folder(run: str, step: int) -> str:
 
 
 def commit_key(run: str, step: int) -> str:
-    """The object whose existence is the checkpoint's existence."""
+    """Returns the key of the object whose existence makes the checkpoint exist."""
     return f"{step_folder(run, step)}/COMMIT"
 
 
 def rank_key(run: str, step: int, attempt: int, rank: int) -> str:
-    """The object that one rank writes in one attempt at one step."""
+    """Returns the key of the object that one rank writes in one attempt at one step."""
     return f"{step_folder(run, step)}/attempt-{attempt}/rank-{rank:05d}.safetensors"
 
 
 def step_of(run: str, key: str) -> int | None:
-    """The step whose checkpoint an object belongs to; None when it belongs to none."""
+    """Returns the step whose checkpoint an object belongs to; None if it belongs to none."""
     if not key.startswith(f"{run}/"):
         return None
     match = _STEP.match(key[len(run) + 1 :].split("/")[0])
@@ -71,13 +73,13 @@ def step_of(run: str, key: str) -> int | None:
 
 
 def split_location(text: str) -> tuple[str | None, str, int | None]:
-    """Takes a command's argument apart: `NAME`, `URL/NAME`, or either with `/step-N` behind.
+    """Parses a command's argument: `NAME`, `URL/NAME`, or either followed by `/step-N`.
 
     Returns:
-        URL (None when only a name was given), run, step (None: not said).
+        URL (None if the argument has none), run, step (None if the argument has none).
 
     Raises:
-        JobError: The run's name is not one.
+        JobError: The run's name is invalid.
     """
     step = None
     place = text.rstrip("/")

@@ -1,7 +1,7 @@
-"""What attempts that are over left in the store: uploads that never ended, objects that never were committed.
+"""Orphaned data of ended attempts in the store: unfinished uploads and uncommitted objects.
 
-Whose they are says the attempt in their key, never a clock: a newer attempt has been claimed, so the older one can
-commit nothing more. What belongs to the newest attempt may be a save that is under way.
+The attempt in the key decides what is orphaned, never a clock: once a newer attempt is claimed, an
+older one can no longer commit. Data of the newest attempt may belong to a save in progress.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What can go, and what cannot be told apart from a save that is under way.
+    """What may be removed, and what may belong to a save in progress.
 
     Attributes:
-        uploads: Writes that never ended.
-        objects: Objects of steps that are not committed.
-        under_way: Writes of the newest attempt, which may go on.
+        uploads: Writes that never finished.
+        objects: Objects of uncommitted steps.
+        under_way: Writes of the newest attempt, which may still be in progress.
     """
 
     uploads: tuple[Unfinished, ...]
@@ -35,7 +35,7 @@ class Leftovers:
 
     @property
     def size(self) -> int:
-        """Bytes of the objects (a store does not say how much of an upload it holds)."""
+        """Bytes of the objects. A store does not report how much an upload takes."""
         return sum(info.size for info in self.objects)
 
     def __bool__(self) -> bool:
@@ -49,15 +49,16 @@ class Leftovers:
 
 
 def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, just_begun: bool = False) -> Leftovers:
-    """Looks through a run for what no attempt will ever commit.
+    """Finds the data of a run that no attempt will ever commit.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
-        attempt: The one that lives; None: the newest claimed.
-        just_begun: It began this moment. Then objects of the attempt right before it, above the newest commit, are
-            left alone: that one may be about to commit them, having looked before the new claim. They go after the
-            next commit. An upload cannot be part of what is about to be committed.
+        attempt: The live attempt; None for the newest claimed one.
+        just_begun: The live attempt has only just begun. Objects of the attempt right before it,
+            above the newest commit, are then left alone: that attempt may have checked for newer
+            claims before this one and be about to commit them. They are removed after the next
+            commit. Unfinished uploads cannot be part of such a commit.
     """
     living = newest_attempt(store, run) if attempt is None else attempt
     there = list(store.list(steps_prefix(run)))
@@ -82,7 +83,7 @@ def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, 
 
 
 def remove_leftovers(store: ObjectStore, run: str, found: Leftovers) -> None:
-    """Removes them; steps that were committed meanwhile keep their objects."""
+    """Removes leftovers; keeps the objects of steps that were committed meanwhile."""
     store.discard(found.uploads)
     steps = {step_of(run, info.key) for info in found.objects}
     now = {step for step in steps if step is not None and store.head(commit_key(run, step)) is not None}
@@ -90,22 +91,23 @@ def remove_leftovers(store: ObjectStore, run: str, found: Leftovers) -> None:
 
 
 def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporter) -> threading.Thread:
-    """At the start of an attempt, in a thread: tells what the store cannot do, and removes leftovers.
+    """Starts a thread that reports the store's limitations and removes leftovers.
 
-    Events: store_limited, leftovers_removed. A failure is logged; saves will tell of their own.
+    Called at the start of an attempt. Emits the events store_limited and leftovers_removed. Logs a
+    failure: saves report their own.
     """
 
     def look() -> None:
         try:
             for limit in store.limitations():
-                told = {"fix": limit.fix}
+                details = {"fix": limit.fix}
                 reporter.event(
                     Event(
                         "store_limited",
                         f"{limit.key}: {limit.what}",
                         attempt=seat.attempt,
                         rank=seat.rank,
-                        details=told,
+                        details=details,
                     )
                 )
             found = find_leftovers(store, run, seat.attempt, just_begun=True)
@@ -122,7 +124,7 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
                     )
                 )
         except RayppError as error:
-            log.warning("leftovers of %s were not removed: %s", run, error)
+            log.warning("cannot remove leftovers of %s: %s", run, error)
 
     thread = threading.Thread(target=look, name="raypp-leftovers", daemon=True)
     thread.start()
@@ -130,7 +132,7 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
 
 
 def _owner(key: str) -> int | None:
-    """The attempt in whose folder an object lies; None for COMMIT and all that is not of a step."""
+    """Returns the attempt in whose folder an object lies; None for COMMIT and other keys."""
     return attempt_number(key.rpartition("/")[0])
 
 

@@ -1,6 +1,6 @@
-"""Reading a checkpoint onto any mesh: each rank fetches the byte ranges its slices need, checks them, and copies.
+"""Loads a checkpoint onto any mesh: each rank reads, checks and copies the byte ranges it needs.
 
-Nothing is changed before everything this rank needs was read and found right.
+Nothing is changed before everything that this rank needs has been read and verified.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PROBLEMS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """The result of `load_checkpoint`.
 
     Attributes:
-        step: Optimizer steps done.
-        extra: What the trainer gave to `save`, the same on every rank.
+        step: Number of completed optimizer steps.
+        extra: What the trainer passed to `save`, the same on every rank.
         commit: The checkpoint's COMMIT.
-        bytes_read: By this rank.
-        seconds: This took on this rank.
+        bytes_read: Bytes that this rank read.
+        seconds: Duration on this rank.
     """
 
     step: int
@@ -46,13 +46,13 @@ class Loaded:
 
     @property
     def data_position(self) -> dict[str, Any] | None:
-        """Where the data go on; the same on every rank."""
+        """Position at which the data resume, the same on every rank."""
         return self.extra.get("data_position")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One overlap of a rank's slice with a saved one."""
+    """The overlap of a slice of this rank with a saved slice."""
 
     target: Slice
     file: CheckpointFile
@@ -61,14 +61,14 @@ class _Piece:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The overlap along dimension 0, counted from the saved slice's begin."""
+        """The overlap along dimension 0, counted from the start of the saved slice."""
         if not self.box:
             return 0, 1
         return self.box[0][0] - self.entry.offset[0], self.box[0][1] - self.entry.offset[0]
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """The rows' range in the file's data section (rows are contiguous, whatever the other dimensions)."""
+        """The rows' range in the file's data section; rows are contiguous in it."""
         first, last = self.rows
         row = (self.entry.end - self.entry.begin) // (self.entry.shape[0] if self.entry.shape else 1)
         return self.entry.begin + first * row, self.entry.begin + last * row
@@ -81,23 +81,23 @@ def load_checkpoint(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
 ) -> Loaded | None:
-    """Fills this rank's parameters and its optimizer's state, in place, from a checkpoint of any mesh.
+    """Fills this rank's parameters and optimizer state, in place, from a checkpoint of any mesh.
 
-    No communication. Either everything is replaced, or (when it raises) nothing.
+    Not a collective. Replaces everything, or nothing if it raises.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
-        step: Which one; None: the newest committed.
+        step: The step to load; None for the newest committed one.
         stages: This rank's stages; the names of their parameters are global.
-        optimizer: Over their parameters; None: weights only.
+        optimizer: The optimizer over their parameters; None to load weights only.
 
     Returns:
-        None when `step` is None and nothing is committed.
+        None if `step` is None and nothing is committed.
 
     Raises:
-        CheckpointError: There is no such commit; an object is missing, torn or corrupt (it is named); a tensor
-            is not in it, or has another shape (all of them are named).
+        CheckpointError: There is no such commit; or an object, which the message names, is missing,
+            torn or corrupt; or tensors, which it names too, are missing or have other shapes.
     """
     started = time.monotonic()
     if step is None:
@@ -142,7 +142,7 @@ def _plan(
     saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]],
     commit: Commit,
 ) -> list[_Piece]:
-    """Which parts of which saved slices fill the targets."""
+    """Returns the parts of the saved slices that fill the targets."""
     pieces: list[_Piece] = []
     problems: list[Problem] = []
     for name, slices in targets.items():
@@ -151,7 +151,7 @@ def _plan(
             pieces.extend(found)
             if problem:
                 problems.append(
-                    Problem(name, f"{problem} (step {commit.step} of {commit.run})", "is it the same model?")
+                    Problem(name, f"{problem} (step {commit.step} of {commit.run})", "check that it is the same model")
                 )
     if problems:
         left = len(problems) - _PROBLEMS_SHOWN
@@ -161,7 +161,7 @@ def _plan(
 
 
 def _overlaps(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]) -> tuple[list[_Piece], str]:
-    """The pieces of one target, and what is wrong with them (empty: nothing)."""
+    """Returns the pieces that fill a target, and the problem if they do not ("" otherwise)."""
     if not parts:
         return [], "is not in the checkpoint"
     wrong = next((entry.global_shape for _, entry in parts if entry.global_shape != target.global_shape), None)
@@ -173,14 +173,14 @@ def _overlaps(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(target.offset, target.tensor.shape, entry.offset, entry.shape, strict=True)
         )
-        # Two ranks may have written the same slice (a tied weight): the first is as good as the second.
+        # Two ranks may have written the same slice (a tied weight): use the first.
         if all(begin < end for begin, end in box):
             pieces.setdefault(box, _Piece(target, file, entry, box))
     covered = sum(_volume(box) for box in pieces)
     if covered != target.tensor.numel():
         return (
             [],
-            f"is not whole: {covered} of {target.tensor.numel()} elements of this rank's part are in the checkpoint",
+            f"is incomplete: the checkpoint has {covered} of {target.tensor.numel()} elements of this rank's part",
         )
     return list(pieces.values()), ""
 

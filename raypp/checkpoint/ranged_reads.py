@@ -1,4 +1,4 @@
-"""Byte ranges of a checkpoint's objects, read in whole blocks and checked against the blocks' checksums."""
+"""Reads byte ranges of a checkpoint's objects in whole blocks, and checks each block's checksum."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raypp.storage import NotFound, ObjectStore
 
 _READERS = 8
 _READ_BYTES = 16 << 20
-"""Most of one request."""
+"""Largest size of one request."""
 _READS = 3
-"""How often a range is read before it is called damaged."""
-_ADVICE = "an older checkpoint is used instead"
+"""Number of times a range is read before it is reported as damaged."""
+_ADVICE = "use an older checkpoint (a resume does so by itself)"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ class _Run:
 
 
 class FetchedRanges:
-    """What `fetch_ranges` read: views into it by object and byte range of the data section."""
+    """The bytes that `fetch_ranges` read, by object and byte range of the data section."""
 
     def __init__(self, runs: Mapping[str, Sequence[_Run]]) -> None:
         self._runs = runs
         self.bytes_read = sum(len(run.data) for found in runs.values() for run in found)
 
     def view(self, key: str, begin: int, end: int) -> memoryview:
-        """The bytes `[begin, end)` of an object's data section; a range that was asked for."""
+        """Returns bytes `[begin, end)` of an object's data section; they must have been fetched."""
         for run in self._runs[key]:
             if run.begin <= begin and end <= run.begin + len(run.data):
                 return memoryview(run.data)[begin - run.begin : end - run.begin]
@@ -60,7 +60,7 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """Reads and checks the header of every object of a checkpoint.
 
     Raises:
-        CheckpointError: One is missing, torn or corrupt.
+        CheckpointError: An object is missing, torn or corrupt.
     """
 
     def read(record: ObjectRecord) -> CheckpointFile:
@@ -80,15 +80,15 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
 def fetch_ranges(
     store: ObjectStore, files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]
 ) -> FetchedRanges:
-    """Reads ranges of the data sections, several requests at once, and checks every block they touch.
+    """Reads ranges of the data sections concurrently, and checks every block they touch.
 
     Args:
         store: Opened at the job's checkpoint.url.
         files: The checkpoint's objects.
-        ranges: By object key: `[begin, end)` in its data section, none empty.
+        ranges: For each object key, ranges `[begin, end)` of its data section, none empty.
 
     Raises:
-        CheckpointError: An object is missing, torn or corrupt; it is named.
+        CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
     by_key = {file.record.key: file for file in files}
     runs: dict[str, list[_Run]] = {}
@@ -125,7 +125,7 @@ def fetch_ranges(
 
 
 def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
-    """The blocks that ranges touch, as runs `[first, last)` of consecutive ones."""
+    """Returns the blocks that the ranges touch, as runs `[first, last)` of consecutive blocks."""
     touched = sorted({(begin // block_bytes, -(-end // block_bytes)) for begin, end in ranges})
     runs: list[tuple[int, int]] = []
     for first, last in touched:
@@ -137,8 +137,9 @@ def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tup
 
 
 def _get_checked(store: ObjectStore, key: str, begin: int, end: int, check: Callable[[bytes], T]) -> T:
-    """Reads and checks a range. What is wrong is read again before it is called corrupt: it may have been damaged on
-    its way, and a checkpoint given up is steps lost.
+    """Reads and checks a range; reads it again before it reports a damage.
+
+    The bytes may have been damaged in transit, and every rejected checkpoint costs steps.
     """
     for left in reversed(range(_READS)):
         try:
@@ -146,7 +147,7 @@ def _get_checked(store: ObjectStore, key: str, begin: int, end: int, check: Call
         except CheckpointError as error:
             if not left:
                 raise
-            log.warning("%s; bytes %d to %d are read again", error.problems[0].what, begin, end)
+            log.warning("%s; reading bytes %d to %d again", error.problems[0].what, begin, end)
     raise AssertionError("unreachable")
 
 

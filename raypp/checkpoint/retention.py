@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and the removal of the others and of what never became one."""
+"""Decides which checkpoints to keep, and removes the others and the leftovers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raypp.storage import ObjectStore
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was (or would be) removed.
+    """What was removed, or with `dry_run` would be.
 
     Attributes:
-        steps: Checkpoints that ceased to exist.
-        objects: Objects deleted, commits included.
-        size: Bytes of these.
+        steps: Steps of the removed checkpoints.
+        objects: Keys of the deleted objects, commits included.
+        size: Bytes of these objects.
     """
 
     steps: tuple[int, ...]
@@ -37,21 +37,23 @@ def prune(
     attempt: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Keeps the newest `keep` checkpoints and removes older ones, and leftovers of attempts that did not commit.
+    """Keeps the newest `keep` checkpoints; removes older ones and leftovers of ended attempts.
 
-    COMMIT goes first, its objects after it: a checkpoint half removed is none. The newest one is never removed, nor the
-    newest whose objects are all there in their full size: when those to be kept are damaged, an older one stays.
+    Deletes COMMIT before its objects: a half-removed checkpoint does not exist. Never removes the
+    newest checkpoint, nor the newest one whose objects all exist in full size: if the checkpoints
+    to keep are damaged, an older one stays.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
-        keep: At least 1.
-        keep_every: Steps that are multiples of it stay for ever; 0: none does.
-        newest: The step the caller just committed. Commits above it by older attempts are void (the caller
-            started below them) and go. None: the highest committed step. Objects above `newest` that are not
-            committed stay, but those of older attempts: they may belong to a save that is under way.
+        keep: Number of checkpoints to keep, at least 1.
+        keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
+        newest: The step that the caller just committed; None for the highest committed step.
+            Commits above it by older attempts are void, because the caller started below them, and
+            are removed. Uncommitted objects above it stay unless they are of older attempts: they
+            may belong to a save in progress.
         attempt: The caller's attempt, with `newest`.
-        dry_run: Only say what would go.
+        dry_run: Only reports what would be removed.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -65,7 +67,8 @@ def prune(
     kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
-    # The caller may have been thought dead meanwhile, and a newer attempt be saving: nothing of that one goes.
+        # The caller may have been declared dead, and a newer attempt may be saving: keep what is
+        # its own.
     kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
     doomed = [step for step in committed if step not in kept]
     if doomed:
@@ -97,12 +100,12 @@ def prune(
 
 
 def _newest_whole(store: ObjectStore, run: str, steps: Sequence[int]) -> int | None:
-    """The newest of these steps whose objects are all there in their full size."""
+    """Returns the newest of these steps whose objects all exist in their full size."""
     return next((step for step in reversed(steps) if not verify_checkpoint(store, run, step, every_byte=False)), None)
 
 
 def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[set[str], set[int]]:
-    """The objects that commits name, and the steps whose commit cannot be read (nothing of theirs is touched)."""
+    """Returns the keys that commits name, and the steps with unreadable commits (to be kept)."""
     used: set[str] = set()
     unreadable: set[int] = set()
     for step in steps:

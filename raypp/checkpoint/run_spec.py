@@ -1,4 +1,4 @@
-"""A run's resolved job in the store: created once, so that two runs cannot share a name."""
+"""A run's resolved job in the store. It is created only once, so that no two runs share a name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 
 def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Begins a run: creates `NAME/spec.json`, without the secrets of `resources.env`.
+    """Begins a run: creates `NAME/spec.json`, without the secrets in `resources.env`.
 
     Returns:
         The key written.
 
     Raises:
-        AlreadyExists: There is a run of this name; the fix names the ways out.
+        AlreadyExists: A run of this name exists; the fix names the alternatives.
     """
     key = spec_key(check_run(run))
     try:
@@ -28,15 +28,15 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
         raise AlreadyExists(
             Problem(
                 "name",
-                f"a run named {run!r} is already at {store.url}",
-                "go on with it (`raypp submit --resume`), or choose another name",
+                f"a run named {run!r} already exists at {store.url}",
+                "resume it (`raypp submit --resume`), or choose another name",
             )
         ) from None
     return key
 
 
 def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` … (`spec.json` when there is none yet).
+    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` …; the first is `spec.json`.
 
     Returns:
         The key written.
@@ -52,10 +52,10 @@ def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
 
 
 def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[str, Any]:
-    """A run's resolved job: the one of the last resume, or the one of that number.
+    """Reads a run's resolved job: that of the last resume, or the one with this number.
 
     Raises:
-        CheckpointError: There is no run of this name, or its job cannot be read.
+        CheckpointError: No run has this name, or its job cannot be read.
     """
     if number is None:
         number = max(_numbers(store, check_run(run)), default=0)
@@ -67,10 +67,10 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
         return document
     except NotFound:
         raise CheckpointError(
-            Problem(f"{store.url}/{key}", f"there is no run {run!r} here", "is the URL right?")
+            Problem(f"{store.url}/{key}", f"there is no run {run!r} here", "check the URL and the name")
         ) from None
     except ValueError as error:
-        raise CheckpointError(Problem(f"{store.url}/{key}", f"is not a job: {error}")) from error
+        raise CheckpointError(Problem(f"{store.url}/{key}", f"is not a valid job: {error}")) from error
 
 
 def _numbers(store: ObjectStore, run: str) -> list[int]:

@@ -1,7 +1,8 @@
-"""Streaming saves: training stands still for one copy to host memory; the rest happens in a thread.
+"""Asynchronous saves: training waits only for a copy to host memory; a thread does the rest.
 
-Every rank uploads its own object and announces it. The committing rank (rank 0) waits for all announcements
-and creates COMMIT. A save that fails is told as an event and never raised: training is worth more than one save.
+Every rank uploads its own object and announces it. The committing rank (rank 0) waits for all
+announcements and creates COMMIT. A failed save is reported as an event and never raised, because
+training is worth more than one save.
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ from raypp.storage.rate_limit import Abandoned, Pace
 log = logging.getLogger(__name__)
 
 _OUTCOME = -1
-"""The committing rank's second voice: how the commit went."""
+"""The rank under which the committing rank announces whether the commit succeeded."""
 
 
 class CheckpointSaver:
-    """Saves one rank's part of the state, again and again.
+    """Saves one rank's part of the state repeatedly.
 
-    Every rank of the attempt makes one, and calls `save` at the same steps.
+    Every rank of the attempt creates one, and calls `save` at the same steps.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
-        job_doc: The resolved job; its model, data, mesh, pipeline and train sections go into COMMIT.
-        seat: This rank's place.
-        announcements: How ranks tell each other, outside of the training's groups.
-        reporter: Where events go: committed, save_failed, save_waited, save_skipped, prune_failed.
-        keep: Committed checkpoints to keep.
-        keep_every: Steps that are multiples of it are kept for ever; 0: none.
-        pace: How fast this rank may send; None: as fast as it can.
-        commit_timeout_s: How long the committing rank waits for the others' parts.
+        job_doc: The resolved job; COMMIT contains its sections model, data, mesh, pipeline and
+            train.
+        seat: This rank's seat.
+        announcements: Messages between ranks, outside the process groups of the training.
+        reporter: Receives the events committed, save_failed, save_waited, save_skipped,
+            prune_failed.
+        keep: Number of committed checkpoints to keep.
+        keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
+        pace: Rate limit of this rank's uploads; None for no limit.
+        commit_timeout_s: How long the committing rank waits for the other ranks' parts.
     """
 
     def __init__(
@@ -88,20 +91,21 @@ class CheckpointSaver:
     def save(
         self, step: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
     ) -> None:
-        """Begins a save and returns; the copy to host memory, the upload and the commit go on in threads.
+        """Begins a save and returns; copy to host memory, upload and commit continue in threads.
 
-        Every rank must call it at the same steps, between two steps, with no gradient pending. The optimizer's next
-        step waits for the copy, by a hook this sets. When the save before is still under way, this waits for that first
-        and says so. Store failures are events, never raised.
+        Every rank must call it at the same steps, between two steps, with no gradient pending. It
+        sets a hook that makes the optimizer's next step wait for the copy. If the previous save is
+        still in progress, this waits for it first and reports that. Store failures become events
+        and are never raised.
 
         Args:
-            step: Optimizer steps done; higher than at the last call.
+            step: Number of completed optimizer steps; higher than at the last call.
             stages: This rank's stages.
-            optimizer: Over their parameters.
-            extra: Plain JSON, the same on every rank: `data_position`, and what else is wanted back.
+            optimizer: The optimizer over their parameters.
+            extra: Plain JSON, the same on every rank: `data_position`, and what else to restore.
         """
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} after step {self._last_step}: a step is saved once, in order")
+            raise ValueError(f"step {step} after step {self._last_step}: steps are saved once and in order")
         started = time.perf_counter()
         self._wait_for_last(step)
         if self._optimizer is not optimizer:
@@ -120,26 +124,29 @@ class CheckpointSaver:
 
     @property
     def committed(self) -> int | None:
-        """The last step this rank knows to be committed by this attempt; None when there is none yet."""
+        """The last step that this rank knows this attempt committed; None if there is none."""
         return self._committed
 
     @property
     def busy(self) -> bool:
-        """Whether the last save is still under way on this rank."""
+        """Whether the last save is still in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def last_stall_s(self) -> float:
-        """Seconds that training stood still for the last save: waiting for the one before, beginning the copy, and, in
-        the step after, waiting for the copy's end (0 before that step's update)."""
+        """Seconds that the last save stalled training.
+
+        The sum of the wait for the previous save, the start of the copy, and, in the step after it,
+        the wait for the copy's end (0 until that step's update).
+        """
         return self._before_s + (self._snapshot.held_s if self._snapshot is not None else 0.0)
 
     def skip(self, step: int) -> None:
-        """Says that the save of a step is left out, because the last one is not durable yet."""
+        """Reports that the save of a step is skipped, because the last one is not durable yet."""
         if self.seat.rank == COMMITTING_RANK:
-            self._tell(
+            self._report(
                 "save_skipped",
-                f"step {step} was not saved: the save of step {self._last_step} was still under way "
+                f"step {step} was not saved: the save of step {self._last_step} was still in progress "
                 "(checkpoint.if_busy: skip)",
                 step,
             )
@@ -148,16 +155,16 @@ class CheckpointSaver:
         """Waits until the last save is committed or has failed.
 
         Returns:
-            The last step this saver knows to be committed; None when there is none.
+            The last step that this saver knows to be committed; None if there is none.
         """
         if self._thread is not None:
             self._thread.join()
         if self._last_step is not None and self.seat.rank != COMMITTING_RANK:
-            self._hear_outcome(self._last_step)
+            self._learn_outcome(self._last_step)
         return self._committed
 
     def close(self) -> None:
-        """Gives up what is still under way (call `wait` first to finish it)."""
+        """Abandons a save in progress; call `wait` first to finish it."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
@@ -169,21 +176,21 @@ class CheckpointSaver:
         self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
         self._thread.join()
         waited = time.perf_counter() - started
-        self._tell(
+        self._report(
             "save_waited",
-            f"the save of step {step} waited {waited:.2f} s for that of step {self._last_step}: "
-            "the store is slower than checkpoint.every_steps asks for",
+            f"the save of step {step} waited {waited:.2f} s for the save of step {self._last_step}: "
+            "the store is too slow for checkpoint.every_steps",
             step,
             seconds=round(waited, 3),
         )
 
     def _store(self, step: int, snapshot: Snapshot, extra: dict[str, Any], stall_s: float) -> None:
-        """The thread: upload, announce, and on the committing rank: commit."""
+        """Runs in the thread: uploads, announces, and on the committing rank commits."""
         started = time.monotonic()
         rank = self.seat.rank
         try:
             try:
-                snapshot.data()  # the copy, which is not a part of the upload's time
+                snapshot.data()  # waits for the copy, which does not count as upload time
                 copied = time.monotonic()
                 record = self._upload(step, snapshot)
             finally:
@@ -194,20 +201,20 @@ class CheckpointSaver:
             )
         except Abandoned:
             return
-        except Exception as error:  # noqa: BLE001 - a thread has nobody above it; every failure becomes an event
-            self._failed(step, f"rank {rank} could not store its part: {in_words(error)}")
-            self._announce_quietly(step, rank, {"error": in_words(error)})
+        except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; every failure becomes an event
+            self._report_failure(step, f"rank {rank} could not store its part: {in_words(error)}")
+            self._try_announce(step, rank, {"error": in_words(error)})
         if rank != COMMITTING_RANK:
             return
         try:
             self._commit(step, extra, started)
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
-                self._failed(step, in_words(error))
-            self._announce_quietly(step, _OUTCOME, {"committed": False})
+                self._report_failure(step, in_words(error))
+            self._try_announce(step, _OUTCOME, {"committed": False})
 
     def _upload(self, step: int, snapshot: Snapshot) -> ObjectRecord | None:
-        """This rank's object; None when it holds nothing that another does not write."""
+        """Uploads this rank's object; returns None if other ranks write all that it holds."""
         if not snapshot.entries:
             return None
         seat = self.seat
@@ -218,7 +225,7 @@ class CheckpointSaver:
         return upload_snapshot(self.store, key, snapshot, seat.rank, about, self._closed.wait, pace=self._pace)
 
     def _refuse_own_commit(self, step: int) -> None:
-        """Objects that a commit of this attempt number names are never written again."""
+        """Raises if the step is committed: objects that a commit names are never overwritten."""
         try:
             attempt = read_commit(self.store, self.run, step).attempt
         except CheckpointError:
@@ -236,21 +243,21 @@ class CheckpointSaver:
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
         self._committed = step
-        self._tell_committed(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
-        self._announce_quietly(step, _OUTCOME, {"committed": True})
+        self._report_commit(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
+        self._try_announce(step, _OUTCOME, {"committed": True})
         try:
             prune(self.store, self.run, self.keep, keep_every=self.keep_every, newest=step, attempt=seat.attempt)
         except RayppError as error:
-            self._tell("prune_failed", f"old checkpoints could not be removed: {error}", step)
+            self._report("prune_failed", f"cannot remove old checkpoints: {error}", step)
 
-    def _tell_committed(self, commit: Commit, facts: Sequence[Mapping[str, float]], seconds: float) -> None:
-        """Stall and upload are those of the slowest rank; the rate is that of all of them together."""
+    def _report_commit(self, commit: Commit, facts: Sequence[Mapping[str, float]], seconds: float) -> None:
+        """Reports a commit: stall and upload of the slowest rank, the upload rate of all ranks."""
         stall_s, upload_s = (max(fact[name] for fact in facts) for name in ("stall_s", "upload_s"))
         rate = commit.size / 1e6 / max(upload_s, 1e-9)
-        self._tell(
+        self._report(
             "committed",
             f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects, {seconds:.2f} s after a "
-            f"stop of {stall_s * 1e3:.0f} ms; {rate:.0f} MB/s",
+            f"stall of {stall_s * 1e3:.0f} ms; {rate:.0f} MB/s",
             commit.step,
             seconds=round(seconds, 3),
             stall_s=round(stall_s, 6),
@@ -260,13 +267,13 @@ class CheckpointSaver:
             objects=len(commit.objects),
         )
 
-    def _hear_outcome(self, step: int) -> None:
-        """Learns from the committing rank, or, when that is gone, from the store, how the commit went."""
+    def _learn_outcome(self, step: int) -> None:
+        """Learns how the commit went: from the committing rank, or if it is gone, the store."""
         try:
             said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
             committed = bool(said[_OUTCOME]["committed"])
-        except Exception as error:  # noqa: BLE001 - its server ends with the committing rank: the store knows
-            log.debug("no word of the commit of step %d: %s", step, error)
+        except Exception as error:  # noqa: BLE001 - the server ends with the committing rank, so ask the store
+            log.debug("no message about the commit of step %d: %s", step, error)
             try:
                 committed = read_commit(self.store, self.run, step).attempt == self.seat.attempt
             except RayppError:
@@ -274,16 +281,16 @@ class CheckpointSaver:
         if committed:
             self._committed = step
 
-    def _announce_quietly(self, step: int, rank: int, message: dict[str, Any]) -> None:
+    def _try_announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
         try:
             self._announcements.announce(step, rank, message)
-        except Exception as error:  # noqa: BLE001 - the others notice by their timeout
-            log.debug("could not announce step %d: %s", step, error)
+        except Exception as error:  # noqa: BLE001 - the other ranks' timeout notices it
+            log.debug("cannot announce step %d: %s", step, error)
 
-    def _failed(self, step: int, why: str) -> None:
-        self._tell("save_failed", f"step {step} was not saved: {why}", step)
+    def _report_failure(self, step: int, why: str) -> None:
+        self._report("save_failed", f"step {step} was not saved: {why}", step)
 
-    def _tell(self, kind: str, message: str, step: int, **details: Any) -> None:
+    def _report(self, kind: str, message: str, step: int, **details: Any) -> None:
         seat = self.seat
         self._reporter.event(
             Event(kind, message, attempt=seat.attempt, step=step, rank=seat.rank, node=seat.node, details=details)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whole, by name, whatever mesh wrote it. Without torch, and a few rows at a time."""
+"""The complete tensors of a checkpoint by name, from any mesh; read in pieces, without torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPTIMIZER = "optim/"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without its data.
+    """Metadata of a tensor.
 
     Attributes:
         name: Global name.
-        dtype: By safetensors' name.
-        shape: Of the whole.
-        ranks: Those whose objects hold slices of it.
+        dtype: safetensors name of its dtype.
+        shape: Global shape.
+        ranks: Ranks whose objects hold slices of it.
     """
 
     name: str
@@ -36,12 +36,12 @@ class TensorInfo:
 
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of dimension 0; a tensor without dimensions is one row."""
+        """Bytes of one index of dimension 0; a tensor without dimensions is one row."""
         return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
     @property
@@ -49,7 +49,7 @@ class TensorInfo:
         return self.shape[0] if self.shape else 1
 
     def pieces(self, at_most: int) -> Iterator[tuple[int, int]]:
-        """Cuts dimension 0 into ranges of at most so many bytes (one row at least)."""
+        """Splits dimension 0 into ranges of at most `at_most` bytes, but at least one row."""
         step = max(1, at_most // max(1, self.row_bytes))
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
@@ -63,7 +63,7 @@ class SavedTensors:
         commit: The checkpoint's COMMIT.
 
     Raises:
-        CheckpointError: An object is missing, torn or corrupt; it is named.
+        CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
 
     def __init__(self, store: ObjectStore, commit: Commit) -> None:
@@ -83,21 +83,22 @@ class SavedTensors:
         return TensorInfo(name, entry.dtype, entry.global_shape, ranks)
 
     def rows(self, name: str, first: int, last: int) -> Array:
-        """The rows `[first, last)` of a tensor; every byte read is checked.
+        """Reads the rows `[first, last)` of a tensor and checks every byte it reads.
 
         Raises:
-            CheckpointError: An object is missing, torn or corrupt, or the slices do not make up these rows.
+            CheckpointError: An object is missing, torn or corrupt, or the slices do not cover these
+                rows.
         """
         info = self.infos[name]
         out = np.empty((last - first, *info.shape[1:]) if info.shape else (), numpy_dtype(info.dtype))
         wanted: dict[tuple[object, tuple[int, ...], int, int], tuple[CheckpointFile, TensorEntry]] = {}
         for file, entry in self._parts[name]:
             begin, end = _overlap(entry, first, last)
-            # Two ranks may have written the same slice (a tied weight): the first is as good as the second.
+            # Two ranks may have written the same slice (a tied weight): use the first.
             if begin < end and 0 not in entry.shape:
                 wanted.setdefault((entry.offset[1:], entry.shape[1:], begin, end), (file, entry))
         if sum((end - begin) * prod(shape) for _, shape, begin, end in wanted) != out.size:
-            raise CheckpointError(Problem(name, f"rows {first} to {last} are not whole in the checkpoint"))
+            raise CheckpointError(Problem(name, f"rows {first} to {last} are incomplete in the checkpoint"))
         ranges: dict[str, list[tuple[int, int]]] = {}
         spans = [
             (file, entry, begin, end, *_bytes(entry, begin, end)) for (*_, begin, end), (file, entry) in wanted.items()
@@ -117,14 +118,14 @@ class SavedTensors:
 
 
 def _overlap(entry: TensorEntry, first: int, last: int) -> tuple[int, int]:
-    """The rows of the whole tensor that are both wanted and in this slice."""
+    """Returns which of the wanted rows of the whole tensor this slice holds."""
     if not entry.shape:
         return first, last
     return max(first, entry.offset[0]), min(last, entry.offset[0] + entry.shape[0])
 
 
 def _bytes(entry: TensorEntry, begin: int, end: int) -> tuple[int, int]:
-    """Where these rows of the whole tensor lie in the data section of the slice's file."""
+    """Returns where these rows of the whole tensor lie in the data section of the slice's file."""
     if not entry.shape:
         return entry.begin, entry.end
     row = (entry.end - entry.begin) // entry.shape[0]

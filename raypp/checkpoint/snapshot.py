@@ -1,8 +1,9 @@
-"""A copy of the state in host memory, made while training goes on.
+"""Copies the state to host memory while training continues.
 
-Between two optimizer steps nothing changes the weights and the optimizer's state. So the copy may run beside the next
-step's forwards and backwards, and only the next change of what is being copied must wait for it (`before_update`): on
-CUDA on a stream of its own, on the CPU in a thread.
+Between two optimizer steps nothing changes the weights and the optimizer state. So the copy may
+overlap with the next step's forward and backward passes, and only the next change of the copied
+tensors must wait for it (`before_update`). The copy runs on a separate stream on CUDA, and in a
+thread on the CPU.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
 
 Allocate = Callable[[int, bool], Tensor]
-"""(bytes, whether device copies go there: pinned memory is faster) -> a uint8 tensor of at least so many elements."""
+"""(bytes, whether it receives device copies, for which pinned memory is faster) -> a uint8 tensor
+of at least that many elements."""
 
 
 class _Copy(Protocol):
-    """A copy that may still be under way."""
+    """A copy that may still be in progress."""
 
     def wait(self) -> None:
-        """Until it is done; raises what it failed with."""
+        """Waits until it is done; raises the error it failed with."""
         ...
 
     def hold_updates(self) -> None:
-        """Makes whatever the caller does next to the copied tensors come after the copy."""
+        """Orders the caller's next changes of the copied tensors after the copy."""
         ...
 
 
@@ -41,12 +43,13 @@ class _Copy(Protocol):
 class Snapshot:
     """A copy of a rank's slices, laid out as the data section of its file.
 
-    Valid until `release`; the buffer behind it is then used again.
+    Valid until `release`; the buffer is then reused.
 
     Attributes:
-        entries: What lies where.
+        entries: Position of each slice.
         stall_s: Seconds that `take` needed.
-        held_s: Seconds that the next update of the tensors had to wait for the copy; grows while it waits.
+        held_s: Seconds that the next update of the tensors waited for the copy; grows while it
+            waits.
     """
 
     entries: list[TensorEntry]
@@ -59,18 +62,18 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self._buffer.numel()
 
     def data(self) -> memoryview:
-        """The bytes. Waits for a copy that is still under way, and raises what it failed with."""
+        """Waits for the copy and returns the bytes; raises the error the copy failed with."""
         if self._released:
             raise RuntimeError("this snapshot was released")
         self._copy.wait()
         return self._buffer.numpy().data
 
     def release(self) -> None:
-        """Gives the buffer back, after the copy; may be called twice."""
+        """Waits for the copy and returns the buffer. Idempotent."""
         if not self._released:
             self._released = True
             self._owner._free(self._copy)
@@ -78,7 +81,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which slice goes where in a buffer."""
+    """The position of each slice in a buffer."""
 
     slices: Iterable[Slice]
     entries: list[TensorEntry]
@@ -88,11 +91,11 @@ class _Plan:
 
 
 class SnapshotBuffer:
-    """Host memory that is taken once and used for one snapshot after the other.
+    """Host memory that is allocated once and reused for one snapshot after the other.
 
     Args:
-        allocate: Where the memory comes from; None: torch, pinned when something lies on a CUDA device. It is asked
-            again only when a snapshot needs more than the memory at hand.
+        allocate: Allocates the memory; None for torch's allocator, pinned if a slice lies on a CUDA
+            device. Called again only if a snapshot needs more memory.
     """
 
     def __init__(self, allocate: Allocate | None = None) -> None:
@@ -105,14 +108,14 @@ class SnapshotBuffer:
 
     @property
     def busy(self) -> bool:
-        """A snapshot is out and not yet released."""
+        """Whether a snapshot has been taken and not released."""
         return self._busy
 
     def take(self, slices: Iterable[Slice]) -> Snapshot:
-        """Starts to copy the slices. Until the copy is done, only `before_update` makes it safe to change them.
+        """Starts to copy the slices; until it is done, call `before_update` before any change.
 
-        Slices that may change without an optimizer's step (`Slice.moving`) are copied before this returns. The very
-        list that was given the last time is not looked at again.
+        Slices that may change without an optimizer step (`Slice.moving`) are copied before this
+        returns. If `slices` is the same list object as last time, its layout is reused.
 
         Raises:
             RuntimeError: The last snapshot is still in use.
@@ -140,7 +143,7 @@ class SnapshotBuffer:
         return _Plan(slices, entries, list(zip(views, ordered, strict=True)), on_cuda, buffer)
 
     def before_update(self, *_unused: Any) -> None:
-        """Must run before the copied tensors are changed in place: an optimizer's step pre-hook."""
+        """Waits for the copy. An optimizer's pre-hook: must run before the tensors change."""
         last, self._last = self._last, None
         if last is not None:
             started = time.perf_counter()
@@ -178,13 +181,13 @@ class SnapshotBuffer:
         return self._memory[:size]
 
     def _free(self, copy: _Copy) -> None:
-        with contextlib.suppress(Exception):  # `data` tells of a failure; here it counts that nothing writes any more
+        with contextlib.suppress(Exception):  # `data` reports a failure; here only the end of writing matters
             copy.wait()
         self._busy = False
 
 
 class _HostCopy:
-    """A copy by a thread of its own. torch's copies let other threads run."""
+    """A copy by a separate thread. torch's copies release the GIL."""
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy = copy
@@ -195,7 +198,7 @@ class _HostCopy:
     def _run(self) -> None:
         try:
             self._copy()
-        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the data
+        except Exception as error:  # noqa: BLE001 - raised in `wait`
             self._error = error
 
     def wait(self) -> None:
@@ -209,7 +212,7 @@ class _HostCopy:
 
 @dataclass(frozen=True)
 class _DeviceCopy:
-    """Copies queued on a CUDA stream: the host waits for them only where it needs the bytes."""
+    """Copies queued on a CUDA stream. The host waits for them only where it needs the bytes."""
 
     event: torch.cuda.Event
 
@@ -225,7 +228,7 @@ def _torch_memory(size: int, pinned: bool) -> Tensor:
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:
-    """Widest elements first: every tensor is aligned without gaps, as safetensors itself does it."""
+    """Sorts by element size, widest first: aligns tensors without gaps, as safetensors does."""
     return sorted(slices, key=lambda part: (-part.tensor.element_size(), part.name))
 
 

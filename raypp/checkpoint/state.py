@@ -1,7 +1,7 @@
-"""What a rank holds of the training state, as named slices of global tensors.
+"""A rank's part of the training state, as named slices of global tensors.
 
-Names are the model's global names; the optimizer's state of a parameter is `optim/<parameter>/<key>`.
-Neither the mesh nor the cut shows in a name, so that any other mesh finds its slices.
+Names are the model's global names; the optimizer state of a parameter is `optim/<parameter>/<key>`.
+Names depend on neither the mesh nor the cut, so any other mesh finds its slices.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Slice:
 
     Attributes:
         name: Global name.
-        tensor: The local values (the live storage, not a copy), of the slice's shape.
-        global_shape: Of the whole tensor.
-        offset: Where the slice begins, per dimension.
-        python: "int", "float" or "bool" when the value was a plain number, kept as a 0-dim tensor; else "".
-        moving: It may change without an optimizer's step (a module's buffer, which a forward may write).
+        tensor: The local values, in the slice's shape: the live storage, not a copy.
+        global_shape: Shape of the whole tensor, with as many dims as `tensor`.
+        offset: Where the slice begins, per dim.
+        python: "int", "float" or "bool" if the value was a plain number, kept as a 0-dim tensor;
+            else "".
+        moving: Whether it may change without an optimizer step (a module's buffer, which a forward
+            pass may write).
     """
 
     name: str
@@ -55,17 +57,17 @@ def gather_state(
     *,
     copies: bool = False,
 ) -> dict[str, Slice]:
-    """The slices this rank must write. No communication; gradients must not be pending.
+    """Returns the slices that this rank must write. Not a collective; no gradients may be pending.
 
     Args:
-        stages: Modules whose parameters carry global names.
-        optimizer: Over their parameters; its state may still be empty.
-        coordinates: This rank's place. What several ranks hold alike is written by the first of them only;
-            None: this rank writes all it holds.
-        copies: Also tied weights whose first copy another stage holds.
+        stages: Modules whose parameters have global names.
+        optimizer: The optimizer over their parameters; its state may still be empty.
+        coordinates: This rank's place in the mesh. Only the first of the ranks that hold the same
+            values writes them. None: this rank writes all it holds.
+        copies: Includes tied weights whose first copy another stage holds.
 
     Returns:
-        By global name. Slices without an element (a shard that fell empty) are left out.
+        Slices by global name. Empty slices (a shard without elements) are left out.
     """
     slices: dict[str, Slice] = {}
     for name, tensor in _model_tensors(stages, copies=copies):
@@ -79,10 +81,11 @@ def gather_state(
 
 
 def model_slices(stages: Sequence[nn.Module]) -> dict[str, list[Slice]]:
-    """Where a checkpoint's model tensors go on this rank; the tensors are the live ones.
+    """Returns the live tensors of this rank that a checkpoint's model tensors are loaded into.
 
     Returns:
-        By global name, one slice for each place of that name (a tied weight held by two stages has two).
+        Slices by global name, one for each place of that name: a tied weight held by two stages has
+        two.
     """
     targets: dict[str, list[Slice]] = {}
     for name, tensor in _model_tensors(stages):
@@ -93,15 +96,19 @@ def model_slices(stages: Sequence[nn.Module]) -> dict[str, list[Slice]]:
 def optimizer_slices(
     stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, saved: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> tuple[dict[str, list[Slice]], list[tuple[Tensor, str, Any]]]:
-    """Fresh tensors for a checkpoint's optimizer state of this rank's parameters, not yet in the optimizer.
+    """Allocates tensors for the checkpoint's optimizer state of this rank's parameters.
+
+    The tensors are not yet in the optimizer. A state tensor of its parameter's shape is sharded
+    like the parameter; any other (a step counter) is whole.
 
     Args:
-        stages: Modules whose parameters carry global names.
-        optimizer: Over their parameters.
+        stages: Modules whose parameters have global names.
+        optimizer: The optimizer over their parameters.
         saved: Global shape and dtype of every `optim/…` tensor of the checkpoint.
 
     Returns:
-        Targets by global name, and what to put into the optimizer when they are filled: parameter, key, tensor.
+        Targets by global name; and the optimizer's entries once they are filled, each as parameter,
+        key, tensor.
     """
     keys: dict[str, list[str]] = {}
     for full_name in saved:
@@ -126,7 +133,7 @@ def optimizer_slices(
             if shape == tuple(parameter.shape):
                 value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
-                # A step counter lives on the device only where the optimizer's kernel reads it there.
+                # A step counter is on the device only if the optimizer's kernel reads it there.
                 value = torch.zeros(
                     shape, dtype=dtype, device=parameter.device if id(parameter) in on_device else "cpu"
                 )
@@ -136,14 +143,19 @@ def optimizer_slices(
 
 
 def slice_of(name: str, tensor: Tensor) -> Slice:
-    """The part of a tensor, sharded or not, that this rank holds."""
+    """Returns the part of a tensor, sharded or not, that this rank holds.
+
+    Args:
+        name: Global name.
+        tensor: A plain tensor, which is whole, or a DTensor of any shape.
+    """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local()
     if tuple(local.shape) != tuple(shape):
-        raise RuntimeError(f"{name}: torch places {tuple(shape)} of it here, but {tuple(local.shape)} are here")
+        raise RuntimeError(f"{name}: torch computes a local shape of {tuple(shape)}, but it is {tuple(local.shape)}")
     return Slice(name, local, tuple(tensor.shape), tuple(offset))
 
 
@@ -165,7 +177,7 @@ def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinat
 
 
 def _writes(tensor: Tensor, place: Coordinates) -> bool:
-    """Whether this rank is the first of those that hold the same values."""
+    """Returns whether this rank is the first of those that hold the same values."""
     axes: tuple[str, ...] = ()
     if isinstance(tensor, DTensor):
         here = tensor.device_mesh.get_coordinate()
@@ -176,7 +188,8 @@ def _writes(tensor: Tensor, place: Coordinates) -> bool:
             if isinstance(layout, Replicate) and index:
                 return False
     if "ep" in axes or "fsdp_cp" in axes:
-        # The meshes of experts, and of weights under context parallelism, have fsdp and cp under other names.
+        # The meshes of experts, and of weights under context parallelism, name the axes fsdp and cp
+        # differently.
         axes = (*axes, "fsdp", "cp")
     return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
 
@@ -191,10 +204,11 @@ def _model_tensors(stages: Sequence[nn.Module], *, copies: bool = True) -> Itera
 
 
 def _parameters(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters, a tied one under each of its names; FSDP's weights in their sharded form.
+    """Yields names and parameters, tied ones under each name, FSDP's weights in their sharded form.
 
     Args:
-        copies: Also those whose first copy another stage holds (`DecoderStage.tied_copies`).
+        stages: Modules whose parameters have global names.
+        copies: Includes weights whose first copy another stage holds (`DecoderStage.tied_copies`).
     """
     for stage in stages:
         for module in stage.modules():

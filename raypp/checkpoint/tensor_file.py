@@ -1,8 +1,8 @@
-"""One rank's object: a safetensors file whose data section is one buffer, with a checksum for every block.
+"""One rank's object: a safetensors file with one data buffer and a checksum for every block.
 
-`__metadata__["raypp"]` is JSON: where each tensor lies in its global one, and the CRC-32 (8 hex digits)
-of each block of `BLOCK_BYTES` of the data, so that a reader who needs a part can trust that part. No torch here:
-the commands read headers, too.
+`__metadata__["raypp"]` is JSON: the position of each tensor in its global one, and the CRC-32 (8
+hex digits) of each block of `BLOCK_BYTES` of the data, so that a reader can verify the part it
+needs. It imports no torch, because commands read headers too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from raypp.errors import CheckpointError, Problem, in_words
 
 BLOCK_BYTES = 64 << 10
-"""A reader takes whole blocks: each slice of a tensor costs it one block more than it needs."""
+"""Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
 _DIGITS = 8
-"""CRC-32, not SHA-256, for blocks: 2.5 times as fast, and a block guards against accidents only."""
+"""Hex digits of a CRC-32. Blocks use CRC-32 instead of SHA-256 because it is 2.5 times as fast and
+only has to detect accidents."""
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -30,12 +31,12 @@ class TensorEntry:
 
     Attributes:
         name: Global name.
-        dtype: Of its elements, by safetensors' name (`F32`).
-        shape: Of the slice that is here.
+        dtype: safetensors name of its dtype (`F32`).
+        shape: Shape of the slice in this file.
         begin: First byte in the data section.
         end: One past its last byte.
-        global_shape: Of the whole tensor.
-        offset: Where the slice begins in it.
+        global_shape: Shape of the whole tensor.
+        offset: Where the slice begins in the whole tensor.
         python: See `state.Slice`.
     """
 
@@ -56,9 +57,9 @@ class FileHeader:
     Attributes:
         entries: In the order of their bytes, without gaps.
         blocks: One digest per block of the data section.
-        about: What else the writer said (run, step, attempt, rank).
-        size: Bytes of length field and header: where the data section starts.
-        block_bytes: Of each block but the last.
+        about: Further fields from the writer (run, step, attempt, rank).
+        size: Bytes of length field and header, which is where the data section starts.
+        block_bytes: Size of each block but the last.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -68,31 +69,31 @@ class FileHeader:
     block_bytes: int = BLOCK_BYTES
 
     def check_block(self, index: int, data: memoryview, key: str) -> None:
-        """Raises CheckpointError, naming the object, when a block is not what was written."""
+        """Raises CheckpointError, which names the object, if a block is not what was written."""
         if block_digest(data) != self.blocks[index]:
             start = self.size + index * self.block_bytes
             raise CheckpointError(
                 Problem(
                     key,
                     f"is corrupt between bytes {start} and {start + len(data)}",
-                    "an older checkpoint is used instead",
+                    "use an older checkpoint (a resume does so by itself)",
                 )
             )
 
 
 def block_digest(data: memoryview) -> str:
-    return _spelt(zlib.crc32(data))
+    return _hex(zlib.crc32(data))
 
 
-def _spelt(crc: int) -> str:
+def _hex(crc: int) -> str:
     return f"{crc:0{_DIGITS}x}"
 
 
 class BlockSums:
-    """The CRC-32 of every block of a data section, each computed by whichever thread asks first.
+    """The CRC-32 of every block of a data section, each computed by the first thread that needs it.
 
     Args:
-        data: The section; must not change.
+        data: The data section; must not change.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -100,13 +101,13 @@ class BlockSums:
         self._crcs: list[int | None] = [None] * -(-len(data) // BLOCK_BYTES)
 
     def digests(self) -> str:
-        """Of all blocks, as the header spells them."""
-        return "".join(_spelt(self._block(index)) for index in range(len(self._crcs)))
+        """Returns the digests of all blocks, concatenated as in the header."""
+        return "".join(_hex(self._block(index)) for index in range(len(self._crcs)))
 
     def crc32(self, start: int, end: int, before: int = 0) -> int:
-        """The CRC-32 of bytes [start, end) of the section, after others whose CRC-32 is `before`.
+        """Continues the CRC-32 `before` over bytes [start, end) of the section.
 
-        Whole blocks are not read again: the sum of two pieces follows from theirs.
+        Does not read whole blocks again: combines their CRC-32s.
         """
         crc, place = before, start
         while place < end:
@@ -127,8 +128,10 @@ class BlockSums:
 
 
 def _after_block(crc: int) -> int:
-    """What a CRC-32 contributes to that of the bytes it stands for and a block after them: it is linear in its bits, so
-    a table for each of its bytes says it."""
+    """Returns what a CRC-32 contributes to that of its bytes followed by one block.
+
+    The contribution is linear in the CRC's bits, so one table for each of its bytes suffices.
+    """
     first, second, third, fourth = _tables()
     return first[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ fourth[crc >> 24]
 
@@ -151,12 +154,12 @@ def _tables() -> tuple[list[int], ...]:
 def encode_header(
     entries: list[TensorEntry], data: memoryview, about: dict[str, Any], sums: BlockSums | None = None
 ) -> bytes:
-    """Length field and header of a file with these entries over this data section."""
+    """Encodes length field and header of a file with these entries over this data section."""
     return _encode(entries, (sums or BlockSums(data)).digests(), about)
 
 
 def header_size(entries: list[TensorEntry], data_size: int, about: dict[str, Any]) -> int:
-    """Bytes that `encode_header` will give, without looking at the data."""
+    """Returns the size of `encode_header`'s result without reading the data."""
     return len(_encode(entries, "0" * (_DIGITS * -(-data_size // BLOCK_BYTES)), about))
 
 
@@ -183,10 +186,10 @@ def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> b
 
 
 def decode_header(data: bytes, key: str) -> FileHeader:
-    """Reads length field and header.
+    """Decodes length field and header.
 
     Raises:
-        CheckpointError: They are not raypp's; the object is named.
+        CheckpointError: The header is not raypp's; the message names the object.
     """
     try:
         length = int.from_bytes(data[:8], "little")
@@ -211,7 +214,9 @@ def decode_header(data: bytes, key: str) -> FileHeader:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            Problem(key, f"has no header raypp can read: {in_words(error)}", "an older checkpoint is used instead")
+            Problem(
+                key, f"has no valid header: {in_words(error)}", "use an older checkpoint (a resume does so by itself)"
+            )
         ) from error
     blocks = tuple(digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
     return FileHeader(tuple(sorted(entries, key=lambda entry: entry.begin)), blocks, raypp, 8 + length, block_bytes)

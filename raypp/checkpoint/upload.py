@@ -1,4 +1,4 @@
-"""One rank's part of a save: checksums and parts at the same time, from the snapshot's memory, with patience."""
+"""Uploads one rank's part of a save from the snapshot's memory: concurrent checksums, retries."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def upload_snapshot(
     tries: int = 4,
     pace: Pace | None = None,
 ) -> ObjectRecord:
-    """Writes a snapshot as one object; it is durable when this returns.
+    """Writes a snapshot as one object, which is durable when this returns.
 
     Args:
-        store: Where.
-        key: Under which key.
-        snapshot: What; must stay unreleased until this returns.
-        rank: Whose it is.
-        about: Goes into the file's header.
-        pause: Called with the seconds before the next try; True means: give up.
-        tries: How often it is tried, each wait twice as long as the one before, from 0.5 s.
-        pace: How fast; None: as fast as it goes.
+        store: The store to write to.
+        key: The object's key.
+        snapshot: The snapshot; must not be released before this returns.
+        rank: The rank whose state it is.
+        about: Further fields of the file's header.
+        pause: Called with the seconds before the next try; returns True to give up.
+        tries: Number of tries. The backoff starts at 0.5 s and doubles.
+        pace: Rate limit; None for no limit.
 
     Raises:
-        StoreError: The last try's failure.
+        StoreError: The last try failed.
     """
     data = snapshot.data()
     sums = _Checksums(snapshot, data, about)
@@ -56,14 +56,14 @@ def upload_snapshot(
                 if not left or pause(0.5 * 2 ** (tries - 1 - left)):
                     raise
     except BaseException:
-        sums.abandon()  # nothing may read the snapshot after this raised
+        sums.abandon()  # nothing may read the snapshot after this raises
         raise
     header = bytes(sums.header())
     return ObjectRecord(key, source.size, sums.sha256(), rank, len(header), hashlib.sha256(header).hexdigest())
 
 
 def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tries: int = 4) -> None:
-    """Runs an action again when the store fails it, with growing pauses; other errors pass through."""
+    """Retries an action after a StoreError, with exponential backoff; other errors pass through."""
     for left in reversed(range(tries)):
         try:
             action()
@@ -74,7 +74,7 @@ def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tr
 
 
 class _Checksums:
-    """The file's header (with a CRC-32 of every block) and the SHA-256 of the whole, computed beside the upload."""
+    """The file's header with block checksums, and its SHA-256, computed during the upload."""
 
     def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any]) -> None:
         self._entries, self._data, self._about = snapshot.entries, data, about
@@ -96,32 +96,32 @@ class _Checksums:
                 if self._abandoned:
                     return
                 self._digest.update(self._data[start : start + _HASHED_AT_ONCE])
-        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the result
+        except Exception as error:  # noqa: BLE001 - raised where the result is needed
             self._error = error
         finally:
             self._has_header.set()
 
     def header(self) -> memoryview:
-        """Waits until it is there."""
+        """Waits for the header and returns it."""
         self._has_header.wait()
         if self._header is None:
             raise self._error or Abandoned()
         return memoryview(self._header)
 
     def crc32(self, index: int, start: int, end: int, before: int) -> int:
-        """For `MemorySource`: the header is its buffer 0, the data 1."""
+        """Returns a CRC-32 for `MemorySource`, whose buffer 0 is the header and 1 the data."""
         if index:
             return self._blocks.crc32(start, end, before)
         return zlib.crc32(self.header()[start:end], before)
 
     def sha256(self) -> str:
-        """Of header and data, hex; waits for it."""
+        """Waits for the SHA-256 of header and data and returns it in hex digits."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Gives up what is under way, and waits until it has ended."""
+        """Stops the computation and waits until its thread has ended."""
         self._abandoned = True
         self._thread.join()

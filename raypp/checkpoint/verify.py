@@ -1,4 +1,4 @@
-"""Is every byte of a checkpoint there, and the one that was written?"""
+"""Verifies that every byte of a checkpoint exists and is the one that was written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raypp.storage import NotFound, ObjectStore
 
 _READ_BYTES = 16 << 20
 _READERS = 4
-_ADVICE = "an older checkpoint is used instead; `raypp checkpoints list` shows them"
+_ADVICE = "use an older checkpoint (a resume does so by itself); `raypp checkpoints list` shows them"
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A committed checkpoint that cannot be used, and why (the problems name the objects)."""
+    """A committed checkpoint that cannot be used, and the problems, which name the objects."""
 
     step: int
     problems: tuple[Problem, ...]
@@ -29,11 +29,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Usable:
-    """The newest checkpoint that can be used, and the newer ones that cannot.
+    """The newest usable checkpoint, and the newer ones that are not usable.
 
     Attributes:
-        commit: None when there is none.
-        rejected: Newest first.
+        commit: The usable checkpoint's commit; None if there is none.
+        rejected: Unusable checkpoints, newest first.
     """
 
     commit: Commit | None
@@ -41,12 +41,12 @@ class Usable:
 
 
 def newest_usable(store: ObjectStore, run: str, *, verify: bool = True) -> Usable:
-    """The newest checkpoint that is whole, looking at older ones until one is.
+    """Finds the newest intact checkpoint.
 
     Args:
         store: Opened at the job's checkpoint.url.
         run: The run's name.
-        verify: Re-read every byte; else only existence and sizes are checked.
+        verify: Reads every byte again; otherwise checks only existence and sizes.
     """
     rejected: list[Rejected] = []
     for checkpoint in reversed(list_checkpoints(store, run)):
@@ -71,11 +71,12 @@ def verify_checkpoint(
         store: Opened at the job's checkpoint.url.
         run: The run's name.
         step: A committed step.
-        every_byte: Re-read all objects and compare their SHA-256; else compare sizes only.
+        every_byte: Reads all objects again and compares their SHA-256; otherwise compares sizes.
         progress: Called with the number of bytes read since its last call, from several threads.
 
     Returns:
-        One problem per object that is missing, torn or corrupt, in the order of the ranks; empty: all is well.
+        One problem per object that is missing, torn or corrupt, in rank order; empty if there is
+        none.
     """
     try:
         commit = read_commit(store, run, step)
@@ -92,20 +93,20 @@ def verify_checkpoint(
 def verify_object(
     store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None] = lambda _bytes: None
 ) -> Problem | None:
-    """The problem of one object, if it has one. Reads it in pieces of 16 MiB."""
+    """Returns the problem of one object, or None. Reads it in pieces of 16 MiB."""
     info = store.head(record.key)
     if info is None:
         return Problem(record.key, "is missing", _ADVICE)
     if info.size != record.size:
-        return Problem(record.key, f"has {info.size} bytes, {record.size} were written", _ADVICE)
+        return Problem(record.key, f"has {info.size} bytes, but {record.size} were written", _ADVICE)
     if not every_byte:
         return None
     try:
-        # What is wrong is read once more: it may have been damaged on its way only.
+        # A mismatch is read once more: the bytes may have been damaged in transit.
         if _sha256(store, record, progress) == record.sha256 or _sha256(store, record) == record.sha256:
             return None
     except NotFound:
-        return Problem(record.key, "went missing while it was read", _ADVICE)
+        return Problem(record.key, "disappeared while it was read", _ADVICE)
     return Problem(record.key, "is corrupt: its SHA-256 is not the one that was committed", _ADVICE)
 
 

@@ -11,7 +11,7 @@ import click
 
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.torch_process import ask
-from raypp.errors import JobError
+from raypp.errors import JobError, RunFailedError
 
 if TYPE_CHECKING:
     from raypp.planning.predict import Grounds
@@ -61,6 +61,7 @@ def plan_command(
     over the links, the step time and what it waits for. Every mistake of the job file is told at once.
     """
     file = load_checked_job(job, overrides)
+    _count_own_model(file.job)
     grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
     from rich.console import Console
 
@@ -115,6 +116,19 @@ def _grounds(
     )
 
 
+def _count_own_model(job: Job) -> None:
+    """Asks a process that may import torch what a user's own factory builds; the plan says so when it cannot."""
+    from raypp.planning.sizes import count, not_counted, sizes_remark
+    from raypp.spec.load import job_document
+
+    if sizes_remark(job.model) is None:
+        return
+    try:
+        count(job.model, ask("raypp.measure.built_sizes", {"job": job_document(job)}, "building the model"))
+    except RunFailedError as error:
+        not_counted(job.model, "; ".join(problem.what for problem in error.problems))
+
+
 _OTHERS_TOLD = 0.05
 """Said when so much of a core was not the measurement's: a step will be that much faster once they are gone."""
 
@@ -153,11 +167,13 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
 
     from raypp.planning.costs import computed_costs
     from raypp.planning.search import search
+    from raypp.planning.sizes import sizes_remark
 
     device = grounds.devices_for(job)[-1]
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
         found = search(job, grounds.machines_for(job), costs, device_memory=device.memory, patience_s=patience_s)
+    remark = sizes_remark(job.model)
     if as_json:
         rows = [
             {
@@ -170,8 +186,11 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
             for one in found.best
         ]
         counts = {"tried": found.tried, "refused": found.refused, "too_large": found.too_large}
-        click.echo(json.dumps({"best": rows, **counts, "out_of_time": found.out_of_time}, indent=2))
+        remarks = {"remarks": [remark]} if remark else {}
+        click.echo(json.dumps({"best": rows, **counts, "out_of_time": found.out_of_time, **remarks}, indent=2))
         return
     from raypp.cli.plan_view import search_view
 
     console.print(search_view(found, job))
+    if remark:
+        console.print(f"\n{remark}")

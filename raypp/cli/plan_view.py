@@ -41,6 +41,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
     ):
         heading = Text.assemble(("\n" + name, "bold"), (f"  {remark}" if remark else "", ""))
         parts += [heading, Padding(body, (0, 0, 0, 2), expand=False)]
+    parts += [Text(f"\n{remark}") for remark in plan.remarks]
     return Group(*parts)
 
 

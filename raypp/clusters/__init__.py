@@ -1,1 +1,1 @@
-"""Finding and starting a cluster. Imports no ray."""
+"""Finds and starts clusters. Imports no ray."""

@@ -1,7 +1,7 @@
-"""A Ray cluster as seen through its dashboard's HTTP address: jobs, nodes, packages.
+"""Accesses a Ray cluster over HTTP through its dashboard: jobs, nodes, packages.
 
-Plain HTTP instead of Ray's client: a command answers without the second that importing ray takes,
-and the token is sent to the cluster it belongs to, whatever this process' own Ray settings are.
+It uses plain HTTP instead of Ray's client. So a command is spared the second that importing ray
+takes, and each cluster gets its own token, whatever the Ray settings of this process are.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class DashboardError(RayppError):
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one living node has, as Ray counts it.
+    """Resources of one live node, as Ray counts them.
 
     Attributes:
-        node_id, ip, hostname: Which node.
-        cpus, gpus: In all.
-        free_cpus, free_gpus: Not reserved by anyone now.
+        node_id: Ray's node id.
+        ip: The node's address.
+        hostname: The node's host name.
+        cpus: All CPUs.
+        gpus: All GPUs.
+        free_cpus: CPUs that nothing has reserved.
+        free_gpus: GPUs that nothing has reserved.
     """
 
     node_id: str
@@ -50,15 +54,19 @@ class NodeResources:
 
 
 def dashboard_url(address: str) -> str:
-    """`http://host:port` from what a user may write: `http://host:8265`, `host:8265`, `host`.
+    """Normalizes `http://host:8265`, `host:8265` or `host` to `http://host:port`.
 
     Raises:
-        JobError: It is not an address of a dashboard.
+        JobError: It is not the address of a dashboard.
     """
     text = address.strip().rstrip("/")
     if text.startswith("ray://"):
         raise JobError(
-            Problem("--address", f"{address!r} is a Ray Client address", "give the dashboard's, as in http://host:8265")
+            Problem(
+                "--address",
+                f"{address!r} is a Ray Client address",
+                "use the dashboard's address, as in http://host:8265",
+            )
         )
     parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
     try:
@@ -67,9 +75,7 @@ def dashboard_url(address: str) -> str:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
         raise JobError(
-            Problem(
-                "--address", f"{address!r} is not a dashboard's address", "give it as http://host:8265 or host:8265"
-            )
+            Problem("--address", f"{address!r} is not a dashboard's address", "use http://host:8265 or host:8265")
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     if port is None and parts.scheme == "http":
@@ -78,7 +84,7 @@ def dashboard_url(address: str) -> str:
 
 
 def token_from_environment() -> str | None:
-    """The token Ray's own variables name, or None: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
+    """Returns the token from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, if any."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
@@ -91,28 +97,28 @@ def token_from_environment() -> str | None:
 
 
 class Dashboard:
-    """One cluster's dashboard.
+    """The dashboard of one cluster.
 
     Args:
         url: As `dashboard_url` returns it.
-        token: Sent with every request when there is one.
-        timeout_s: Longest one request may take.
+        token: Sent with every request; None for no token.
+        timeout_s: Timeout of one request.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 20.0) -> None:
         self.url = url
         self._token = token
         self._timeout_s = timeout_s
-        # A proxy set for the internet knows nothing of a cluster on loopback or in a private network.
+        # A proxy configured for the internet cannot reach a cluster on loopback.
         handlers = [urllib.request.ProxyHandler({})] if url.startswith("http://127.") else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """One HTTP request; `body` is bytes, or anything JSON can hold.
+        """Sends one HTTP request; `body` is bytes, or anything that JSON can represent.
 
         Raises:
-            UnreachableError: Nothing answers, or the cluster refuses the token.
-            DashboardError: Any other answer than success; `.status` is HTTP's.
+            UnreachableError: Nothing answers, or the cluster rejects the token.
+            DashboardError: The response is an error; `.status` is its HTTP status.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         data = body if isinstance(body, bytes) else None
@@ -128,7 +134,7 @@ class Dashboard:
                 raise UnreachableError(
                     Problem(
                         "address",
-                        f"the Ray cluster at {self.url} refuses this caller ({error.code}: {text[:120]})",
+                        f"the Ray cluster at {self.url} denies access ({error.code}: {text[:120]})",
                         "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
                     )
                 ) from None
@@ -144,30 +150,34 @@ class Dashboard:
             ) from None
 
     def get_json(self, path: str, timeout_s: float | None = None) -> Any:
-        """The JSON at a path; see `request` for what it raises."""
+        """Fetches the JSON at a path; see `request` for errors."""
         answer = self.request("GET", path, timeout_s=timeout_s)
         try:
             return json.loads(answer)
         except ValueError:
             raise UnreachableError(
-                Problem("address", f"{self.url} is no Ray dashboard: {path} answered {answer[:60]!r}")
+                Problem("address", f"{self.url} is not a Ray dashboard: {path} answered {answer[:60]!r}")
             ) from None
 
     def ray_version(self) -> str:
-        """The cluster's Ray version; the cheapest question that shows that it is there."""
+        """Returns the cluster's Ray version; the cheapest way to check that the cluster answers."""
         try:
             return str(self.get_json("/api/version").get("ray_version", ""))
         except DashboardError as error:
-            what = f"{self.url} is no Ray dashboard: /api/version answered {error.status}"
-            raise UnreachableError(Problem("address", what, "name the cluster's dashboard with --address")) from None
+            what = f"{self.url} is not a Ray dashboard: /api/version answered {error.status}"
+            raise UnreachableError(Problem("address", what, "set the dashboard's address with --address")) from None
 
     # Jobs ---------------------------------------------------------------------------------------
 
     def submit_job(self, document: dict[str, Any]) -> str:
-        """Starts a Ray job (`entrypoint`, `submission_id`, `runtime_env`, `metadata` …); returns its id.
+        """Starts a Ray job and returns its id.
+
+        Args:
+            document: `entrypoint`, `submission_id`, `runtime_env`, `metadata` …
 
         Raises:
-            DashboardError: Refused, for instance because the id is taken (Ray answers 500 to that).
+            DashboardError: The cluster refused, for instance because the id is taken (Ray's
+                response is then 500).
         """
         end = time.monotonic() + _AGENT_PATIENCE_S
         while True:
@@ -175,13 +185,13 @@ class Dashboard:
                 answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
                 return str(answer.get("submission_id") or answer["job_id"])
             except DashboardError as error:
-                # The agent that runs drivers comes up seconds after a fresh head answers.
+                # The agent that runs drivers starts some seconds after a new head answers.
                 if "No available agent" not in str(error) or time.monotonic() > end:
                     raise
                 time.sleep(0.3)
 
     def job(self, submission_id: str) -> dict[str, Any] | None:
-        """A job's record (`status`, `message`, `driver_exit_code` …); None when there is none."""
+        """Returns a job's record (`status`, `message`, `driver_exit_code` …) if it exists."""
         try:
             return dict(self.get_json(f"/api/jobs/{urllib.parse.quote(submission_id)}"))
         except DashboardError as error:
@@ -190,21 +200,24 @@ class Dashboard:
             raise
 
     def jobs(self) -> list[dict[str, Any]]:
-        """All jobs the cluster remembers."""
+        """Returns all jobs that the cluster remembers."""
         return list(self.get_json("/api/jobs/"))
 
     def job_logs(self, submission_id: str) -> str:
-        """All a job's driver printed so far."""
+        """Returns everything that a job's driver has printed so far."""
         return str(self.get_json(f"/api/jobs/{urllib.parse.quote(submission_id)}/logs").get("logs", ""))
 
     def stop_job(self, submission_id: str) -> None:
-        """SIGTERM to a job's driver, SIGKILL 3 s later."""
+        """Sends SIGTERM to a job's driver, and SIGKILL 3 s later."""
         self.request("POST", f"/api/jobs/{urllib.parse.quote(submission_id)}/stop")
 
     # Packages -----------------------------------------------------------------------------------
 
     def upload_package(self, name: str, data: bytes) -> str:
-        """Gives a zip file to the cluster (once: names are content hashes); returns its URI for a runtime_env."""
+        """Uploads a zip file, unless the cluster has it; returns its URI for a runtime_env.
+
+        Names are content hashes.
+        """
         path = f"/api/packages/gcs/{name}"
         try:
             self.request("GET", path)
@@ -217,7 +230,7 @@ class Dashboard:
     # Nodes --------------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeResources]:
-        """The living nodes, with what is free on each."""
+        """Returns the live nodes with their free resources."""
         summary = self.get_json("/nodes?view=summary")["data"]["summary"]
         status = (self.get_json("/api/cluster_status").get("data") or {}).get("clusterStatus") or {}
         usage = (status.get("loadMetricsReport") or {}).get("usageByNode") or {}
@@ -233,7 +246,8 @@ class Dashboard:
             nodes.append(
                 NodeResources(
                     node_id,
-                    # Those beside "raylet" come from the node's own agent, some seconds after the node itself.
+                    # The fields outside "raylet" come from the node's agent, seconds after the node
+                    # itself.
                     str(raylet.get("nodeManagerAddress") or entry.get("ip", "")),
                     str(raylet.get("nodeManagerHostname") or entry.get("hostname", "")),
                     cpus,

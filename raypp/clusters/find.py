@@ -1,4 +1,4 @@
-"""Which cluster a command means: `--address`, RAYPP_ADDRESS, or the embedded one."""
+"""Finds the cluster that a command uses: `--address`, RAYPP_ADDRESS, or the embedded one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raypp.kinds import STORES
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster to talk to.
+    """A cluster that a command can use.
 
     Attributes:
         address: `http://host:port` of its dashboard.
-        dashboard: The way to talk to it.
-        embedded: The embedded cluster's facts when it is that one.
+        dashboard: Client of the dashboard.
+        embedded: The embedded cluster's state if it is that one, else None.
     """
 
     address: str
@@ -27,10 +27,10 @@ class Cluster:
 
 
 def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster:
-    """The cluster a command means. It is not asked whether it is there.
+    """Returns the cluster that a command uses, without contacting it.
 
     Raises:
-        JobError: The address is none.
+        JobError: The address is invalid.
         UnreachableError: No address is given and no embedded cluster runs.
     """
     embedded = local.find()
@@ -43,18 +43,18 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
         raise UnreachableError(
             Problem(
                 "address",
-                "no Ray cluster is named, and no embedded one runs",
-                "start one with `raypp local up`, or name one with --address http://host:8265 or RAYPP_ADDRESS",
+                "no address of a Ray cluster is given, and no embedded cluster runs",
+                "start one with `raypp local up`, or give an address: --address http://host:8265 or RAYPP_ADDRESS",
             )
         )
     return Cluster(embedded.dashboard, Dashboard(embedded.dashboard, embedded.token(), timeout_s), embedded)
 
 
 def lend_store_settings(embedded: local.LocalCluster | None = None) -> str | None:
-    """Lets this process use the embedded cluster's S3 server when its environment names no other.
+    """Makes this process use the embedded cluster's S3 server, unless its environment sets another.
 
     Returns:
-        The server's URL when it is used now; None when the environment has settings of its own, or no
+        The URL of the server that is now used; None if the environment has its own settings, or no
         embedded cluster runs.
     """
     if any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):

@@ -1,4 +1,4 @@
-"""The runs this user knows: those submitted from this machine, and those the reachable cluster remembers."""
+"""Runs known to this user: submitted from this machine, or remembered by the reachable cluster."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAX_NAMES = 8
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run is.
+    """Where a run is stored, and where it runs.
 
     Attributes:
-        url: Of the store, without the run's name.
+        url: URL of the store, without the run's name.
         name: The run's name.
-        address: The dashboard of its cluster; None when nobody knows.
-        submission_id: Its Ray job; empty when nobody knows.
-        submitted_at: Seconds since 1970; None when nobody knows.
+        address: The dashboard of its cluster; None if unknown.
+        submission_id: Its Ray job; empty if unknown.
+        submitted_at: Seconds since 1970; None if unknown.
     """
 
     url: str
@@ -40,15 +40,15 @@ class RunPlace:
 
 
 def remember_run(place: RunPlace) -> None:
-    """Writes a submitted run down on this machine; a later one of that name replaces it."""
+    """Records a submitted run on this machine; replaces an earlier one of the same name."""
     write_private(_file(place.name), json.dumps(asdict(place)))
 
 
 def locate_run(argument: str) -> RunPlace:
-    """The run of a name, or of URL/NAME.
+    """Returns the run with this name or URL/NAME.
 
     Raises:
-        JobError: Nobody here knows a run of that name.
+        JobError: No run of that name is known here.
     """
     lend_store_settings()
     argument = argument.rstrip("/")
@@ -67,7 +67,7 @@ def locate_run(argument: str) -> RunPlace:
 
 
 def known_runs() -> list[RunPlace]:
-    """Runs submitted from here, and runs of the cluster that can be reached; newest first."""
+    """Returns runs submitted from here and runs of the reachable cluster, newest first."""
     lend_store_settings()
     found = {}
     with contextlib.suppress(RayppError):
@@ -81,12 +81,12 @@ def known_runs() -> list[RunPlace]:
 
 
 def cluster_of(place: RunPlace, timeout_s: float = 20.0) -> Cluster:
-    """The cluster the run was given to, or the one a command without an address means."""
+    """Returns the cluster that the run was submitted to, or a command's default cluster."""
     return find_cluster(place.address, timeout_s)
 
 
 def controller_alive(place: RunPlace) -> bool | None:
-    """Whether the run's controller lives; None when its cluster cannot be asked."""
+    """Returns whether the run's controller is alive; None if its cluster cannot be asked."""
     try:
         dashboard = cluster_of(place, _QUICK_S).dashboard
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values=raypp%2F{place.name}&limit=1000"
@@ -99,7 +99,7 @@ def controller_alive(place: RunPlace) -> bool | None:
 
 
 def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
-    """The run's Ray jobs that have not ended; one that was just accepted has made no controller yet."""
+    """Returns the run's unfinished Ray jobs; a new one may not have a controller yet."""
     return [
         str(job["submission_id"])
         for job in dashboard.jobs()
@@ -133,20 +133,22 @@ def _read(path: Path) -> RunPlace | None:
 
 
 def hint_of_names(name: str, names: Sequence[str], form: str = "{}") -> str | None:
-    """What to say when there is no run of this name: the one that is close, or all (None: there are none).
+    """Returns a hint for an unknown name: a similar name, or all names; None if there are none.
 
     Args:
-        form: How to write a close name down, around `{}`.
+        name: The unknown name.
+        names: The existing names.
+        form: Format of a similar name, with `{}` as its place.
     """
     if close := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {form.format(close[0])}?"
     if not names:
         return None
-    return f"there are: {', '.join(names[:_MAX_NAMES])}{' …' if len(names) > _MAX_NAMES else ''}"
+    return f"existing runs: {', '.join(names[:_MAX_NAMES])}{' …' if len(names) > _MAX_NAMES else ''}"
 
 
 def _unknown(name: str, names: list[str]) -> JobError:
     hint = hint_of_names(name, names, "'{}'")
-    elsewhere = "a run of another machine is named as URL/NAME"
+    elsewhere = "use URL/NAME for a run submitted from another machine"
     fix = hint if hint and hint.endswith("?") else f"{hint or 'no run was submitted from here'}; {elsewhere}"
     return JobError(Problem("RUN", f"there is no run {name!r}", fix))

@@ -1,7 +1,7 @@
-"""The embedded cluster of one machine: a Ray head and a real S3 server, both on loopback.
+"""The embedded cluster of one machine: a Ray head and an S3 server, both on loopback.
 
-State lives in `$RAYPP_HOME/local/`: `state.json` (pids, addresses, keys; readable by its owner only),
-`token` (the cluster's own random token), the two servers' logs, and the S3 server's data.
+State lives in `$RAYPP_HOME/local/`: `state.json` (pids, addresses, keys; readable by its owner
+only), `token` (the cluster's own random token), the logs of both servers, and the S3 server's data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from raypp.memory.files import remove_dead
 from raypp.ports import free_ports, port_is_free
 
 BUCKET = "raypp"
-# Ray turns 127.0.0.1 and localhost into the machine's outer address; any other loopback address is kept.
+# Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
+# addresses.
 _NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
-_RAY_PATIENCE_S = 180.0  # six seconds on an idle machine; on a crowded one it takes minutes
+_RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class LocalCluster:
     """A running embedded cluster.
 
     Attributes:
-        dashboard: `http://127.0.0.1:port`, what `--address` takes.
-        gcs: `host:port` that a process of this machine gives to `ray.init`.
-        num_cpus: Logical CPU slots Ray hands out.
+        dashboard: `http://127.0.0.1:port`, a value for `--address`.
+        gcs: `host:port` that a process on this machine passes to `ray.init`.
+        num_cpus: Number of logical CPU slots.
         ray: The Ray head's process.
         s3: The S3 server; it holds the bucket `raypp`.
-        token_path: File with the token this cluster asks for.
+        token_path: File with the token that this cluster requires.
         ray_dir: Ray's session files and logs; removed by `down`.
         python: The interpreter that runs the cluster.
     """
@@ -66,26 +67,26 @@ class LocalCluster:
         return Dashboard(self.dashboard, self.token())
 
     def aws_environment(self) -> dict[str, str]:
-        """The AWS variables with which this cluster's S3 server is used."""
+        """Returns the AWS variables for using this cluster's S3 server."""
         return self.s3.environment()
 
     def ray_environment(self) -> dict[str, str]:
-        """The Ray variables with which a process of this machine may join the cluster."""
+        """Returns the Ray variables with which a process on this machine can join the cluster."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}
 
 
 def directory() -> Path:
-    """Where the embedded cluster keeps its state."""
+    """Returns the directory of the embedded cluster's state."""
     return raypp_home() / "local"
 
 
 def default_num_cpus() -> int:
-    """Logical slots: ranks of a small job take turns on a laptop's cores, deliberately."""
+    """Returns the number of logical slots; on a laptop, several ranks deliberately share a core."""
     return max(8, os.cpu_count() or 1)
 
 
 def find() -> LocalCluster | None:
-    """The embedded cluster of this RAYPP_HOME when both its servers live; None otherwise."""
+    """Returns the embedded cluster of this RAYPP_HOME if both its servers run; else None."""
     cluster = _read_state()
     if cluster is None or cluster.ray.find() is None or not cluster.s3.running():
         return None
@@ -93,13 +94,13 @@ def find() -> LocalCluster | None:
 
 
 def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
-    """Starts the embedded cluster unless it runs already; returns when both servers answer.
+    """Starts the embedded cluster unless it runs; returns when both servers answer.
 
     Returns:
-        The cluster, and whether it was started now.
+        The cluster, and whether this call started it.
 
     Raises:
-        UnreachableError: A server did not come up; the message ends with its log.
+        UnreachableError: A server did not start; the message contains the end of its log.
     """
     with locked(directory() / "lock"):
         running = find()
@@ -110,10 +111,10 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
 
 
 def down(*, delete_data: bool = False) -> bool:
-    """Ends exactly the processes `up` started, and waits for them.
+    """Ends exactly the processes that `up` started, and waits for them.
 
     Args:
-        delete_data: Also forget everything in the S3 server.
+        delete_data: Also deletes the S3 server's data.
 
     Returns:
         Whether anything was running.
@@ -151,14 +152,14 @@ def _end_leftovers() -> bool:
 def _start(num_cpus: int) -> LocalCluster:
     home = private_directory(directory())
     write_private(home / "token", secrets.token_hex(32))
-    # A short path: Ray puts sockets below it, whose paths may not exceed 107 bytes.
+    # A short path: Ray creates sockets in it, whose paths may not exceed 107 bytes.
     ray_dir = tempfile.mkdtemp(prefix="raypp-", dir="/tmp")
     (gcs_port, client_port, dashboard_port) = free_ports(3)
     if port_is_free(8265):
         dashboard_port = 8265
     ports = (gcs_port, client_port, dashboard_port)
     head = _start_ray_head(home, ray_dir, num_cpus, *ports)
-    own = OwnProcess.of(head.pid)  # at once: one that ends early is known all the same
+    own = OwnProcess.of(head.pid)  # at once, so that a process that ends early can be identified
     storage: SeaweedServer | None = None
     try:
         storage = SeaweedServer.start(home / "s3", buckets=(BUCKET,), detached=True)
@@ -172,7 +173,8 @@ def _start(num_cpus: int) -> LocalCluster:
             ray_dir=ray_dir,
             python=sys.executable,
         )
-        # Written before all is well, so that `down` ends what a dying `up` leaves.
+        # Written before the servers answer, so that `down` also ends what an interrupted `up`
+        # started.
         write_private(home / "state.json", json.dumps(dataclasses.asdict(cluster), indent=2))
         try:
             _wait_for_ray(cluster, head, home / "ray.log")
@@ -216,7 +218,8 @@ def _start_ray_head(
         "--include-log-monitor=false",
         f"--temp-dir={ray_dir}",
     ]
-    # The operator's keys and Ray settings are not the cluster's: what a job needs is sent with the job.
+    # The operator's keys and Ray settings do not belong to the cluster: a job carries what it
+    # needs.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_", "RAYPP_"))}
     environment |= {
         "RAY_AUTH_MODE": "token",
@@ -238,11 +241,11 @@ def _start_ray_head(
 
 
 class _SlowStartError(UnreachableError):
-    """Ray gave its own head up, which did not start within the 30 s it allows: a crowded machine may need longer."""
+    """Ray's own start-up timeout of 30 s expired: an overloaded machine may need longer."""
 
 
 def _wait_for_ray(cluster: LocalCluster, head: subprocess.Popen[bytes], log: Path) -> None:
-    """Until a node is alive and the Jobs service answers."""
+    """Waits until a node is alive and the Jobs service answers."""
     client = cluster.client()
     end = time.monotonic() + _RAY_PATIENCE_S
     while True:
@@ -253,10 +256,10 @@ def _wait_for_ray(cluster: LocalCluster, head: subprocess.Popen[bytes], log: Pat
         except (RayppError, KeyError, TypeError):
             pass
         if head.poll() is not None or time.monotonic() > end:
-            what = "ended at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
+            what = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            error = _SlowStartError if any(words in tail for words in _RAY_GAVE_UP) else UnreachableError
+            error = _SlowStartError if any(text in tail for text in _RAY_GAVE_UP) else UnreachableError
             raise error(
-                Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "see `raypp doctor`")
+                Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "run `raypp doctor`")
             )
         time.sleep(0.1)

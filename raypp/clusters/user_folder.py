@@ -1,4 +1,4 @@
-"""Where raypp keeps what belongs to this user on this machine: `$RAYPP_HOME`, or `~/.raypp`."""
+"""The directory for this user's raypp files on this machine: `$RAYPP_HOME`, or `~/.raypp`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from raypp.errors import JobError, Problem
 
 
 def raypp_home() -> Path:
-    """The directory; it need not exist yet."""
+    """Returns the directory, which may not exist yet."""
     return Path(os.environ.get("RAYPP_HOME") or "~/.raypp").expanduser().absolute()
 
 
 def private_directory(path: Path) -> Path:
-    """Makes a directory that only its owner can read; returns it."""
+    """Creates a directory that only its owner can read; returns it."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise JobError(
-            Problem("RAYPP_HOME", f"cannot make {path}: {error}", "set RAYPP_HOME to a directory you may write")
+            Problem("RAYPP_HOME", f"cannot create {path}: {error}", "set RAYPP_HOME to a writable directory")
         ) from None
     return path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, whole or not at all."""
+    """Writes a file that only its owner can read, atomically."""
     private_directory(path.parent)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -39,7 +39,7 @@ def write_private(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that other processes of this machine respect; it ends with the process."""
+    """Holds a lock between processes of this machine; it ends with the process."""
     private_directory(path.parent)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -32,7 +32,7 @@ from raypp.control.worker_group import WorkerGroup
 from raypp.errors import in_words
 from raypp.failure_kinds import FailureKind
 from raypp.observe.status import RunStatus
-from raypp.planning.plan import stage_program
+from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policy import policy_of
 from raypp.retry import Backoff
@@ -311,9 +311,7 @@ class Leader:
     # Watching the attempt -------------------------------------------------------------------------
 
     def _start_watch(self, attempt: Attempt) -> None:
-        placement, _ = stage_program(attempt.job)
-        stages = {stage: rank for rank, held in enumerate(placement) for stage in held}
-        rank_of_stage = [stages[stage] for stage in sorted(stages)]
+        rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
         self._watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 

@@ -22,7 +22,8 @@ from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry, encode_head
 from raypp.errors import JobError, Problem
 from raypp.hf.files import HfFiles, HfTensor
 from raypp.hf.from_hf import matching_tensors
-from raypp.hf.names import HfPart, Shape, hf_parts, model_tensors
+from raypp.hf.names import HfPart, hf_parts, model_tensors
+from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
 from raypp.storage import AlreadyExists, ObjectStore
 

@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.data.loader import open_loader
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
-from raypp.measure.parity import local_seat, one_process_job
+from raypp.measure.parity import one_process_job
 from raypp.models.initial_values import initialise
-from raypp.models.stage import build_stage, parameter_names
+from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
-from raypp.parallel.rank_groups import RankGroups, make_groups
+from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.split import backward_for_input
@@ -42,11 +41,9 @@ from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
-from raypp.train.build import build_stages
+from raypp.train.assemble import assemble
 from raypp.train.loss import token_loss_sum
-from raypp.train.optimizer import build_optimizer
-from raypp.train.process_group import joined, pick_device
-from raypp.train.reduce import GradientReducer
+from raypp.train.seats import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
 _LAYERS = 2
@@ -76,20 +73,11 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
     document["pipeline"]["microbatches"] = _MICROBATCHES
     small = parse_job(document)
     seat = local_seat(0, 1, free_port(), small, device=device_kind)
-    device = pick_device(seat)
-    with joined(seat, 60):
-        groups = make_groups(seat.mesh_sizes, device.type, 1)
-        whole = build_stages(small, groups, device, lambda action: None)
-        optimizer = build_optimizer(whole.modules, small.train.optimizer, small.train.precision)
-        reducer = GradientReducer(whole.modules, parameter_names(small.model))
-        loader = open_loader(small, 0, 1)
-        try:
-            runner = StepRunner(small, seat, groups, whole, loader, optimizer, reducer, device)
-            outside = _outside(runner, sum(p.numel() for m in whole.modules for p in m.parameters()))
-            read = runner.read(Requests(), Stopwatch())
-            yield Meter(small, groups, device, runner.batches(read), outside | copies)
-        finally:
-            loader.close()
+    with assemble(small, seat, hang_timeout_s=60) as rank:
+        runner = StepRunner(rank)
+        outside = _outside(runner, sum(p.numel() for m in rank.built.modules for p in m.parameters()))
+        read = runner.read(Requests(), Stopwatch())
+        yield Meter(small, rank.groups, rank.device, runner.batches(read), outside | copies)
 
 
 class Meter:

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,19 +25,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from raypp.data.loader import Loader, open_loader
+from raypp.data.loader import Loader
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError, RunFailedError
 from raypp.mesh.geometry import Mesh
-from raypp.models.stage import parameter_names
-from raypp.parallel.rank_groups import make_groups
 from raypp.ports import free_port
-from raypp.records import Requests, Seat, StepReport
+from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
-from raypp.train.build import build_stages
-from raypp.train.optimizer import build_optimizer
-from raypp.train.process_group import joined, pick_device
-from raypp.train.reduce import GradientReducer
+from raypp.train.assemble import assemble
+from raypp.train.seats import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2}
@@ -45,26 +42,6 @@ measured as 2e-2."""
 _PATIENCE_S = 600.0
 
 Tensors = dict[str, Tensor]
-
-
-def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
-    """The seat of a rank on this machine, which meets the others at a port of loopback."""
-    mesh = Mesh.of(job.mesh)
-    if mesh.world != world:
-        raise ValueError(f"{world} processes for a mesh of {mesh.world}")
-    return Seat(
-        run=job.name,
-        attempt=attempt,
-        rank=rank,
-        world_size=world,
-        coordinates=mesh.coordinates(rank),
-        mesh_sizes=mesh.sizes,
-        local_rank=rank,
-        local_world_size=world,
-        master_port=port,
-        device=device,
-        device_index=rank,
-    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -77,7 +54,10 @@ def train_some_steps(
     seat: Seat,
     steps: int,
     keep: Callable[[str, Tensors], None],
+    *,
     wrap: Callable[[Loader, int], Any] = lambda loader, replica: loader,
+    before: Callable[[int, StepRunner], None] = lambda step, runner: None,
+    tell: Callable[[Event], None] = lambda event: None,
 ) -> list[StepReport]:
     """The first steps of a job on one rank, without store or control. Collective over the mesh.
 
@@ -88,28 +68,23 @@ def train_some_steps(
         keep: Given `step-1`, `step-2` … with the whole scaled gradients of this rank's stages, by global name, and last
             `weights` with their weights. A step without any label has no gradients to keep.
         wrap: Makes the loader that is read from, of the replica's own and its number.
+        before: Called before each step.
+        tell: Hears the events of the steps.
     """
-    device = pick_device(seat)
-    with joined(seat, 60):
-        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
-        built = build_stages(job, groups, device, lambda action: None)
-        optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
-        reducer = GradientReducer(built.modules, parameter_names(job.model))
-        replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
-        loader = wrap(open_loader(job, replica, job.mesh.replicas), replica)
-        runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
+    with assemble(job, seat, hang_timeout_s=60) as rank:
+        runner = StepRunner(replace(rank, loader=wrap(rank.loader, seat.replica)), tell=tell)
         reports: list[StepReport] = []
-        named = [(name, p) for module in built.modules for name, p in module.named_parameters()]
+        named = [(name, p) for module in rank.built.modules for name, p in module.named_parameters()]
 
         def keep_gradients(*_: Any) -> None:
             keep(f"step-{len(reports) + 1}", {name: whole(p.grad) for name, p in named if p.grad is not None})
 
-        optimizer.register_step_pre_hook(keep_gradients)
+        rank.optimizer.register_step_pre_hook(keep_gradients)
         for step in range(1, steps + 1):
+            before(step, runner)
             watch = Stopwatch()
             reports.append(runner.run(step, runner.read(Requests(), watch), watch))
-        keep("weights", {name: whole(p) for module in built.modules for name, p in module.named_parameters()})
-        loader.close()
+        keep("weights", {name: whole(p) for module in rank.built.modules for name, p in module.named_parameters()})
     return reports
 
 

@@ -1,1 +1,1 @@
-"""The memory tier: snapshots in host memory, a copy of each on another node, and the way back."""
+"""The memory tier: snapshots in host memory, a copy of each on another node, and their restore."""

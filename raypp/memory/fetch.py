@@ -1,8 +1,8 @@
-"""Which snapshots an attempt restores, and how each one reaches its rank.
+"""Chooses which snapshots an attempt restores, and fetches each rank's snapshot.
 
 `choose` is pure: it maps what every rank sees on its node to the newest step that all ranks can
 restore. `fetch_snapshot` opens a rank's snapshot on its own node, or receives the copy that another
-node holds. Facts travel as JSON over the CPU process group, never as a pickle.
+node holds. Metadata travels as JSON over the CPU process group, never as a pickle.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
 
 _ARRIVED = 9
-"""Number, in its name, of a snapshot that came from another node."""
+"""Slot number, in the file name, of a snapshot received from another node."""
 
 
 @dataclass(frozen=True)
 class Snapshots:
-    """One step of one attempt that could be gone on from.
+    """The snapshots of one step of one attempt, a candidate to resume from.
 
     Attributes:
-        step: Optimizer steps done.
-        attempt: Who took them.
-        holders: By rank: the ranks on whose node its snapshot lies.
-        committed: The newest commit that was known when they were taken.
+        step: Number of completed optimizer steps.
+        attempt: The attempt that took the snapshots.
+        holders: For each rank, the ranks on whose node its snapshot lies.
+        committed: The newest commit that was known when the snapshots were taken.
     """
 
     step: int
@@ -41,15 +41,16 @@ class Snapshots:
     committed: int
 
     def source(self, owner: int) -> int:
-        """Who gives a rank its snapshot: itself, when it lies on its node."""
+        """Returns the rank that provides `owner`'s snapshot: `owner` itself if its node has one."""
         return owner if owner in self.holders[owner] else min(self.holders[owner])
 
 
 def choose(seen: Sequence[Sequence[Sequence[int]]], newest_commit: int) -> tuple[Snapshots | None, str]:
-    """The snapshots to go on from, and in words why there are none.
+    """Returns the snapshots to resume from, or None and the reason why there are none.
 
     Args:
-        seen: By rank: attempt, step, rank whose state it is, newest commit known then, of every snapshot it sees.
+        seen: By rank, the snapshots it sees, each as attempt, step, rank whose state it is, and
+            the newest commit known when it was taken.
         newest_commit: Step of the newest commit in the store.
     """
     found: dict[tuple[int, int], Snapshots] = {}
@@ -63,7 +64,7 @@ def choose(seen: Sequence[Sequence[Sequence[int]]], newest_commit: int) -> tuple
         return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
     gone_back = [one for one in newer if one.committed > newest_commit]
     if len(gone_back) == len(newer):
-        why = f"step {gone_back[0].committed} was committed and is gone: snapshots taken after it are not used"
+        why = f"step {gone_back[0].committed} was committed but is gone: snapshots taken after it are not used"
         return None, why
     newer = [one for one in newer if one.committed <= newest_commit]
     whole = next((one for one in newer if all(rank in one.holders for rank in range(len(seen)))), None)
@@ -75,7 +76,7 @@ def choose(seen: Sequence[Sequence[Sequence[int]]], newest_commit: int) -> tuple
 
 
 def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName, Path, dict[str, Any]]]:
-    """The whole snapshots of this job that lie on this node."""
+    """Returns the complete snapshots of this job that lie on this node."""
     found = []
     for name, path in tier.earlier():
         if name.step is None or path in damaged:
@@ -91,7 +92,14 @@ def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName,
 def fetch_snapshot(
     tier: MemoryTier, best: Snapshots, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
 ) -> Slot:
-    """This rank's own snapshot, from its node or from its partner's; gives others theirs. All in one order."""
+    """Returns this rank's snapshot, from its own node or from its partner's node.
+
+    Also sends the snapshots that other ranks need from this one. All ranks go through the owners in
+    the same order, so that sends and receives match.
+
+    Raises:
+        ValueError: This rank's snapshot, or one it had to send, is missing or damaged.
+    """
     me = tier.seat.rank
     own: Slot | None = None
     failure = ""
@@ -118,10 +126,10 @@ def fetch_snapshot(
 def _open(
     best: Snapshots, owner: int, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
 ) -> Slot:
-    """A verified snapshot of this node.
+    """Opens and verifies a snapshot on this node.
 
     Raises:
-        ValueError: None is whole; those that are not are added to `damaged`.
+        ValueError: No intact snapshot exists. Damaged ones are added to `damaged`.
     """
     wanted = (best.attempt, best.step, owner)
     why = "it is gone"
@@ -134,14 +142,14 @@ def _open(
         damaged.add(path)
         why = "it is gone" if slot is None else "its bytes are not those that were written"
         if slot is not None:
-            slot.close(delete=True)  # nobody can use it; others on this node would offer it
+            slot.close(delete=True)  # it is useless, and other ranks on this node would offer it again
     raise ValueError(why)
 
 
 def _give(
     best: Snapshots, owner: int, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
 ) -> None:
-    """The holder's side of `_receive`; says so when it has none."""
+    """Sends a snapshot to its owner, which runs `_receive`; sends zero sizes if there is none."""
     try:
         slot = _open(best, owner, here, damaged)
     except (OSError, ValueError):
@@ -156,16 +164,16 @@ def _give(
 
 
 def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
-    """This rank's snapshot from another node, as a file of this one.
+    """Receives this rank's snapshot from another node into a file on this node.
 
     Raises:
-        ValueError: The holder has it no more, or it arrived damaged.
+        ValueError: The holder no longer has an intact snapshot, or it arrived damaged.
     """
     sizes = torch.zeros(2, dtype=torch.int64)
     dist.recv(sizes, source)
     length, size = (int(one) for one in sizes)
     if not length:
-        raise ValueError(f"its copy with rank {source} is not whole")
+        raise ValueError(f"its copy on rank {source}'s node is not intact")
     facts = torch.zeros(length, dtype=torch.uint8)
     receive_bytes(facts, source)
     text, _, tail = facts.numpy().tobytes().partition(b"\n")
@@ -177,7 +185,7 @@ def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
         data = slot.memory(size)
     except OSError as error:
         failure = f"there is no room for it: {error}"
-        data = torch.empty(size, dtype=torch.uint8)  # the holder sends it in any case
+        data = torch.empty(size, dtype=torch.uint8)  # the holder sends the bytes in any case
     receive_bytes(data, source)
     if slot is None or failure or checksum(data) != about["data_crc"]:
         if slot is not None:
@@ -189,10 +197,10 @@ def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What every rank said, in rank order. Collective over the world.
+    """Gathers a value from every rank, in rank order. Collective over the world.
 
     Args:
-        value: Plain JSON.
+        value: Anything that JSON can represent.
     """
     data = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -206,17 +214,17 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def from_rank_zero(value: Any) -> Any:
-    """What rank 0 said; the others' values do not matter. Collective over the world."""
+    """Returns rank 0's value and ignores the others'. Collective over the world."""
     return gather_json(value if dist.get_rank() == 0 else None)[0]
 
 
 def send_bytes(tensor: torch.Tensor, to: int, piece: int = 64 << 20) -> None:
-    """Sends a uint8 tensor in pieces; `receive_bytes` there has one of the same length."""
+    """Sends a uint8 tensor `[N]` in pieces; the receiver calls `receive_bytes` with the same N."""
     for start in range(0, tensor.numel(), piece):
         dist.send(tensor[start : start + piece], to)
 
 
 def receive_bytes(tensor: torch.Tensor, source: int, piece: int = 64 << 20) -> None:
-    """Fills a uint8 tensor with what `send_bytes` sends."""
+    """Fills a uint8 tensor `[N]` with what `send_bytes` sends."""
     for start in range(0, tensor.numel(), piece):
         dist.recv(tensor[start : start + piece], source)

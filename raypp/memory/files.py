@@ -1,11 +1,12 @@
-"""The files of the memory tier: names, the block that says what a file holds, whose they are, and when they go.
+"""The files of the memory tier: names, control block, ownership, and removal.
 
-A file is one snapshot of one rank in shared memory: it outlives its process, and goes with its node. Its layout:
-`CONTROL_BYTES` of control block (magic, length and CRC-32 of a JSON object, the object), the data of the tensors from
-there on, and behind them the tail, JSON that is as long as the control block says. A file that is being written is
-called `….writing`, a whole one `….step-17`; the control block says the same, and is written last.
+A file holds one snapshot of one rank in shared memory. It outlives its process and is lost with its
+node. Its layout: `CONTROL_BYTES` of control block (magic, length and CRC-32 of a JSON object, the
+object), then the data of the tensors, then the tail, JSON whose length the control block gives. A
+file that is being written is called `….writing`, a complete one `….step-17`. The control block says
+the same and is written last.
 
-Whoever writes or reads a file holds its lock (flock), which ends with the process.
+A process that reads or writes a file holds its lock (flock), which ends with the process.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from typing import Any
 import psutil
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
-"""Names another directory than /dev/shm: an operator's setting of a node, and how tests play several nodes on one."""
+"""Environment variable for a directory other than /dev/shm, set by the operator of a node. Tests
+use it to play several nodes on one machine."""
 LIMIT_VARIABLE = "RAYPP_MEMORY_LIMIT_MB"
-"""The most that the files on a node may take, in MB: an operator's setting; without it, what there is."""
+"""Environment variable for the most memory, in MB, that the files on a node may take, set by the
+operator. Without it, the available memory is the limit."""
 CONTROL_BYTES = 4096
 _MAGIC = b"RAYPPMT1"
 _PAGE = 4096
 _FORGET_S = 3600.0
-"""A file nobody holds is kept this long while the process that would start its successor (the raylet, the torchrun
-agent) lives: the run may be between two attempts."""
+"""A file without a lock holder is kept this long while the process that would start its successor
+(the raylet, the torchrun agent) lives: the run may be between two attempts."""
 _YOUNG_S = 60.0
 _LOOKS = 5
 _NAME = re.compile(
@@ -45,16 +48,17 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class SlotName:
-    """What a file's name says.
+    """The parts of a file's name.
 
     Attributes:
         run: The run's name.
-        life: 12 hex digits that tell runs of one name in different stores, or begun anew, apart.
-        attempt: Who wrote it.
-        rank: Whose state it is.
-        kind: "own": written by that rank; "copy": by its partner on another node.
-        number: Of several that one process fills in turn.
-        step: Optimizer steps done; None while it is being written.
+        life: 12 hex digits that distinguish runs of the same name in different stores, or started
+            over.
+        attempt: The attempt that wrote the file.
+        rank: The rank whose state the file holds.
+        kind: "own" if that rank wrote it, "copy" if its partner on another node did.
+        number: Index among the files that one process fills in turn.
+        step: Number of completed optimizer steps; None while the file is being written.
     """
 
     run: str
@@ -71,7 +75,7 @@ class SlotName:
 
 
 def parse_name(text: str) -> SlotName | None:
-    """The name of a file of the memory tier; None for any other."""
+    """Parses the name of a memory tier file; None for any other file."""
     match = _NAME.match(text)
     if match is None:
         return None
@@ -83,12 +87,12 @@ def parse_name(text: str) -> SlotName | None:
 
 
 def memory_directory() -> Path:
-    """Where this node keeps the files."""
+    """Returns the directory in which this node keeps the files."""
     return Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm")
 
 
 def list_slots(directory: Path) -> Iterator[tuple[SlotName, Path]]:
-    """The files of the memory tier that belong to this user, of all runs."""
+    """Yields the memory tier files that belong to this user, of all runs."""
     try:
         entries = sorted(directory.iterdir())
     except OSError:
@@ -105,13 +109,13 @@ def list_slots(directory: Path) -> Iterator[tuple[SlotName, Path]]:
 
 
 def open_locked(path: Path, *, create: bool = False) -> int | None:
-    """Opens a file and takes its lock; None when it is gone, or when a living process holds it.
+    """Opens a file and takes its lock; None if it is gone, or if a living process holds it.
 
     Args:
-        create: Make it, readable by its owner only; it must not exist.
+        create: Creates the file, readable by its owner only. It must not exist.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be created.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     if create:
@@ -131,14 +135,17 @@ def open_locked(path: Path, *, create: bool = False) -> int | None:
 
 
 def close_unlocked(descriptor: int) -> None:
-    """Closes a file and gives its lock back now: a mapping has a descriptor of its own, which would keep it."""
+    """Closes a file and releases its lock now: a mapping's own descriptor would keep the lock."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """The control block of a file that no living process writes; None for any other. Several may look at once."""
+    """Reads the control block of a file that no living process writes; None for any other.
+
+    Several processes may read it at the same time.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -153,16 +160,16 @@ def peek(path: Path) -> dict[str, Any] | None:
 
 
 def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
-    """Writes the control block. After this a reader believes the file when `about["complete"]` is true."""
+    """Writes the control block; readers then trust the file if `about["complete"]` is true."""
     text = json.dumps(about, separators=(",", ":")).encode()
     block = _MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
     if len(block) > CONTROL_BYTES:
-        raise ValueError(f"a control block of {len(block)} bytes")
+        raise ValueError(f"the control block would take {len(block)} bytes, more than {CONTROL_BYTES}")
     os.pwrite(descriptor, block, 0)
 
 
 def read_control(descriptor: int) -> dict[str, Any] | None:
-    """The control block; None when it is torn or none at all."""
+    """Reads the control block; None if it is missing or torn."""
     block = os.pread(descriptor, CONTROL_BYTES, 0)
     length, crc = int.from_bytes(block[8:12], "little"), int.from_bytes(block[12:16], "little")
     text = block[16 : 16 + length]
@@ -176,12 +183,12 @@ def read_control(descriptor: int) -> dict[str, Any] | None:
 
 
 def tail_offset(data_size: int) -> int:
-    """Where the tail begins behind that many bytes of data."""
+    """Returns the offset of the tail in a file with `data_size` bytes of data."""
     return CONTROL_BYTES + -(-data_size // _PAGE) * _PAGE
 
 
 def keeper() -> list[float]:
-    """Pid and start time of the process that started this one, and would start its successor."""
+    """Returns pid and start time of the parent process, which would start a successor."""
     parent = os.getppid()
     try:
         return [parent, psutil.Process(parent).create_time()]
@@ -190,7 +197,7 @@ def keeper() -> list[float]:
 
 
 def remove(path: Path) -> bool:
-    """Removes a file unless a living process holds it; whether it is gone."""
+    """Removes a file unless a living process holds it; returns whether it is gone."""
     descriptor = open_locked(path)
     if descriptor is None:
         return not path.exists()
@@ -201,28 +208,33 @@ def remove(path: Path) -> bool:
 
 
 def files_of(run: str, directory: Path | None = None, before: int | None = None) -> list[Path]:
-    """This node's files of a run, whoever holds them; only those of attempts before `before`, when that is given."""
+    """Returns this node's files of a run, also those in use; `before` limits the attempts."""
     found = list_slots(directory or memory_directory())
     return [path for name, path in found if name.run == run and (before is None or name.attempt < before)]
 
 
 def remove_run(run: str, directory: Path | None = None, before: int | None = None) -> list[str]:
-    """Removes `files_of` a run that is over, or whose earlier attempts are; names those removed. Files in use stay."""
+    """Removes the files of a finished run, or with `before` those of its earlier attempts.
+
+    Files in use stay. Returns the names of the removed files.
+    """
     return [path.name for path in files_of(run, directory, before) if remove(path)]
 
 
 def remove_dead(directory: Path | None = None) -> list[str]:
-    """Removes what no process holds and nobody will come back for; names what was removed.
+    """Removes stale files and returns their names.
 
-    That is: the process that would start a successor is gone, or nothing happened for an hour.
+    A file is stale when no process holds it, and either the process that would start its writer's
+    successor is gone, or the file has not changed for an hour.
     """
     return [path.name for _, path in list_slots(directory or memory_directory()) if _is_dead(path) and remove(path)]
 
 
 def room(directory: Path, run: str, life: str) -> int:
-    """Bytes that a run's files in the directory could take, those counted that it has there already.
+    """Returns how many bytes a run's files in the directory may take, including those it has there.
 
-    The least of what the file system, the host and the process' memory group have left, and the operator's limit.
+    This is the minimum of what the file system, the host and the process's memory cgroup have left,
+    and the operator's limit.
     """
     facts = os.statvfs(directory)
     free = [facts.f_bavail * facts.f_frsize, int(psutil.virtual_memory().available)]
@@ -230,7 +242,7 @@ def room(directory: Path, run: str, life: str) -> int:
     with contextlib.suppress(OSError, ValueError, StopIteration):  # "max" when there is no limit
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         counts = (group / "memory.stat").read_text().splitlines()
-        # What the kernel gives back by itself when memory is wanted.
+        # The kernel frees this part of the page cache by itself under memory pressure.
         left += next(int(line.split()[1]) for line in counts if line.startswith("inactive_file "))
         free.append(left)
     own = _allocated(directory, lambda name: (name.run, name.life) == (run, life))
@@ -251,7 +263,7 @@ def _allocated(directory: Path, which: Callable[[SlotName], bool]) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the lock could be had; one that another process holds for a look only is waited for."""
+    """Takes the lock if possible; waits briefly for a process that only reads the control block."""
     for _ in range(_LOOKS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,7 +274,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether the path still is the file that is open (it may have been renamed meanwhile)."""
+    """Checks that the path still names the open file: it may have been renamed meanwhile."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -283,7 +295,7 @@ def _is_dead(path: Path) -> bool:
     finally:
         os.close(descriptor)
     if about is None:
-        return age > _YOUNG_S  # perhaps its maker is about to write the first block
+        return age > _YOUNG_S  # its creator may be about to write the first block
     return age > _FORGET_S or not _lives(about.get("keeper"))
 
 

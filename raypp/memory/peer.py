@@ -1,8 +1,9 @@
-"""Copies of snapshots on another node: who holds whose, and how the bytes get there.
+"""Keeps copies of snapshots on another node: who holds whose copy, and how it gets there.
 
-Plain TCP, in threads of its own, never the training's groups. Both sides prove that they know the attempt's secret
-(HMAC-SHA-256 over both sides' nonces) before a byte is taken; what arrives is bytes and JSON, never a pickle, and is
-checked by its CRC-32. It is not encrypted, as the training's own traffic is not.
+Copies use plain TCP and separate threads, never the process groups of the training. Both sides
+prove that they know the attempt's secret (HMAC-SHA-256 over both sides' nonces) before data is
+accepted. The data is bytes and JSON, never a pickle, and is checked by its CRC-32. It is not
+encrypted, as the training's own traffic is not.
 """
 
 from __future__ import annotations
@@ -31,29 +32,33 @@ _HELLO_S = 5.0
 _CONNECT_S = 2.0
 _RETRY_S = (0.2, 1.0, 5.0, 30.0)
 _REST = 3.0
-"""Without a cap the sender pauses this many times as long as a piece took: a copy takes a quarter of the link, and what
-training sends waits for one piece at most."""
+"""Without a rate limit, the sender pauses for this many times the duration of each piece: a copy
+takes a quarter of the link, and training traffic waits for one piece at most."""
 _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 128 << 10
-"""Of the sender's socket: small beside a piece, whose time would otherwise be that of a copy into the buffer."""
+"""Send buffer of the socket: small compared with a piece, so that the measured duration of a piece
+is that of the network, not of a copy into the buffer."""
 _NONCE = 32
 _HELLO = struct.Struct("<8sQ")
 _FRAME = struct.Struct("<QQII")
-"""step, bytes of data, bytes of control block, bytes of tail."""
+"""step, bytes of data, bytes of control block, bytes of tail"""
 _ANSWER = struct.Struct("<Q?")
 _MAGIC = b"RAYPPCP1"
 _LARGEST_TAIL = 256 << 20
-_LOW_PRIORITY = 0x20  # DSCP CS1: may wait behind everything else
+_LOW_PRIORITY = 0x20  # DSCP CS1: background traffic
 
 Place = Callable[[int, int], Slot]
-"""(rank whose copy comes, bytes) -> a slot that may be overwritten; raises OSError when there is no room."""
+"""(rank whose copy arrives, bytes) -> a slot that may be overwritten; raises OSError if there is no
+room."""
 
 
 def partner_of(rank: int, nodes: Sequence[int]) -> int | None:
-    """Who holds the copy of a rank's snapshot: the rank of the same index on the next node; None on a single node.
+    """Returns the rank that holds the copy of a rank's snapshot; None on a single node.
+
+    It is the rank with the same index on the next node.
 
     Args:
-        rank: Whose.
+        rank: The rank whose snapshot is copied.
         nodes: The node of every rank.
     """
     order = sorted(set(nodes))
@@ -66,7 +71,10 @@ def partner_of(rank: int, nodes: Sequence[int]) -> int | None:
 
 
 def own_address(address: str, master: str) -> str:
-    """The address of this node that the others reach: the seat's, or the one that the way to rank 0 starts from."""
+    """Returns an address of this node that the other nodes can reach.
+
+    This is `address` if it is an IP address, else the local address of the route to `master`.
+    """
     with contextlib.suppress(OSError):
         socket.inet_aton(address)
         return address
@@ -76,12 +84,12 @@ def own_address(address: str, master: str) -> str:
 
 
 class CopyReceiver:
-    """Takes the copies of other ranks' snapshots.
+    """Receives copies of other ranks' snapshots.
 
     Args:
-        address: Of this node.
-        secret: The attempt's.
-        place: Where a copy goes.
+        address: The address of this node to listen on.
+        secret: The attempt's secret.
+        place: Returns the slot for a copy.
     """
 
     def __init__(self, address: str, secret: bytes, place: Place) -> None:
@@ -95,7 +103,7 @@ class CopyReceiver:
         self._start(self._accept)
 
     def close(self) -> None:
-        """Ends all connections and threads."""
+        """Closes all connections and ends the threads."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -135,7 +143,10 @@ class CopyReceiver:
             self._connections.discard(connection)
 
     def _alone(self, owner: int, connection: socket.socket) -> threading.Lock:
-        """Ends a connection of the same rank that is broken and has not noticed; two must not write one slot."""
+        """Closes the same rank's earlier connection, which may be broken without having noticed.
+
+        Two connections must not write one slot.
+        """
         before, lock = self._of.get(owner, (None, threading.Lock()))
         self._of[owner] = (connection, lock)
         if before is not None:
@@ -144,13 +155,13 @@ class CopyReceiver:
         return lock
 
     def _take(self, connection: socket.socket, owner: int) -> None:
-        """One copy: into the slot, checked, sealed, acknowledged."""
+        """Receives one copy into its slot, checks it, seals it, and acknowledges it."""
         connection.settimeout(None)
         header = _read(connection, _FRAME.size)
         connection.settimeout(_IO_S)
         step, size, control_size, tail_size = _FRAME.unpack(header)
         if control_size > CONTROL_BYTES or tail_size > _LARGEST_TAIL:
-            raise ValueError(f"a control block of {control_size} and a tail of {tail_size} bytes")
+            raise ValueError(f"a control block of {control_size} and a tail of {tail_size} bytes are too large")
         control = json.loads(_read(connection, control_size))
         tail = _read(connection, tail_size)
         if control.get("rank") != owner:
@@ -167,13 +178,13 @@ class CopyReceiver:
 
 
 class CopySender:
-    """Sends this rank's snapshots to its partner, one at a time, again after an error.
+    """Sends this rank's snapshots to its partner, one at a time, and retries after an error.
 
     Args:
         rank: This rank.
-        partner: Address and port.
-        secret: The attempt's.
-        pace: A cap, shared with the uploads.
+        partner: Address and port of the partner's receiver.
+        secret: The attempt's secret.
+        pace: The rate limit shared with the uploads.
     """
 
     def __init__(self, rank: int, partner: tuple[str, int], secret: bytes, pace: Pace | None = None) -> None:
@@ -184,19 +195,19 @@ class CopySender:
         self._closed = False
         self._socket: socket.socket | None = None
         self.arrived: int | None = None
-        """The last step whose copy is whole over there."""
+        """The last step whose copy is complete at the partner."""
         self.error = ""
         self._thread = threading.Thread(target=self._run, name="raypp-copy", daemon=True)
         self._thread.start()
 
     def offer(self, slot: Slot) -> None:
-        """Sends that slot next; it must not be written until `arrived` is its step."""
+        """Sends `slot` next. It must not be written until `arrived` is its step."""
         with self._wake:
             self._slot = slot
             self._wake.notify()
 
     def close(self) -> bool:
-        """Gives up what is under way; whether the thread has let go of its slot."""
+        """Aborts the current copy; returns whether the thread has released its slot."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -239,7 +250,7 @@ class CopySender:
         control = slot.control()
         tail = None if control is None else slot.tail(control)
         if control is None or tail is None:
-            raise ValueError("the snapshot to be sent is not whole")
+            raise ValueError("the snapshot to send is incomplete")
         if self._socket is None:
             self._socket = self._connect()
         step, size = int(control["step"]), int(control["data_size"])
@@ -252,7 +263,7 @@ class CopySender:
         return step
 
     def _send_pieces(self, connection: socket.socket, data: memoryview) -> None:
-        """Raises Abandoned when the tier is closed."""
+        """Raises Abandoned if the sender is closed meanwhile."""
         capped = self._pace.bytes_per_s > 0
         while data:
             piece = data[: self._pace.piece_bytes if capped else _PIECE_BYTES]
@@ -265,7 +276,7 @@ class CopySender:
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
-        self._socket = connection  # `close` ends it from here on
+        self._socket = connection  # from here on `close` can shut it down
         connection.settimeout(_HELLO_S)
         try:
             with contextlib.suppress(OSError):
@@ -285,20 +296,20 @@ class CopySender:
 
 
 def _welcome(connection: socket.socket, secret: bytes) -> int:
-    """The receiver's side: who is there, once it has proved that it knows the secret."""
+    """Receiver's handshake: returns the sender's rank once it has proved to know the secret."""
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(mine)
     hello = _read(connection, _HELLO.size + _NONCE + hashlib.sha256().digest_size)
     magic, owner = _HELLO.unpack(hello[: _HELLO.size])
     theirs, proof = hello[_HELLO.size : _HELLO.size + _NONCE], hello[_HELLO.size + _NONCE :]
     if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, b"sender", mine, theirs, owner)):
-        raise ValueError("somebody connected who does not know the attempt's secret")
+        raise ValueError("a peer connected that does not know the attempt's secret")
     connection.sendall(_proof(secret, b"receiver", mine, theirs, owner))
     return int(owner)
 
 
 def _introduce(connection: socket.socket, secret: bytes, owner: int) -> None:
-    """The sender's side of `_welcome`."""
+    """Sender's handshake, the counterpart of `_welcome`."""
     theirs = _read(connection, _NONCE)
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(_HELLO.pack(_MAGIC, owner) + mine + _proof(secret, b"sender", theirs, mine, owner))
@@ -321,5 +332,5 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if not count:
-            raise ConnectionError("the other side ended the connection")
+            raise ConnectionError("the peer closed the connection")
         view = view[count:]

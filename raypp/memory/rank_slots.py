@@ -1,4 +1,4 @@
-"""The files of one rank in one attempt: of its own snapshots, and of copies for the ranks whose partner it is."""
+"""The files of one rank in one attempt: its own snapshots, and copies for other ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from raypp.memory.slot import Slot, encode_layout, encode_tail
 from raypp.records import Seat
 
 COPIES = 2
-"""Files for the copies of each rank this one is the partner of."""
+"""Number of files for the copies of each rank that this one is the partner of."""
 _MARGIN = 0.8
-"""Of the memory there is that the tier may take."""
+"""Share of the available memory that the tier may take."""
 
 
 @dataclass(frozen=True)
 class RunLife:
-    """What a snapshot must have been taken in to be of use.
+    """Identifies the run whose snapshots an attempt may use.
 
     Attributes:
         run: The run's name.
-        life: 12 hex digits of where the run lives and when it began.
-        job: Hex digits of model, data, mesh, pipeline and train.
-        secret: Of this attempt; never written anywhere.
+        life: 12 hex digits derived from the run's location and its first attempt.
+        job: Hash of the job's model, data, mesh, pipeline and train sections, in hex digits.
+        secret: The secret of this attempt; never written anywhere.
     """
 
     run: str
@@ -46,17 +46,17 @@ class RunLife:
 
 
 class RankSlots:
-    """Takes the memory, gives the files their names, writes them, and removes them. `MemoryTier` decides when.
+    """Allocates, names, writes and removes the files. `MemoryTier` decides when.
 
     Args:
-        life: The run's, the same on every rank.
-        seat: This rank's place.
+        life: The run's identity, the same on every rank.
+        seat: This rank's seat.
     """
 
     def __init__(self, life: RunLife, seat: Seat) -> None:
         self.life, self.seat, self.directory = life, seat, memory_directory()
         self.slots: list[Slot] = []
-        """This rank's own."""
+        """The files for this rank's own snapshots."""
         self._numbers: dict[Slot, int] = {}
         self._copies: dict[int, list[Slot]] = {}
         self._buffers: dict[Slot, SnapshotBuffer] = {}
@@ -65,7 +65,7 @@ class RankSlots:
         remove_dead(self.directory)
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
-        """This node's files of this run's earlier attempts, of any rank, whole or not."""
+        """Returns this node's files of the run's earlier attempts, of any rank, complete or not."""
         return [
             (name, path)
             for name, path in list_slots(self.directory)
@@ -73,16 +73,16 @@ class RankSlots:
         ]
 
     def forget_earlier(self) -> None:
-        """Removes those."""
+        """Removes the files of earlier attempts."""
         for _, path in self.earlier():
             remove(path)
 
     def room(self) -> int:
-        """Bytes of host memory that the ranks of this node may take."""
+        """Returns how many bytes of host memory the ranks of this node may take."""
         return int(_MARGIN * room(self.directory, self.life.run, self.life.life))
 
     def take_memory(self, files: int, size: int) -> None:
-        """Makes as many files of that size this rank's own; those of its earlier attempts first."""
+        """Allocates `files` files of `size` bytes; reuses this rank's files of earlier attempts."""
         for name, path in self.earlier():
             mine = (name.rank, name.kind) == (self.seat.rank, "own")
             if mine and len(self.slots) < files and (slot := Slot.open(path, name)) is not None:
@@ -94,7 +94,7 @@ class RankSlots:
             slot.memory(size, pinned=self.seat.device == "cuda")
 
     def copy(self, slot: Slot, slices: list[Slice], committed: int) -> tuple[Snapshot, dict[str, Any]]:
-        """Begins a snapshot of the state in a file of this rank; `seal` must follow, with what this returns."""
+        """Begins a snapshot of the state in a file; the caller must pass the result to `seal`."""
         seat = self.seat
         about = {
             "run": self.life.run, "life": self.life.life, "job": self.life.job, "attempt": seat.attempt,
@@ -105,12 +105,12 @@ class RankSlots:
         return buffer.take(slices), about
 
     def before_update(self) -> None:
-        """Weights and state are about to change: waits for copies that are under way."""
+        """Waits for copies in progress, because weights and optimizer state are about to change."""
         for buffer in self._buffers.values():
             buffer.before_update()
 
     def seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> float:
-        """Waits for the copy and makes the file whole; returns the CPU seconds of the second."""
+        """Waits for the copy and completes the file; returns the CPU seconds of the latter."""
         try:
             snapshot.data()
             entries, layout = self._layouts.get(slot, ([], ""))
@@ -124,7 +124,7 @@ class RankSlots:
             snapshot.release()
 
     def place_copy(self, owner: int, size: int) -> Slot:
-        """Of the two files for a rank's copies the one with the older step (or none)."""
+        """Returns the slot for `owner`'s next copy: of its two slots, the empty or older one."""
         slots = self._copies.setdefault(owner, [])
         while len(slots) < COPIES:
             name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
@@ -132,7 +132,7 @@ class RankSlots:
         return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
 
     def give_back(self, files: int, keep: int) -> None:
-        """Removes files of this rank until so many are left, never the one of step `keep`."""
+        """Removes files of this rank until `files` are left, but never the file of step `keep`."""
         spare = [slot for slot in self.slots if slot.step is None or slot.step != keep]
         for slot in spare[: max(0, len(self.slots) - files)]:
             self.slots.remove(slot)
@@ -140,12 +140,12 @@ class RankSlots:
             slot.close(delete=True)
 
     def add(self, slot: Slot) -> None:
-        """One more file of this rank."""
+        """Adds a file to this rank's files."""
         self._numbers[slot] = len(self._numbers)
         self.slots.append(slot)
 
     def close(self, *, delete: bool) -> None:
-        """Lets go of the files, which no thread may use any more; removes them, and earlier ones, with `delete`."""
+        """Releases the files, which no thread may still use; removes them with `delete`."""
         self._buffers.clear()
         self._layouts.clear()
         for slot in [*self.slots, *(slot for slots in self._copies.values() for slot in slots)]:

@@ -1,7 +1,8 @@
-"""Going on from snapshots in memory: which step all ranks still have, who has it, and how it comes back.
+"""Restores an attempt from snapshots in memory.
 
-Every rank looks at the files of its node; one exchange of what each sees tells all ranks the same, so that all choose
-alike. A snapshot that turns out to be gone or damaged is left out, and they choose again.
+Every rank lists the files of its node. One exchange gives all ranks the same list, so that all
+choose the same step. If a snapshot turns out to be missing or damaged, they leave it out and choose
+again.
 """
 
 from __future__ import annotations
@@ -38,46 +39,48 @@ _TRIES = 8
 
 @dataclass
 class FoundInMemory:
-    """What came of looking.
+    """The result of looking for snapshots in memory.
 
     Attributes:
-        step: That was loaded; 0: none.
-        told: In words, why that one or why none.
-        slot: This rank's snapshot of that step, open.
-        extra: What the trainer had given with it; of rank 0 also the recent reports.
         nodes: The node of every rank.
-        addresses: Where every rank takes copies.
+        addresses: The address at which every rank receives copies.
+        step: The step that was restored; 0 if none was.
+        reason: Why this step or why none was restored; may be empty.
+        slot: This rank's snapshot of that step, open.
+        extra: The JSON that the trainer stored with it; rank 0's also contains the recent reports.
         from_partner: Ranks whose snapshot came from another node.
     """
 
     nodes: list[int]
     addresses: list[tuple[str, int] | None]
     step: int = 0
-    told: str = ""
+    reason: str = ""
     slot: Slot | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     from_partner: list[int] = field(default_factory=list)
 
     def in_words(self, step: int, newest_commit: int) -> str:
-        """For the event."""
+        """Returns the message of the event that reports where the attempt starts from."""
         if not self.step:
-            return f"from the store: step {step}; {self.told}"
+            return f"from the store: step {step}; {self.reason}"
         through = ""
         if self.from_partner:
             ranks = "rank" if len(self.from_partner) == 1 else "ranks"
             through = f" ({ranks} {', '.join(map(str, self.from_partner))} from the copy on another node)"
         commit = f"newest commit is step {newest_commit}" if newest_commit >= 0 else "nothing is committed"
-        refused = f"; {self.told}" if self.told else ""
+        refused = f"; {self.reason}" if self.reason else ""
         return f"from memory: step {step} on all {len(self.nodes)} ranks{through}; {commit}{refused}"
 
 
 def open_memory_tier(
     job: Job, seat: Seat, store: ObjectStore, reporter: Reporter, pace: Pace | None = None
 ) -> MemoryTier | None:
-    """The memory tier of this rank, not yet started; None when the job does without. Collective over the world.
+    """Creates this rank's memory tier, not yet started; None if the job has none.
+
+    Collective over the world.
 
     Args:
-        pace: What uploads and copies of this rank share.
+        pace: The rate limit that this rank's uploads and copies share.
     """
     if not job.checkpoint.memory_tier:
         return None
@@ -91,13 +94,15 @@ def open_memory_tier(
 def load_from_memory(
     tier: MemoryTier, newest_commit: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> FoundInMemory:
-    """Loads the newest step of which every rank's snapshot is there, when it is newer than the newest commit.
+    """Restores the newest step of which every rank's snapshot exists, if no commit is as new.
 
-    Collective over the world. Either every rank's weights and optimizer state are replaced, or none's.
+    Collective over the world. Replaces the weights and optimizer state of every rank or of none.
 
     Args:
-        tier: This rank's.
-        newest_commit: Its step; the same on every rank. 0: there is none.
+        tier: This rank's memory tier.
+        newest_commit: Step of the newest commit, the same on every rank; 0 if there is none.
+        stages: This rank's stages.
+        optimizer: The optimizer over their parameters.
     """
     seat, address = tier.seat, tier.listen()
     damaged: set[Path] = set()
@@ -112,7 +117,7 @@ def load_from_memory(
             result = FoundInMemory([one["node"] for one in said], where)
         best, why = choose([one["seen"] for one in said], newest_commit)
         if best is None:
-            result.told = "; ".join([*reasons, why])
+            result.reason = "; ".join([*reasons, why])
             return result
         slot, failure, prepared = None, "", None
         try:
@@ -124,7 +129,7 @@ def load_from_memory(
         if not failures and prepared is not None:
             prepared.apply()
             result.step, result.slot, result.extra = best.step, slot, prepared.extra
-            result.told = "; ".join(reasons)
+            result.reason = "; ".join(reasons)
             result.from_partner = [rank for rank in range(seat.world_size) if best.source(rank) != rank]
             return result
         if slot is not None:
@@ -133,12 +138,15 @@ def load_from_memory(
             f"rank {rank}'s snapshot of step {best.step} cannot be used: {text}" for rank, text in failures.items()
         ]
     assert result is not None
-    result.told = "; ".join(reasons)
+    result.reason = "; ".join(reasons)
     return result
 
 
 def _life(store: ObjectStore, job: Job) -> str:
-    """Where the run lives and when it began, as 12 hex digits: another store, or a run begun anew, has others."""
+    """Returns 12 hex digits for the run's location and first attempt.
+
+    They differ for another store, and for a run that was started over.
+    """
     try:
         first = store.get(attempt_key(job.name, 1))
     except NotFound:
@@ -152,7 +160,7 @@ def _prepare(
     control = slot.control()
     try:
         if control is None:
-            raise ValueError("it is not whole")
+            raise ValueError("it is incomplete")
         return PreparedLoad(slot, control, stages, optimizer)
     except ValueError:
         damaged.add(slot.path)
@@ -160,18 +168,18 @@ def _prepare(
 
 
 class PreparedLoad:
-    """A verified snapshot that fits this rank's stages; `apply` puts it in place.
+    """A verified snapshot that fits this rank's stages; `apply` restores it.
 
-    Everything that can go wrong goes wrong here, before anything is changed.
+    The constructor performs all checks, before anything is changed.
 
     Args:
         slot: Verified (`Slot.verify`); must stay open until `apply` returns.
         control: Its control block.
         stages: This rank's stages.
-        optimizer: Over their parameters.
+        optimizer: The optimizer over their parameters.
 
     Raises:
-        ValueError: The snapshot is not of these stages; the tensor is named.
+        ValueError: The snapshot does not fit these stages; the message names the tensor.
     """
 
     def __init__(
@@ -209,5 +217,5 @@ def _matching(target: Slice, entry: TensorEntry | None) -> TensorEntry:
     here = (tuple(target.tensor.shape), target.global_shape, target.offset)
     there = (entry.shape, entry.global_shape, entry.offset)
     if here != there:
-        raise ValueError(f"{target.name} is cut otherwise: {there}, here {here}")
+        raise ValueError(f"{target.name} is sharded differently: {there}, here {here}")
     return entry

@@ -35,12 +35,12 @@ _CHECK_BYTES = 8 << 20
 
 
 class Slot:
-    """A file of this process, and its memory. Its lock is held until `close`.
+    """A locked file and its mapped memory. The lock is held until `close`.
 
     Args:
-        path: Where it is.
-        name: What its name says.
-        descriptor: Open and locked.
+        path: Path of the file.
+        name: The parsed file name.
+        descriptor: File descriptor, open and locked.
     """
 
     def __init__(self, path: Path, name: SlotName, descriptor: int) -> None:
@@ -52,36 +52,36 @@ class Slot:
 
     @classmethod
     def create(cls, directory: Path, name: SlotName) -> Slot:
-        """A new, empty file.
+        """Creates an empty file.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The file cannot be created.
         """
         path = directory / replace(name, step=None).file_name()
-        remove(path)  # left by a process that is gone
+        remove(path)  # a leftover of a dead process
         descriptor = open_locked(path, create=True)
         if descriptor is None:
-            raise FileExistsError(f"{path} is taken away or held by another process")
+            raise FileExistsError(f"{path} was removed or is held by another process")
         return cls(path, replace(name, step=None), descriptor)
 
     @classmethod
     def open(cls, path: Path, name: SlotName) -> Slot | None:
-        """A file that is there; None when it is gone, or a living process holds it."""
+        """Opens an existing file; None if it is gone or a living process holds it."""
         descriptor = open_locked(path)
         return None if descriptor is None else cls(path, name, descriptor)
 
     @property
     def step(self) -> int | None:
-        """The step it holds whole; None when it holds none."""
+        """The step of the complete snapshot in the file; None if it holds none."""
         return self.name.step
 
     @property
     def capacity(self) -> int:
-        """Bytes of data it has memory for in this process."""
+        """Number of data bytes mapped in this process."""
         return 0 if self._data is None else self._data.numel()
 
     def control(self) -> dict[str, Any] | None:
-        """Its control block; None when that is torn, or says that the file is not whole."""
+        """Reads the control block; None if it is torn or says that the file is incomplete."""
         about = read_control(self._descriptor)
         if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
             return None
@@ -90,13 +90,14 @@ class Slot:
         return about if whole and about.get("step") == self.name.step else None
 
     def memory(self, size: int, pinned: bool = False) -> Tensor:
-        """The data section as a uint8 tensor of `size` elements; the memory is taken now, not when it is written.
+        """Maps the data section as a uint8 tensor `[size]` and allocates its memory at once.
 
         Args:
-            pinned: Make it known to CUDA, for faster copies from a device.
+            pinned: Page-locks the memory for CUDA, which makes copies from a device faster.
 
         Raises:
-            OSError: There is no room (a page that cannot be had later would end the process).
+            OSError: There is not enough memory. Without the early allocation, a missing page would
+                kill the process later, when it is written.
         """
         if self._data is None or self._data.numel() < size:
             self._unmap()
@@ -108,16 +109,16 @@ class Slot:
         return self._data[:size]
 
     def begin(self, name: SlotName, about: Mapping[str, Any]) -> None:
-        """From now on it holds nothing; must come before its memory is written."""
+        """Marks the file as incomplete; must be called before its memory is written."""
         self._rename(replace(name, step=None))
         write_control(self._descriptor, {**about, "format": FORMAT, "complete": False})
 
     def seal(self, step: int, about: Mapping[str, Any], size: int, tail: bytes) -> dict[str, Any]:
-        """Makes what was written whole: tail, control block, name, in this order.
+        """Completes the file: writes the tail, then the control block, then the name.
 
         Args:
-            about: What else the control block says.
-            size: Bytes of data; their checksum is computed here unless `about` brings it.
+            about: Further fields of the control block.
+            size: Bytes of data. Their checksum is computed here unless `about` contains it.
 
         Returns:
             The control block.
@@ -131,19 +132,19 @@ class Slot:
         return control
 
     def tail(self, control: Mapping[str, Any]) -> bytes | None:
-        """The tail; None when it is not what was written."""
+        """Reads the tail; None if it does not match its checksum."""
         data = os.pread(self._descriptor, control["tail_size"], tail_offset(control["data_size"]))
         return data if zlib.crc32(data) == control["tail_crc"] else None
 
     def verify(self) -> dict[str, Any] | None:
-        """Reads every byte; the control block when all are what was written, else None."""
+        """Checks every byte; returns the control block if all checksums match, else None."""
         control = self.control()
         if control is None or self.tail(control) is None:
             return None
         return control if checksum(self.memory(control["data_size"])) == control["data_crc"] else None
 
     def close(self, *, delete: bool = False) -> None:
-        """Lets go of memory and lock; the file stays unless `delete`. May be called twice."""
+        """Releases memory and lock; keeps the file unless `delete`. Idempotent."""
         if self._descriptor < 0:
             return
         if delete:
@@ -154,7 +155,7 @@ class Slot:
         self._descriptor = -1
 
     def __del__(self) -> None:
-        # A lock that is forgotten would keep this process' next attempt from its own snapshot.
+        # A leaked lock would keep the next attempt in this process from using its own snapshot.
         if self._descriptor >= 0:
             close_unlocked(self._descriptor)
 
@@ -165,25 +166,25 @@ class Slot:
         self.path, self.name = goal, name
 
     def _register(self) -> None:
-        """Page-locks the memory for CUDA. Where that fails, copies are slower, nothing else."""
+        """Page-locks the memory for CUDA. Best effort: on failure, copies are only slower."""
         assert self._data is not None
         address = self._data.data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(address, self._data.numel(), 0)  # type: ignore[no-untyped-call]
         if int(error) == 0:
             self._registered = address
         else:
-            log.warning("shared memory could not be page-locked (CUDA error %d): snapshots take longer", int(error))
+            log.warning("cannot page-lock shared memory (CUDA error %d): snapshots take longer", int(error))
             self._registered = -1
 
     def _unmap(self) -> None:
         if self._registered > 0:
             torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
         self._registered = 0
-        self._data = None  # the mapping goes with its last tensor
+        self._data = None  # the mapping is freed with its last tensor
 
 
 def checksum(data: Tensor) -> int:
-    """CRC-32 of a uint8 tensor's bytes. Other threads run meanwhile."""
+    """Returns the CRC-32 of a uint8 tensor `[N]`; releases the GIL while it computes."""
     view = data.numpy().data
     value = 0
     for start in range(0, len(view), _CHECK_BYTES):
@@ -192,17 +193,17 @@ def checksum(data: Tensor) -> int:
 
 
 def encode_layout(entries: Sequence[TensorEntry]) -> str:
-    """The entries as JSON text."""
+    """Returns the entries as JSON text."""
     return json.dumps([asdict(entry) for entry in entries], separators=(",", ":"))
 
 
 def encode_tail(layout: str, extra: str) -> bytes:
-    """What stands behind the data: where each tensor lies, and the trainer's own JSON."""
+    """Encodes the tail: where each tensor lies, and the trainer's own JSON."""
     return f'{{"tensors":{layout},"extra":{extra}}}'.encode()
 
 
 def decode_tail(tail: bytes) -> tuple[list[TensorEntry], dict[str, Any]]:
-    """Entries and extra."""
+    """Decodes the tail into entries and the trainer's own values."""
     document = json.loads(tail)
     entries = []
     for saved in document["tensors"]:

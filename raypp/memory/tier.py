@@ -1,9 +1,10 @@
-"""The memory tier of one rank in one attempt: when a snapshot is taken, where it goes, which ones must stay.
+"""The memory tier of one rank in one attempt: when to take snapshots, and which ones to keep.
 
-All ranks take the same steps, because they decide by the same numbers: what `signals` returns travels with the
-collective that starts each step, as the maximum over all ranks. A file is written again only when its step is none of
-these: the newest that every rank has whole; the newest that every partner has whole; the one on its way to the
-partners. So at every moment there is a step that all ranks could go on from.
+All ranks snapshot the same steps, because they decide from the same numbers: the collective that
+starts each step takes the maximum of `signals` over all ranks. A file may be overwritten only if
+its step is none of these: the newest complete on every rank; the newest complete on every partner;
+the one being sent to the partners. So at every moment, all ranks have some common step to resume
+from.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from raypp.memory.files import SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
 from raypp.memory.slot import Slot
+from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, Reporter, Seat
 from raypp.storage.rate_limit import Pace
 
 log = logging.getLogger(__name__)
 
 _ALONE, _WITH_PARTNER = 2, 4
-"""Files of a rank: without a partner; with one (two more wait for the link)."""
+"""Files per rank: without a partner, and with one (two more wait for the link)."""
 _NO_COPIES, _OFF = 1, 2
 _CLOSE_S = 10.0
 _SHARE = 0.02
-"""Of a step's time that snapshots may cost when checkpoint.memory_every_steps is auto."""
+"""Share of a step's time that snapshots may cost with checkpoint.memory_every_steps: auto."""
 
 
 @dataclass
 class SnapshotCosts:
-    """What a snapshot costs and a step takes, in seconds, from the last few."""
+    """Recent costs of snapshots and durations of steps, in seconds."""
 
     snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
@@ -54,7 +56,7 @@ class SnapshotCosts:
     begun: float | None = None
 
     def every(self) -> int:
-        """How many steps apart snapshots cost at most `_SHARE` of the time."""
+        """Returns the smallest interval, in steps, at which snapshots cost at most `_SHARE`."""
         if len(self.snapshots) < 2 or len(self.steps) < 2:
             return 1
         return max(1, math.ceil(median(self.snapshots) / (_SHARE * median(self.steps))))
@@ -63,15 +65,15 @@ class SnapshotCosts:
 class MemoryTier:
     """Keeps the newest snapshots of one rank in host memory, and copies of them on another node.
 
-    Every rank of the attempt makes one. Between `start` and `close` every rank calls `signals` and `step_begins`
-    once per step.
+    Every rank of the attempt creates one. Between `start` and `close`, every rank calls `signals`
+    and `step_begins` once per step.
 
     Args:
-        life: The run's, the same on every rank.
-        seat: This rank's place.
+        life: The run's identity, the same on every rank.
+        seat: This rank's seat.
         every: checkpoint.memory_every_steps.
-        reporter: Where events go: memory_tier, memory_tier_reduced, memory_tier_off.
-        pace: How fast copies may go to the partner.
+        reporter: Receives the events memory_tier, memory_tier_reduced and memory_tier_off.
+        pace: Rate limit of copies to the partner.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class MemoryTier:
         self.directory = self._slots.directory
         self.trouble = 0
         self.committed = -1
-        """The newest commit this rank knows of; a snapshot is refused when the store has gone back behind its own."""
+        """The newest commit that this rank knows. A restore refuses a snapshot that was taken after
+        a commit which the store no longer has."""
         self._every, self._reporter = every, reporter
         self._known: tuple[list[Any], list[Slice]] | None = None
         self._optimizer: Any = None
@@ -96,22 +99,22 @@ class MemoryTier:
         self._receiver: CopyReceiver | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="raypp-seal", daemon=True)
-        self._started = self._asked = self._ready = self._told = False
+        self._started = self._asked = self._ready = self._announced = False
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
         self._superseded = False
         self._costs = SnapshotCosts()
         self._hook: Any = None
 
-    # Starting ------------------------------------------------------------------------------------------------------
+    # Starting -------------------------------------------------------------------------------------
 
     def listen(self) -> tuple[str, int] | None:
-        """Opens the way for other nodes' copies; where they reach it. None when they cannot."""
+        """Opens the port for other nodes' copies; returns its address, or None if that fails."""
         try:
             address = own_address(self.seat.node, self.seat.master_addr)
             self._receiver = CopyReceiver(address, self.life.secret, self._slots.place_copy)
         except OSError as error:
-            log.warning("no copies of other nodes' snapshots can be taken: %s", error)
+            log.warning("cannot receive copies of other nodes' snapshots: %s", error)
             return None
         return address, self._receiver.port
 
@@ -124,14 +127,15 @@ class MemoryTier:
         optimizer: torch.optim.Optimizer,
         committed: int,
     ) -> None:
-        """Begins; all ranks with the same nodes, addresses and step.
+        """Starts the tier. All ranks pass the same nodes, addresses, step and commit.
 
         Args:
             nodes: The node of every rank.
-            addresses: Where every rank takes copies.
-            step: That the attempt starts from.
-            restored: The snapshot of it that was loaded; stays whole until a newer one is. None: from the store.
-            optimizer: Its update waits for a copy of the state that is under way.
+            addresses: Address at which every rank receives copies.
+            step: The step that the attempt starts from.
+            restored: The snapshot that was restored; it is kept until a newer one is complete. None
+                if the attempt did not restore from memory.
+            optimizer: Its update waits for a copy of the state in progress.
             committed: The newest commit.
         """
         self.committed = committed
@@ -154,64 +158,71 @@ class MemoryTier:
         self._worker.start()
 
     def earlier(self) -> list[tuple[SlotName, Path]]:
-        """This node's files of this run's earlier attempts, of any rank, whole or not."""
+        """Returns this node's files of the run's earlier attempts, of any rank, complete or not."""
         return self._slots.earlier()
 
-    # Every step ----------------------------------------------------------------------------------------------------
+    # Every step -----------------------------------------------------------------------------------
 
-    def signals(self) -> tuple[int, ...]:
-        """What the ranks take the maximum of at the next step's start; as many numbers on every rank."""
-        unready = int(not self._ready)  # looked at before `trouble`, which is set before it
-        self._learn_cost()
+    def signals(self) -> SnapshotState:
+        """Returns the state of this rank's snapshots, to agree on at the start of the next step."""
+        unready = not self._ready  # read before `trouble`, because it is set after it
+        self._record_cost()
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
-        return every, -self._own_step, -arrived, self.trouble, unready
+        return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
 
     def step_begins(
-        self, done: int, agreed: Sequence[int], slices: Callable[[], Iterable[Slice]], extra: Callable[[], str]
+        self, done: int, agreed: SnapshotState, slices: Callable[[], Iterable[Slice]], extra: Callable[[], str]
     ) -> None:
-        """Takes a snapshot of the step that is done, when one is due. Before anything changes weights or state.
+        """Takes a snapshot of the completed step if one is due.
+
+        Must be called before anything changes weights or optimizer state.
 
         Args:
-            done: Optimizer steps done.
-            agreed: The maximum over all ranks of `signals`.
-            slices: The state, asked for only when it is needed.
-            extra: JSON text to be kept with it, asked for only when it is needed.
+            done: Number of completed optimizer steps.
+            agreed: The `signals` of all ranks, as agreed on.
+            slices: Returns the state; called only if needed.
+            extra: Returns JSON text to store with the snapshot; called only if needed.
         """
         if not self._started:
             return
-        every, whole, arrived, trouble, unready = agreed[0], -agreed[1], -agreed[2], agreed[3], agreed[4]
         self._costs.steps.extend([] if self._costs.begun is None else [time.perf_counter() - self._costs.begun])
         self._costs.begun = time.perf_counter()
-        if trouble >= _OFF:
+        if agreed.trouble >= _OFF:
             self._turn_off()
             return
-        if trouble == _NO_COPIES:
+        if agreed.trouble == _NO_COPIES:
             self._do_without_copies()
-        self._common, self._copied = max(self._common, whole), max(self._copied, arrived)
+        self._common, self._copied = max(self._common, agreed.own), max(self._copied, agreed.arrived)
         if done == 0:
             return  # there is no optimizer state yet
         if not self._asked:
             self._asked = True
             size = sum(part.tensor.numel() * part.tensor.element_size() for part in slices())
             self._jobs.put(lambda: self._prepare(size))
-        if unready:
+        if agreed.unready:
             return
-        self._tell_ready(every)
-        self._forget_earlier(arrived if self._sender is not None else whole)
+        self._announce_ready(agreed.every)
+        self._forget_earlier(agreed.arrived if self._sender is not None else agreed.own)
         link_free = self._sender is not None and self._ticket <= self._copied
-        if done - self._taken >= every and whole == self._expected:
+        if done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
             self._send(next(slot for slot in self._slots.slots if slot.step == self._ticket))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends with the attempt; an `ExitStack`'s callback. What no attempt will come back for is removed."""
+        """Closes the tier at the end of the attempt, as an `ExitStack` callback.
+
+        Removes the files if no attempt will resume from them.
+        """
         self.close(delete=kind is None or isinstance(error, (JobError, DataError)))
 
     def close(self, *, delete: bool) -> None:
-        """Ends threads and connections. Files stay for the next attempt, unless `delete`. May be called twice."""
+        """Ends threads and connections. Keeps the files for the next attempt unless `delete`.
+
+        Idempotent.
+        """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -221,15 +232,19 @@ class MemoryTier:
             self._worker.join(_CLOSE_S)
             free = free and not self._worker.is_alive()
         if not free:
-            log.warning("a thread of the memory tier does not end; its files stay")
+            log.warning("a thread of the memory tier does not end: its files are kept")
             return
         self._costs.last = self._known = self._optimizer = None
         self._slots.close(delete=delete)
 
-    # The training thread's part ------------------------------------------------------------------------------------
+    # The training thread's part -------------------------------------------------------------------
 
     def _state(self, gather: Callable[[], Iterable[Slice]]) -> list[Slice]:
-        """The slices; the last time's list when the optimizer holds the same tensors and none is anything special."""
+        """Returns the state's slices.
+
+        Reuses the previous list if the optimizer holds the same tensors and no slice moves or holds
+        a Python value.
+        """
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         known = self._known
         if (
@@ -262,45 +277,48 @@ class MemoryTier:
     def _before_update(self, *_unused: Any) -> None:
         self._slots.before_update()
 
-    def _learn_cost(self) -> None:
-        """The last snapshot's cost, once its file is whole: what training waited, and on the CPU the work beside it."""
+    def _record_cost(self) -> None:
+        """Records the cost of the last snapshot, once its file is complete.
+
+        The cost is the time that training waited, and on the CPU also the work of the other thread.
+        """
         last = self._costs.last
         if last is not None and self._own_step == self._taken:
             self._costs.snapshots.append(self._costs.last_s + last.held_s)
             self._costs.last = None
 
     def _send(self, slot: Slot) -> None:
-        """Offers a whole snapshot to the partner; it stays until every partner has that step."""
+        """Offers a complete snapshot to the partner; keeps it until every partner has it."""
         if (sender := self._sender) is not None:
             sender.offer(slot)
 
-    def _tell_ready(self, every: int) -> None:
-        if self._told:
+    def _announce_ready(self, every: int) -> None:
+        if self._announced:
             return
-        self._told = True
+        self._announced = True
         if self.seat.rank == 0:
             size = sum(slot.capacity for slot in self._slots.slots)
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
-            self._tell("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
+            self._report("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
     def _forget_earlier(self, safe: int) -> None:
-        """Removes this node's files of earlier attempts once nobody would go back to them.
+        """Removes this node's files of earlier attempts once no rank would resume from them.
 
         Args:
-            safe: The newest step of which this attempt's ranks have whatever they may need.
+            safe: The newest step for which this attempt's ranks have all that a restart may need.
         """
         if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
             self._superseded = True
             self._slots.forget_earlier()
 
     def _turn_off(self) -> None:
-        """On all ranks at the same step, because one of them cannot."""
+        """Turns the tier off, on all ranks at the same step, because one of them failed."""
         self.close(delete=True)
         self._started = False
         self.trouble = _OFF
 
     def _do_without_copies(self) -> None:
-        """On all ranks at the same step; the files that waited for the link go."""
+        """Continues without copies, on all ranks at the same step; frees the files for the link."""
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
@@ -314,7 +332,7 @@ class MemoryTier:
         self._sender = self._receiver = None
         return free
 
-    # The worker thread's part --------------------------------------------------------------------------------------
+    # The worker thread's part ---------------------------------------------------------------------
 
     def _work(self) -> None:
         if self.seat.device == "cuda":
@@ -322,11 +340,11 @@ class MemoryTier:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - a thread has nobody above it; the ranks end the tier together
+            except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; all ranks turn the tier off
                 self._fail(f"rank {self.seat.rank} could not keep its snapshot: {in_words(error)}", _OFF)
 
     def _prepare(self, size: int) -> None:
-        """Takes the memory, once: files of earlier attempts first."""
+        """Allocates the memory, once; reuses files of earlier attempts."""
         clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
         files = _WITH_PARTNER if self._sender is not None else _ALONE
         copies = COPIES * clients if self._sender is not None else 0
@@ -349,9 +367,9 @@ class MemoryTier:
 
     def _fail(self, why: str, trouble: int) -> None:
         self.trouble = max(self.trouble, trouble)
-        self._tell("memory_tier_off" if trouble >= _OFF else "memory_tier_reduced", why)
+        self._report("memory_tier_off" if trouble >= _OFF else "memory_tier_reduced", why)
 
-    def _tell(self, kind: str, message: str, **details: Any) -> None:
+    def _report(self, kind: str, message: str, **details: Any) -> None:
         seat = self.seat
         self._reporter.event(
             Event(kind, message, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=details)
@@ -361,5 +379,5 @@ class MemoryTier:
 def _need(files: int, size: int, ranks: int, there: int) -> str:
     return (
         f"{ranks} ranks of this node need {files} × {size / 1e6:.1f} MB each, "
-        f"{there / 1e6:.1f} MB of host memory can be had"
+        f"{there / 1e6:.1f} MB of host memory are available"
     )

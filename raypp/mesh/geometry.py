@@ -47,6 +47,10 @@ class Mesh:
             place.append(index)
         return Coordinates(*reversed(place))
 
+    def labels(self) -> list[str]:
+        """The place of every rank as text: `pp0-fsdp1`."""
+        return [self.coordinates(rank).label(self.sizes) for rank in range(self.world)]
+
     def rank(self, place: Coordinates) -> int:
         """The rank at a place."""
         rank = 0

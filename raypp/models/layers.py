@@ -45,9 +45,15 @@ def rotate(x_SHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; subclasses may norm the heads (`q_norm`, `k_norm`) or add biases."""
+    """Grouped-query attention.
 
-    def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False) -> None:
+    Args:
+        options: The `model:` section.
+        qkv_bias: Queries, keys and values have biases.
+        head_norms: Queries and keys are normed over the width of a head, with one gain for all heads.
+    """
+
+    def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> None:
         super().__init__()
         width, head = options.hidden_size, options.dim_per_head
         self.head_dim = head
@@ -55,20 +61,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
         self.v_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
         self.o_proj = nn.Linear(options.num_heads * head, width, bias=False)
+        self.q_norm = RMSNorm(head, options.norm_eps) if head_norms else None
+        self.k_norm = RMSNorm(head, options.norm_eps) if head_norms else None
 
     def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
         q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
-        q, k = self.norm_heads(q, k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         out_SHD = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
         attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
         return attended
 
     def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.q_proj, self.k_proj, self.v_proj
-
-    def norm_heads(self, q_SHD: Tensor, k_SKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Where families with q/k norm apply it."""
-        return q_SHD, k_SKD
 
 
 class GatedFeedForward(nn.Module):

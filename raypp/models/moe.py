@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raypp.models.layers import DecoderLayer
-from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.spec.models import MoeOptions
 
 Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
@@ -234,9 +234,3 @@ class MoeDecoderLayer(DecoderLayer):
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         out: Tensor = self.get_submodule(self.mlp_name)(x_BTC, labelled_BT)
         return out
-
-
-def moe_options(options: DecoderOptions) -> MoeOptions:
-    """The options of a family with experts; the registry gives it no others."""
-    assert isinstance(options, MoeOptions)
-    return options

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import RMSNorm, rotary_table
-from raypp.spec.models import MODELS, DecoderOptions
+from raypp.spec.families import FAMILIES, MODELS
+from raypp.spec.models import DecoderOptions
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 
@@ -112,6 +113,11 @@ class DecoderStage(nn.Module):
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """The units that activation checkpointing, compilation and FSDP work on: name and module, in order."""
         yield from self.model.layers.items()
+
+
+def build_decoder(options: DecoderOptions, layers: range, first: bool, last: bool) -> nn.Module:
+    """A stage of a family in `raypp/families/`, from the layers that it builds."""
+    return DecoderStage(options, layers, first, last, FAMILIES[options.kind].layer)
 
 
 def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:

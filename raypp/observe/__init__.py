@@ -1,1 +1,1 @@
-"""What a run tells: its records in the store, written by one process and read by anyone."""
+"""A run's records: written to the store by one process, readable from anywhere."""

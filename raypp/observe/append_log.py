@@ -1,8 +1,9 @@
-"""Lines appended to a store that cannot append.
+"""Appends lines to a store that cannot append.
 
-A writer's lines go into part objects `FOLDER/WRITER-00001.jsonl`, `…-00002.jsonl`. The current part is
-rewritten, always longer, until it is full; then the next one starts. So a part's bytes never change once
-written, only more follow, and a reader that remembers how far it read fetches only what is new.
+A writer's lines go into part objects `FOLDER/WRITER-00001.jsonl`, `…-00002.jsonl`. The writer
+rewrites the current part with more lines each time until it is full, then starts the next one. So
+bytes that were once written never change, and a reader that remembers its position fetches only
+what is new.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ _PART = re.compile(r"^(?P<writer>[^/]+)-(?P<number>\d{5,})\.jsonl$")
 
 
 class PartWriter:
-    """One writer's lines in one folder. `add` may be called from any thread; `write` from one at a time.
+    """Writes one writer's lines to one folder.
+
+    `add` may be called from any thread, `write` from one thread at a time.
 
     Args:
+        store: The store to write to.
         folder: Key prefix without the last slash: `kjv-pp2/history`.
-        writer: Differs between processes that write at the same time. Parts an earlier process of the same name
-            left are kept: numbering goes on after them.
-        part_bytes: A part that has reached this is not touched again.
+        writer: Name that differs between processes that write at the same time. Parts that an
+            earlier process of the same name wrote are kept; their numbering continues.
+        part_bytes: Size from which on a part is full.
     """
 
     def __init__(self, store: ObjectStore, folder: str, writer: str, part_bytes: int) -> None:
@@ -42,23 +46,23 @@ class PartWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of lines no write has taken up yet."""
+        """Bytes of lines that no write has processed yet."""
         return self._waiting_bytes
 
     def add(self, line: bytes) -> None:
-        """Takes a line, with its line end; no input or output happens here."""
+        """Queues a line, which includes its line end; performs no I/O."""
         with self._lock:
             self._waiting.append(line)
             self._waiting_bytes += len(line)
 
     def add_first(self, line: bytes) -> None:
-        """Takes a line that goes before all that wait."""
+        """Queues a line in front of all waiting lines."""
         with self._lock:
             self._waiting.appendleft(line)
             self._waiting_bytes += len(line)
 
     def drop_oldest(self, keep_bytes: int) -> int:
-        """Forgets the oldest waiting lines until at most `keep_bytes` are left; returns how many lines."""
+        """Drops the oldest waiting lines until at most `keep_bytes` remain; returns how many."""
         dropped = 0
         with self._lock:
             while self._waiting and self._waiting_bytes > keep_bytes:
@@ -67,10 +71,10 @@ class PartWriter:
         return dropped
 
     def write(self) -> None:
-        """Makes every line added so far durable. Does nothing when all are.
+        """Makes every line added so far durable.
 
         Raises:
-            RayppError: From the store. Nothing is lost: the next call tries again.
+            RayppError: The store failed. Nothing is lost: the next call tries again.
         """
         while True:
             self._fill()
@@ -95,8 +99,9 @@ class PartWriter:
         if self._number is None:
             self._number = self._next_number()
         while self._written == 0:
-            # The part's first write must not replace anybody's: another process of this name, or this
-            # one's own write that was stored although the store answered with an error.
+            # The part's first write must replace nothing: neither another process's part of the
+            # same name, nor this writer's own, which the store may have stored despite an error
+            # response.
             key = self._key(self._number)
             try:
                 self._store.put(key, bytes(self._part), if_absent=True)
@@ -123,7 +128,7 @@ class PartWriter:
 
 @dataclass(frozen=True)
 class Line:
-    """One whole line, with its line end; its part, and the byte behind it."""
+    """A complete line including its line end, the part it is in, and the offset behind it."""
 
     data: bytes
     part: str
@@ -132,26 +137,28 @@ class Line:
 
 @dataclass
 class Cursor:
-    """How far a reader has come in each part, in bytes."""
+    """A reader's position in each part, in bytes."""
 
     offsets: dict[str, int] = field(default_factory=dict)
 
     def pass_by(self, line: Line) -> None:
-        """Marks the line, and those before it in its part, as read."""
+        """Marks this line, and the lines before it in its part, as read."""
         self.offsets[line.part] = line.end
 
 
 def new_lines(store: ObjectStore, folder: str, cursor: Cursor) -> dict[str, Iterator[Line]]:
-    """The whole lines behind the cursor, by writer, each writer's in the order it wrote them.
+    """Returns the complete lines behind the cursor, by writer, in the order of writing.
 
-    Parts that have not grown are not read. The iterators read as they are consumed. The caller moves the
-    cursor on once it has done its work with a line; a line that is not whole yet stays for the next call.
+    Does not read parts that have not grown. The iterators read as they are consumed. The caller
+    advances the cursor when it has processed a line. An incomplete line stays for the next call.
 
     Args:
+        store: The store to read.
         folder: As given to `PartWriter`.
+        cursor: The reader's position.
 
     Raises:
-        RayppError: From the store, here or from an iterator.
+        RayppError: The store failed, here or in an iterator.
     """
     parts: dict[str, list[tuple[int, str]]] = {}
     for info in store.list(f"{folder}/"):

@@ -1,8 +1,8 @@
-"""The records of a run as JSON lines, and back.
+"""Encodes the records of a run as JSON lines, and decodes them.
 
-Floats are written as Python's `repr` writes them, so reading gives the same bits; NaN and the infinities
-appear as `NaN`, `Infinity` and `-Infinity`, which Python's `json` take.
-Unknown fields are passed over, so that an older raypp reads what a newer one wrote.
+Floats are written as Python's `repr` writes them, so reading gives the same bits; NaN and
+infinities appear as `NaN`, `Infinity` and `-Infinity`, which Python's `json` accepts. Unknown
+fields are ignored, so that an older raypp can read what a newer one wrote.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from raypp.records import Event, StepReport
 
 ROW_KEYS = ("step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt")
-"""The keys of every line of `raypp history`, in their order; wire_bytes (when compressed) and extras come after."""
+"""Keys of every line of `raypp history`, in order; wire_bytes (if compressed) and extras follow."""
 LONGEST_TEXT = 16 * 1024
-"""Characters of one log line that are kept."""
+"""Number of characters of a log line that are kept."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class LogLine:
     """One line of a rank's output.
 
     Attributes:
-        text: Without its line end.
+        text: The line without its line end.
         rank: None for the controller's own lines.
-        label: The rank's coordinates in short (`Seat.label`), or another name of who speaks.
+        label: The rank's coordinates in short (`Seat.label`), or another source's name.
+        attempt: The attempt that printed it.
         stream: out or err.
-        time: When it was seen, seconds since 1970.
+        time: When it was read, in seconds since 1970.
     """
 
     text: str
@@ -44,13 +45,13 @@ class LogLine:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step's report and when it was recorded (seconds since 1970)."""
+    """A step's report and the time it was recorded, in seconds since 1970."""
 
     report: StepReport
     time: float
 
     def row(self) -> dict[str, Any]:
-        """The line of `raypp history`."""
+        """Returns the line of `raypp history` as a mapping."""
         row = {key: getattr(self.report, key) for key in ROW_KEYS}
         if self.report.compressed:
             row["wire_bytes"] = self.report.wire_bytes
@@ -73,13 +74,13 @@ def log_line(line: LogLine) -> bytes:
 
 
 def read_step(line: bytes) -> TimedStep:
-    """Raises ValueError when the line is not a step's."""
+    """Decodes a step's line; raises ValueError if it is not one."""
     fields = _decode(line)
     return TimedStep(_build(StepReport, fields), float(fields.get("time", 0.0)))
 
 
 def report_of(entry: Mapping[str, Any]) -> StepReport:
-    """A step's report from its fields. Unknown ones are passed over, as a newer version may write them.
+    """Returns a step's report from its fields; ignores unknown ones, which a newer raypp may write.
 
     Raises:
         ValueError: A field is missing.
@@ -88,31 +89,31 @@ def report_of(entry: Mapping[str, Any]) -> StepReport:
 
 
 def read_event(line: bytes) -> Event:
-    """Raises ValueError when the line is not an event's."""
+    """Decodes an event's line; raises ValueError if it is not one."""
     return _build(Event, _decode(line))
 
 
 def read_log(line: bytes) -> LogLine:
-    """Raises ValueError when the line is not a log line's."""
+    """Decodes a log line; raises ValueError if it is not one."""
     fields = _decode(line)
     if isinstance(fields.get("text"), str):
-        # A rank may print bytes that are no text; what stands for them must not break a terminal.
+        # A rank may print bytes that are not text; their placeholders must not break a terminal.
         fields["text"] = fields["text"].encode("utf-8", "replace").decode()
     return _build(LogLine, fields)
 
 
 def document(value: dict[str, Any]) -> bytes:
-    """One JSON object as the whole of a stored object."""
+    """Encodes a JSON object as the content of a stored object."""
     return _encode(value)
 
 
 def read_document(data: bytes) -> dict[str, Any]:
-    """Raises ValueError when it is not a JSON object."""
+    """Decodes a stored JSON object; raises ValueError if it is not one."""
     return _decode(data)
 
 
 def _encode(value: dict[str, Any]) -> bytes:
-    # ASCII only: nothing a rank prints (lone surrogates, exotic line ends) can tear a line in two.
+    # ASCII only: nothing that a rank prints (lone surrogates, unusual line ends) can split a line.
     return json.dumps(value, separators=(",", ":"), default=str, skipkeys=True).encode("ascii") + b"\n"
 
 

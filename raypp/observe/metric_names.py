@@ -1,4 +1,4 @@
-"""The metrics of a run, as Ray exports them (with `ray_` before the name): one place for names and help."""
+"""Names and help texts of a run's metrics. Ray exports them with the prefix `ray_`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Metric:
     """One gauge, set by the run's controller.
 
     Attributes:
-        name: As given to `ray.util.metrics.Gauge`; Prometheus sees `ray_` + name.
-        help: One line for people, with the unit.
-        tags: Label names every sample carries.
+        name: Name given to `ray.util.metrics.Gauge`; Prometheus sees `ray_` + name.
+        help: One line of description, with the unit.
+        tags: Names of the labels that every sample carries.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Metric:
 
 
 STEP = Metric("raypp_step", "Last finished optimizer step.")
-STEPS = Metric("raypp_steps", "Optimizer steps the run is to make.")
+STEPS = Metric("raypp_steps", "Optimizer steps that the run makes in all.")
 LOSS = Metric("raypp_loss", "Loss of the last step, per valid token, over all replicas.")
 GRAD_NORM = Metric("raypp_grad_norm", "Global gradient norm of the last step, before clipping.")
 LEARNING_RATE = Metric("raypp_learning_rate", "Learning rate of the last step.")
@@ -34,10 +34,10 @@ STEP_SECONDS = Metric("raypp_step_seconds", "Wall time of the last step, in seco
 STEP_PART_SECONDS = Metric(
     "raypp_step_part_seconds", "Wall time of one part of the last step, in seconds.", ("run", "part")
 )
-ATTEMPT = Metric("raypp_attempt", "Number of the present attempt, from 1.")
+ATTEMPT = Metric("raypp_attempt", "Number of the current attempt, from 1.")
 RESTARTS = Metric("raypp_restarts", "Restarts since the run was submitted.")
-CHECKPOINT_STEP = Metric("raypp_checkpoint_step", "Step of the newest committed checkpoint; 0 when there is none.")
-RANKS_ALIVE = Metric("raypp_ranks_alive", "Ranks of the present attempt whose process lives.")
+CHECKPOINT_STEP = Metric("raypp_checkpoint_step", "Step of the newest committed checkpoint; 0 if there is none.")
+RANKS_ALIVE = Metric("raypp_ranks_alive", "Ranks of the current attempt whose process is alive.")
 STATE = Metric("raypp_state", "1 for the state the run is in, 0 for the others.", ("run", "state"))
 
 METRICS: tuple[Metric, ...] = (

@@ -1,4 +1,4 @@
-"""The reading end of a run's records: anywhere that reaches the store, during the run or years after it."""
+"""Reads a run's records from the store, from any machine, during the run or later."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Record = TypeVar("_Record")
 
 
 class RunReader:
-    """Reads what a `RunRecorder` wrote. Asked again, it fetches only what is new. Not for several threads at once.
+    """Reads what a `RunRecorder` wrote; repeated calls fetch only what is new. Not thread-safe.
+
+    Every method raises `StoreError` if the store does not answer.
 
     Args:
-        store: Opened at the URL the run lives below.
+        store: Opened at the URL under which the run is stored.
         run: The run's name.
-
-    Every method raises `StoreError` when the store does not answer.
     """
 
     def __init__(self, store: ObjectStore, run: str) -> None:
@@ -34,21 +34,21 @@ class RunReader:
         self._kept: list[TimedStep] = []
         self._events: list[Event] = []
         self.damaged = 0
-        """Whole lines so far that could not be understood; they are left out."""
+        """Number of complete lines that could not be decoded; they are skipped."""
 
     @property
     def run(self) -> str:
         return self._run
 
     def exists(self) -> bool:
-        """Whether the store holds anything below the run's name."""
+        """Returns whether the store holds anything under the run's name."""
         return next(iter(self._store.list(f"{self._run}/")), None) is not None
 
     def status(self) -> dict[str, Any] | None:
-        """The last status written (`RunStatus.as_dict`); None before the first.
+        """Returns the last status written (`RunStatus.as_dict`); None before the first.
 
         Raises:
-            RayppError: `status.json` is there and is not a status.
+            RayppError: `status.json` exists but is not a status.
         """
         try:
             data = self._store.get(f"{self._run}/status.json")
@@ -58,39 +58,42 @@ class RunReader:
             return read_document(data)
         except ValueError as error:
             place = f"{self._store.url}/{self._run}/status.json"
-            raise RayppError(Problem(place, f"is not a status: {error}", "did something else write it?")) from error
+            raise RayppError(
+                Problem(place, f"is not a status: {error}", "check whether another program wrote it")
+            ) from error
 
     def history(self) -> list[dict[str, Any]]:
-        """The lines of `raypp history`, oldest first: see `steps` for which."""
+        """Returns the lines of `raypp history`, oldest first; see `steps` for which."""
         return [step.row() for step in self.steps()]
 
     def reports(self) -> list[StepReport]:
-        """The whole reports of the steps of `history`."""
+        """Returns the complete reports of the steps of `history`."""
         return [step.report for step in self.steps()]
 
     def steps(self) -> list[TimedStep]:
-        """The steps that led to where the run is now, oldest first, each once.
+        """Returns the steps that led to the run's current state, oldest first, each once.
 
-        A restart goes back to a checkpoint: from the first step of a later attempt on, what earlier
-        attempts did counts no more. Within an attempt the last report of a step counts.
+        A restart resumes from a checkpoint: the first step of a later attempt voids that step and
+        all later ones of earlier attempts. Within an attempt, the last report of a step counts.
         """
         found = self._poll("history", self._step_cursor, read_step)
         if found:
             self._steps.extend(found)
-            self._kept = _last_lives(self._steps)
+            self._kept = _last_reports(self._steps)
         return list(self._kept)
 
     def events(self) -> list[Event]:
-        """All events, oldest first."""
+        """Returns all events, oldest first."""
         found = self._poll("events", self._event_cursor, read_event)
         if found:
             self._events = sorted([*self._events, *found], key=lambda event: event.time)
         return list(self._events)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """What the evaluations found, by step: step, loss, tokens, seconds, attempt.
+        """Returns the results of evaluations by step: step, loss, tokens, seconds, attempt.
 
-        One that was repeated after a restart counts once, with the last attempt's values.
+        An evaluation that was repeated after a restart appears once, with the last attempt's
+        values.
         """
         found: dict[int, dict[str, Any]] = {}
         for event in self.events():
@@ -100,11 +103,12 @@ class RunReader:
         return [found[step] for step in sorted(found)]
 
     def logs(self, rank: int | None = None, since: Cursor | None = None) -> Iterator[LogLine]:
-        """Log lines, oldest first, read as they are consumed.
+        """Yields log lines, oldest first, and reads them as they are consumed.
 
         Args:
-            rank: Only this rank's.
-            since: Where to go on; it moves on with the lines given out. The same cursor again gives what is new.
+            rank: Yields only this rank's lines.
+            since: Where to continue. It advances with the yielded lines: pass it again for new
+                lines.
         """
         cursor = since if since is not None else Cursor()
         writers = new_lines(self._store, f"{self._run}/logs", cursor)
@@ -116,7 +120,8 @@ class RunReader:
 
     def _poll(self, folder: str, cursor: Cursor, read: Callable[[bytes], _Record]) -> list[_Record]:
         writers = new_lines(self._store, f"{self._run}/{folder}", cursor)
-        # Whole before the cursor moves: when the store fails halfway, the next poll gets all of it.
+        # Read everything before the cursor moves: if the store fails halfway, the next poll repeats
+        # it.
         pairs = [pair for lines in writers.values() for pair in self._read_each(lines, read)]
         for _, line in pairs:
             cursor.pass_by(line)
@@ -132,8 +137,8 @@ class RunReader:
             yield record, line
 
 
-def _last_lives(steps: list[TimedStep]) -> list[TimedStep]:
-    """The last life of each step; steps of earlier attempts that a later one left behind are void."""
+def _last_reports(steps: list[TimedStep]) -> list[TimedStep]:
+    """Returns each step's last report, without the steps that a later attempt voided."""
     kept: dict[int, TimedStep] = {}
     attempt = None
     for timed in sorted(steps, key=lambda timed: (timed.report.attempt, timed.time)):

@@ -1,4 +1,4 @@
-"""The writing end of a run's records: one process of the run at a time, never in the way of training."""
+"""Writes a run's records to its store, from one process at a time, without delaying training."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ LOG_MEMORY_BYTES = 16 * 1024 * 1024
 _SOON_S = 0.1
 _LONGEST_BACKOFF_S = 10.0
 _STATUS_S_PER_RANK = 0.002
-"""The status document has a line per rank; of many ranks it is written less often, unless the state changes."""
+"""The status document has a line per rank. With many ranks it is written less often, unless the
+state changes."""
 
 
 class RunRecorder:
-    """Keeps a run's steps, events, log lines and status in its store.
+    """Writes a run's steps, events, log lines and status to its store.
 
-    Everything returns at once and never raises: a thread of its own writes every `interval_s` (sooner after an
-    event or a change of state). While the store does not answer it goes on trying; steps and events wait in
-    memory, of the log lines the newest `log_memory_bytes`, and a line says how many were dropped. A process
-    that is killed loses what came after the last write, and nothing that was written.
+    All methods but `flush` and `close` return at once and never raise: a separate thread writes
+    every `interval_s`, and sooner after an event or a change of state. It retries while the store
+    does not answer. Meanwhile steps and events wait in memory, and so do the newest
+    `log_memory_bytes` of log lines; a line reports how many were dropped. A process that is killed
+    loses only what came after the last write.
 
     Args:
         store: Opened at the job's `checkpoint.url`.
-        run: The run's name; the records live below it.
-        writer: A name no other living writer of the run has: `a2` for attempt 2, `c1` for a controller's first life.
-        interval_s: Seconds between writes; None: 1 for a directory or a server on this machine, else 2.
+        run: The run's name, under which the records are stored.
+        writer: A name that no other live writer of the run has: `a2` for attempt 2, `c1` for a
+            controller's first life.
+        interval_s: Seconds between writes; None for 1 with a directory or a server on this machine,
+            else 2.
+        part_bytes: Size from which on a part is full.
+        log_memory_bytes: Largest size of unwritten log lines in memory.
     """
 
     def __init__(
@@ -57,10 +63,10 @@ class RunRecorder:
         self._status: RunStatus | None = None
         self._status_written: RunStatus | None = None
         self._status_written_at = 0.0
-        self._dropped_unsaid = 0
+        self._dropped_unreported = 0
         self.dropped_log_lines = 0
         self.last_error: str | None = None
-        """What the store said at the last write; None when it went well."""
+        """The error of the last write; None if it succeeded."""
 
         self._changed = threading.Condition()
         self._urgent = False
@@ -76,47 +82,48 @@ class RunRecorder:
 
     @property
     def taken(self) -> int:
-        """How many steps and events were taken so far."""
+        """Number of steps and events recorded so far."""
         return self._taken
 
     @property
     def durable(self) -> int:
-        """How many of those are in the store, at least; they are written in the order they were taken."""
+        """Number of those that are in the store, at least; they are written in the same order."""
         return self._durable
 
     def step(self, report: StepReport) -> None:
-        """Takes a finished step."""
+        """Records a finished step."""
         self._steps.add(step_line(report, time.time()))
         self._count()
 
     def event(self, event: Event) -> None:
-        """Takes an event; it is written soon."""
+        """Records an event, which is written soon."""
         self._events.add(event_line(event))
         self._count()
-        self._hurry()
+        self._write_soon()
 
     def log(self, line: LogLine) -> None:
-        """Takes a log line, dropping the oldest unwritten ones when they fill their share of memory."""
+        """Records a log line; drops the oldest unwritten lines if they exceed their memory."""
         self._logs.add(log_line(line))
         if self._logs.waiting_bytes > self._log_memory_bytes:
             dropped = self._logs.drop_oldest(self._log_memory_bytes)
             with self._changed:
                 self.dropped_log_lines += dropped
-                self._dropped_unsaid += dropped
+                self._dropped_unreported += dropped
 
     def status(self, status: RunStatus) -> None:
-        """Takes the run's present status; only the last one counts. A change of state is written soon."""
+        """Replaces the run's current status. A change of state is written soon."""
         with self._changed:
             new_state = self._status is None or self._status.state != status.state
             self._status = status
         if new_state:
-            self._hurry()
+            self._write_soon()
 
     def flush(self, timeout_s: float | None = 30.0) -> bool:
-        """Writes everything taken so far.
+        """Writes everything recorded so far.
 
         Returns:
-            Whether it is durable. False: the store refused (`last_error`), or did not answer in time.
+            Whether it is durable. False if the store failed (`last_error`) or did not answer in
+            time.
         """
         with self._changed:
             if not self._thread.is_alive():
@@ -128,7 +135,11 @@ class RunRecorder:
             return in_time and self._failures == 0
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Writes everything, trying for `timeout_s`, and ends the thread. Returns whether all is durable."""
+        """Writes everything, retries for `timeout_s`, and ends the thread.
+
+        Returns:
+            Whether everything is durable.
+        """
         deadline = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         while not flushed and self._thread.is_alive() and time.monotonic() < deadline:
@@ -152,7 +163,7 @@ class RunRecorder:
         with self._changed:
             self._taken += 1
 
-    def _hurry(self) -> None:
+    def _write_soon(self) -> None:
         with self._changed:
             self._urgent = True
             self._changed.notify_all()
@@ -186,22 +197,22 @@ class RunRecorder:
                 self._changed.notify_all()
 
     def _round(self, *, everything: bool) -> str | None:
-        """One write of everything; the status last, so that it never tells of steps that cannot be read."""
+        """Writes everything, the status last, so that it never names steps that cannot be read."""
         try:
             self._steps.write()
             self._events.write()
-            self._say_what_was_dropped()
+            self._report_dropped_lines()
             self._logs.write()
             self._write_status(at_once=everything)
-        except Exception as error:  # noqa: BLE001  training must go on whatever the store does; it is tried again
+        except Exception as error:  # noqa: BLE001  training must continue whatever the store does; it is retried
             return in_words(error)
         return None
 
-    def _say_what_was_dropped(self) -> None:
+    def _report_dropped_lines(self) -> None:
         with self._changed:
-            dropped, self._dropped_unsaid = self._dropped_unsaid, 0
+            dropped, self._dropped_unreported = self._dropped_unreported, 0
         if dropped:
-            text = f"{dropped} log lines were dropped here: the store could not be written, or not fast enough"
+            text = f"{dropped} log lines were dropped here: the store failed, or was too slow"
             self._logs.add_first(log_line(LogLine(text, label="raypp", stream="err")))
 
     def _write_status(self, *, at_once: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a run stands, as one object: `status.json` in the store and `raypp status --json`."""
+"""A run's status as one object: `status.json` in the store and `raypp status --json`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STATUS_KEYS = (
     "ranks",
     "error",
 )
-"""The keys of `raypp status --json`, in their order."""
+"""The keys of `raypp status --json`, in order."""
 
 HEARTBEAT_S = 5.0
-"""A living writer rewrites `status.json` at least this often, also when nothing changed."""
+"""A live writer rewrites `status.json` at least this often, even if nothing has changed."""
 GONE_AFTER_S = 3 * HEARTBEAT_S
-"""Silence after which a run whose controller is known to be gone counts as failed."""
+"""Silence after which a run counts as failed if its controller is known to be dead."""
 SILENT_AFTER_S = 18 * HEARTBEAT_S
-"""Silence after which a run counts as failed when nobody can tell whether its controller lives."""
+"""Silence after which a run counts as failed if its controller's state is unknown."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankStatus:
     """One rank as its supervisor sees it.
 
     Attributes:
-        state: A word: starting, running, saving, dead, done …
+        state: One word: starting, running, saving, dead, done …
     """
 
     rank: int
@@ -58,20 +58,20 @@ class RankStatus:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RankStatus:
-        """The reverse of `as_dict`."""
+        """Rebuilds the record from `as_dict`."""
         return cls(**{**fields, "coordinates": Coordinates(**fields["coordinates"])})
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands.
+    """A run's status.
 
     Attributes:
         step: Last finished step; 0 before the first.
-        loss: Of that step; None before the first.
-        checkpoint: URL/NAME/step-N of the newest commit; None when there is none.
+        loss: Loss of that step; None before the first.
+        checkpoint: URL/NAME/step-N of the newest commit; None if there is none.
         mesh: Length of each axis: pp, dp_replicate, fsdp, cp, ep.
-        error: What failed and why, in words; None while nothing did.
+        error: Description of the failure; None if nothing failed.
         updated_at: Seconds since 1970, by the writer's clock; `RunRecorder` sets it when it writes.
     """
 
@@ -90,7 +90,7 @@ class RunStatus:
     updated_at: float = field(default_factory=time.time, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys of `STATUS_KEYS`, then `updated_at`; plain JSON values."""
+        """Returns the keys of `STATUS_KEYS`, then `updated_at`, with plain JSON values."""
         return {
             "run": self.run,
             "state": str(self.state),
@@ -109,37 +109,38 @@ class RunStatus:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RunStatus:
-        """The reverse of `as_dict`."""
+        """Rebuilds the record from `as_dict`."""
         ranks = tuple(RankStatus.from_dict(rank) for rank in fields["ranks"])
         return cls(**{**fields, "state": RunState(fields["state"]), "ranks": ranks})
 
     def stamped(self, now: float) -> RunStatus:
-        """The same status, written at `now`."""
+        """Returns the same status, written at `now`."""
         return replace(self, updated_at=now)
 
 
 def is_final(status: Mapping[str, Any] | None) -> bool:
-    """Whether the run of this status has ended."""
+    """Returns whether the run of this status has ended."""
     return status is not None and status["state"] in {str(state) for state in RunState if state.final}
 
 
 def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: float) -> dict[str, Any]:
-    """The status, turned into FAILED when its writer is gone without having said how the run ended.
+    """Returns the status, changed to FAILED if its writer died without recording the run's end.
 
     Args:
-        status: As `RunReader.status` gives it.
-        alive: Whether the run's controller lives; None when nobody can tell (no cluster to ask).
+        status: As `RunReader.status` returns it.
+        alive: Whether the run's controller is alive; None if that is unknown (no cluster to ask).
         now: Seconds since 1970.
 
     Returns:
-        The status itself, or a copy with the state FAILED and an error that says since when all is silent.
+        The status itself, or a copy with the state FAILED and an error that says since when the run
+        has been silent.
     """
     if is_final(status) or alive:
         return status
     silence = now - float(status["updated_at"])
     if silence < (SILENT_AFTER_S if alive is None else GONE_AFTER_S):
         return status
-    who = "the run's controller is gone" if alive is False else "the run gives no sign of life"
+    who = "the run's controller has been gone" if alive is False else "the run has shown no sign of life"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(status["updated_at"])))
     earlier = f"; its last error: {status['error']}" if status["error"] else ""
     ranks = [{**rank, "state": "gone"} for rank in status["ranks"]]
@@ -147,5 +148,5 @@ def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: floa
         **status,
         "state": str(RunState.FAILED),
         "ranks": ranks,
-        "error": f"{who} since {since} (it was {status['state']}){earlier}; go on with raypp submit --resume",
+        "error": f"{who} since {since} (it was {status['state']}){earlier}; resume it with raypp submit --resume",
     }

@@ -5,6 +5,8 @@ of a small int64 vector on the CPU tells everybody, for every replica: the lengt
 tokens with a label, a digest of the rows (which all ranks of a replica must have in common), and whether somebody was
 asked to save or to stop, or is still saving. Nothing else is exchanged about shapes, so no rank can wait for a message
 that another rank does not know of.
+
+`pack` and `unpack` alone know where a number stands in the vector. A minimum travels as the maximum of its negation.
 """
 
 from __future__ import annotations
@@ -15,11 +17,58 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raypp.errors import DataError, Problem
 from raypp.records import Requests
 
+_UNSAID = -(2**62)
+"""In the places of other replicas: smaller than anything that a rank says."""
 _FLAGS = 4
+_MEMORY = 5
+
+
+@dataclass(frozen=True)
+class SnapshotState:
+    """Where the snapshots in host memory stand, on one rank or on all.
+
+    Attributes:
+        every: Steps between two snapshots; of all ranks, the most.
+        own: Step of the newest whole snapshot, -1 without one; of all ranks, the oldest.
+        arrived: Step of the newest copy that has arrived on another node, -1 without one; of all ranks, the oldest.
+        trouble: 0, or how much of the memory tier must be given up; of all ranks, the most.
+        unready: Its files are not made yet; of all ranks, whether of any.
+    """
+
+    every: int
+    own: int
+    arrived: int
+    trouble: int
+    unready: bool
+
+
+@dataclass(frozen=True)
+class StepProposal:
+    """What one rank brings to the agreement on a step.
+
+    Attributes:
+        seq_lens: Padded length of each of its replica's microbatches, in tokens.
+        tokens: Tokens with a label in its replica's rows.
+        digest: Of its replica's rows, 0 ≤ digest < 2**62.
+        requests: What it was asked for.
+        saving: Whether its last save is still under way.
+        snapshots: Of the memory tier; None when there is none, on any rank.
+        compute_us: Microseconds that the last step computed: the rank's own in its place, zeros in the others'. Empty,
+            on every rank, when that step was not timed.
+    """
+
+    seq_lens: Sequence[int]
+    tokens: int
+    digest: int
+    requests: Requests
+    saving: bool = False
+    snapshots: SnapshotState | None = None
+    compute_us: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -31,14 +80,16 @@ class StepPlan:
         global_tokens: Tokens with a label, over all replicas.
         requests: What the operator wants, as all ranks see it now.
         saving: Whether some rank has not finished its last save.
-        signals: The maximum over all ranks of what each gave.
+        snapshots: Of the memory tiers of all ranks; None when there are none.
+        compute_us: Microseconds that every rank computed in the last step, by rank; empty when it was not timed.
     """
 
     seq_lens: tuple[int, ...]
     global_tokens: int
     requests: Requests
     saving: bool = False
-    signals: tuple[int, ...] = ()
+    snapshots: SnapshotState | None = None
+    compute_us: tuple[int, ...] = ()
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
@@ -52,45 +103,59 @@ def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 
 
 
 def agree_on_step(
-    local_M: Sequence[int],
-    tokens: int,
-    digest: int,
-    requests: Requests,
-    *,
-    replica: int,
-    replicas: int,
-    saving: bool = False,
-    signals: Sequence[int] = (),
-    group: dist.ProcessGroup | None = None,
+    proposal: StepProposal, *, replica: int, replicas: int, group: dist.ProcessGroup | None = None
 ) -> StepPlan:
     """Agrees on a step with every other rank.
 
     Collective over `group` (the world): all must call it, once per step.
 
     Args:
-        local_M: Padded length of each of the M microbatches as this rank sees them, in tokens.
-        tokens: Tokens with a label in this replica's rows.
-        digest: Of this replica's rows, 0 ≤ digest < 2**62.
-        requests: What this rank was asked for.
+        proposal: This rank's.
         replica: This rank's replica, of `replicas`.
-        saving: Whether this rank's last save is still under way.
-        signals: What else is wanted the maximum of; as many numbers on every rank.
 
     Raises:
         DataError: Two ranks of one replica read different rows; raised on every rank alike.
     """
-    count = len(local_M)
-    width = count + 3
-    slots = replicas * width
-    vector = torch.full((slots + _FLAGS + len(signals),), -(2**62), dtype=torch.int64)
-    own = vector[replica * width : (replica + 1) * width]
-    own[:count] = torch.tensor(local_M, dtype=torch.int64)
-    own[count:] = torch.tensor([tokens, digest, -digest], dtype=torch.int64)
-    last_save_wanted = requests.stop and requests.save_before_stop
-    vector[slots:] = torch.tensor([requests.save, requests.stop, last_save_wanted, saving, *signals])
+    vector = pack(proposal, replica, replicas)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
+    return unpack(vector, proposal, replica, replicas)
 
-    table = vector[:slots].view(replicas, width)
+
+def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
+    """The vector of one rank.
+
+    Returns:
+        int64 `[replicas · (M + 3) + 4 + 5 + W]` with M microbatches: of each replica its lengths, tokens, digest and
+        negated digest; four flags; five numbers of the memory tier, if there is one; W = world microseconds, if the
+        last step was timed.
+    """
+    count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
+    slots = replicas * (count + 3)
+    last_save_wanted = asked.stop and asked.save_before_stop
+    rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving]
+    if memory is not None:
+        rest += [memory.every, -memory.own, -memory.arrived, memory.trouble, memory.unready]
+    rest += proposal.compute_us
+    vector = torch.full((slots + len(rest),), _UNSAID, dtype=torch.int64)
+    own = vector[replica * (count + 3) : (replica + 1) * (count + 3)]
+    own[:] = torch.tensor([*proposal.seq_lens, proposal.tokens, proposal.digest, -proposal.digest])
+    vector[slots:] = torch.tensor(rest)
+    return vector
+
+
+def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) -> StepPlan:
+    """The plan, from the maximum of all ranks' vectors.
+
+    Args:
+        vector: As `pack` lays it out.
+        proposal: This rank's: what it has, all have.
+
+    Raises:
+        DataError: Two ranks of one replica read different rows.
+    """
+    count = len(proposal.seq_lens)
+    slots = replicas * (count + 3)
+    table = vector[:slots].view(replicas, count + 3)
     differing = [r for r in range(replicas) if int(table[r, -2]) != -int(table[r, -1])]
     if differing:
         raise DataError(
@@ -100,11 +165,17 @@ def agree_on_step(
                 "the data differs between nodes: put the same files on each, or on one shared file system",
             )
         )
-    save, stop, last_save, any_saving = (bool(flag) for flag in vector[slots : slots + _FLAGS].tolist())
+    rest = vector[slots:].tolist()
+    save, stop, last_save, saving = (bool(flag) for flag in rest[:_FLAGS])
+    rest, memory = rest[_FLAGS:], None
+    if proposal.snapshots is not None:
+        every, own, arrived, trouble, unready = rest[:_MEMORY]
+        rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready))
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=int(table[:, count].sum()),
         requests=Requests(save=save, stop=stop, save_before_stop=last_save or not stop),
-        saving=any_saving,
-        signals=tuple(vector[slots + _FLAGS :].tolist()),
+        saving=saving,
+        snapshots=memory,
+        compute_us=tuple(rest),
     )

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raypp.spec.job import Job
+from raypp.planning.choices import WireKind
 
 _STEPS = 127
 """Largest magnitude of an int8 message: symmetric, so that zero stays zero."""
@@ -112,17 +112,14 @@ def _parts(message: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     return scales, message[4 * rows :].view(torch.int8).view(rows, width)
 
 
-def wire_formats(job: Job, dtype: torch.dtype) -> tuple[WireFormat, WireFormat]:
-    """How a job's activations and gradients travel.
+def wire_format(kind: WireKind) -> WireFormat:
+    """The format of that name; a job's are in its `ResolvedPipeline.wire`.
 
-    Args:
-        job: The job; `pipeline.wire` was checked (`planning.wire.wire_problems`).
-        dtype: The compute dtype.
+    What a job calls fp32 is torch's default dtype, as in `parallel.apply.compute_dtype`.
     """
-    wire = job.pipeline.wire
-    plain = torch.bfloat16 if wire.dtype == "bf16" else dtype
-    formats: dict[str, WireFormat] = {"none": AsIs(plain), "bf16": AsIs(torch.bfloat16), "int8": Int8()}
-    return formats[wire.of("activations")], formats[wire.of("gradients")]
+    if kind == "int8":
+        return Int8()
+    return AsIs(torch.bfloat16 if kind == "bf16" else torch.get_default_dtype())
 
 
 def message_seed(*facts: int | str) -> int:

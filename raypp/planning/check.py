@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
-from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
+from raypp.planning.choices import cut_of, lookahead_of, schedule_of
 from raypp.planning.weights import end_weights
 from raypp.planning.wire_checks import wire_problems
-from raypp.schedules.catalogue import schedule_named, size_problems
+from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
 
@@ -130,7 +130,9 @@ def _selective(job: Job) -> Iterator[Problem]:
         what = "selective cannot see into compiled blocks"
         yield Problem(key, what, "use full or none, or train.compile false")
     try:
-        _, program = program_of(job)
+        program = build_program(
+            schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, lookahead_of(job)
+        )
     except JobError:
         return  # told already
     if any(action.kind == "W" for actions in program.values() for action in actions):

@@ -1,14 +1,29 @@
-"""What a job file leaves open, decided: the schedule, the cut, the lookahead. The same wherever the job is read."""
+"""What a job file leaves open, one choice per function: the schedule, the lookahead, the cut, the wire formats.
+
+`planning.resolve` takes them together. `planning.check` asks for them one by one, to tell every problem at once.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.weights import end_weights
-from raypp.schedules.action import Program
-from raypp.schedules.catalogue import build_program, schedule_named
+from raypp.schedules.catalogue import schedule_named
 from raypp.spec.job import Job
+
+WireKind = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How activations go down a pipeline and gradients come back up."""
+
+    activations: WireKind
+    gradients: WireKind
 
 
 def schedule_of(job: Job) -> str:
@@ -61,12 +76,13 @@ def _placement(job: Job) -> Placement:
         return "loop"
 
 
-def program_of(job: Job) -> tuple[list[list[int]], Program]:
-    """Stages of every pipeline rank, and what each computes, in order.
+def wire_of(job: Job) -> Wire:
+    """How a job's messages travel: as computed, unless `pipeline.wire` says otherwise."""
+    wire = job.pipeline.wire
+    plain: WireKind = "bf16" if "bf16" in (wire.dtype, job.train.precision) else "fp32"
 
-    Raises:
-        JobError: The schedule does not exist, or cannot do these sizes.
-    """
-    name, pp, pipeline = schedule_of(job), job.mesh.pp, job.pipeline
-    program = build_program(name, pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead_of(job))
-    return place_stages(pp, job.num_stages, schedule_named(name).placement), program
+    def kind(what: Literal["activations", "gradients"]) -> WireKind:
+        compression = wire.of(what)
+        return plain if compression == "none" else compression
+
+    return Wire(kind("activations"), kind("gradients"))

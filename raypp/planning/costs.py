@@ -10,6 +10,7 @@ from typing import Any
 
 from raypp.errors import JobError, in_words
 from raypp.planning.flops import layer_flops, recompute_factor
+from raypp.planning.sizes import sizes_of
 from raypp.planning.weights import end_weights
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -104,7 +105,8 @@ class Costs:
 def computed_costs(job: Job, device: Device) -> Costs:
     """Costs from the job's FLOPs and the device's sheet."""
     rate = device.tflops[job.train.precision] * device.share * 1e12
-    layer = layer_flops(job.model, job.data.seq_len) * job.train.micro_batch_size * job.data.seq_len / rate
+    forward = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
+    layer = forward * job.train.micro_batch_size * job.data.seq_len / rate
     factor = recompute_factor(job)
     whole = layer * (1 + factor)
     first, last = end_weights(job)

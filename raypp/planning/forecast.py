@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.stage_placement import place_stages
-from raypp.planning.choices import cut_of, schedule_of
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
 from raypp.planning.links import message_bytes
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, microbatch_tokens, rank_memory, stage_activation_bytes, stage_parameters
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     Border,
     LinkUse,
@@ -29,7 +29,6 @@ from raypp.planning.traffic import (
     of_pipeline_rank,
 )
 from raypp.planning.weights import activation_bytes, sum_bytes
-from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
 
@@ -74,7 +73,9 @@ class Forecast:
         return max(memory.total for memory in self.memory)
 
 
-def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0) -> Forecast:
+def forecast(
+    job: Job, machines: Machines, costs: Costs, device_memory: int = 0, pipeline: ResolvedPipeline | None = None
+) -> Forecast:
     """What a step of a job takes.
 
     Args:
@@ -82,26 +83,26 @@ def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0)
         machines: Where it runs.
         costs: Of a device of speed 1.
         device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
+        pipeline: The job's, when it is resolved already.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
         JobError: Its schedule cannot do its sizes.
     """
-    mesh, cut, name = Mesh.of(job.mesh), cut_of(job), schedule_of(job)
+    mesh, pipeline = Mesh.of(job.mesh), pipeline or resolve_pipeline(job)
     seats = machines.seats(mesh)
-    pp, per_rank, microbatches = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
-    placement = place_stages(pp, job.num_stages, schedule_named(name).placement)
-    holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    cut, placement, holder = pipeline.cut, pipeline.stages_of_rank, pipeline.rank_of_stage
+    microbatches = pipeline.microbatches
     size = message_bytes(job)
-    borders = [border_between(mesh, seats, machines, holder[s], holder[s + 1], size) for s in range(len(cut) - 1)]
-    speeds = [min(of_pipeline_rank(mesh, seats, holder[s]), key=lambda n: n.speed).speed for s in range(len(cut))]
+    borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]
+    speeds = [min(of_pipeline_rank(mesh, seats, rank), key=lambda n: n.speed).speed for rank in holder]
     times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
 
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
         room = _most_in_flight(job, cut, placement, device_memory) if device_memory else None
-        lookahead = best_depth(depths(name, pp, per_rank, microbatches, times, room)).lookahead
-    program = build_program(name, pp, per_rank, microbatches, lookahead)
+        lookahead = best_depth(depths(pipeline.schedule, *pipeline.sizes, times, room)).lookahead
+    program = pipeline.program_with(lookahead)
     timeline = simulate(program, times)
     free = simulate(program, replace(times, link=0.0))
     memory = tuple(rank_memory(job, stages, cut, timeline.in_flight) for stages in placement)
@@ -120,7 +121,7 @@ def forecast(job: Job, machines: Machines, costs: Costs, device_memory: int = 0)
     }
     step_s = sum(parts.values())
     tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len
-    busy = tuple(sum(slot.end - slot.start for slot in timeline.slots[rank]) for rank in range(pp))
+    busy = tuple(sum(slot.end - slot.start for slot in timeline.slots[rank]) for rank in range(job.mesh.pp))
     used = link_uses(machines, borders, program, times, timeline, microbatches, size, step_s)
     return Forecast(
         step_s=step_s,

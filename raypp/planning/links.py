@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from raypp.planning.choices import wire_of
 from raypp.planning.memory import microbatch_tokens
-from raypp.planning.weights import activation_bytes
+from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
+
+_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -37,27 +40,15 @@ def message_bytes(job: Job) -> int:
 
     Rows are as long as data.seq_len; negotiated lengths are shorter. int8 also sends a fp32 scale per token.
     """
-    return max(
-        _message_bytes(job, job.pipeline.wire.of("activations")), _message_bytes(job, job.pipeline.wire.of("gradients"))
-    )
+    wire, tokens, width = wire_of(job), microbatch_tokens(job), job.model.hidden_size
+    rows = [width + 4 if kind == "int8" else width * _BYTES[kind] for kind in (wire.activations, wire.gradients)]
+    return tokens * max(rows)
 
 
-def _message_bytes(job: Job, compression: str) -> int:
-    wire, tokens = job.pipeline.wire, microbatch_tokens(job)
-    if compression == "int8":
-        return tokens * (job.model.hidden_size + 4)
-    number = {"auto": activation_bytes(job), "fp32": 4, "bf16": 2}[wire.dtype]
-    if compression == "bf16":
-        number = min(number, 2)
-    return tokens * job.model.hidden_size * number
-
-
-def boundaries(job: Job, placement: Sequence[Sequence[int]]) -> list[Boundary]:
+def boundaries(job: Job, pipeline: ResolvedPipeline) -> list[Boundary]:
     """All borders of a pipeline, from the first stage to the last."""
-    holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     found = []
-    for stage in range(len(holder) - 1):
-        upper, lower = holder[stage], holder[stage + 1]
+    for stage, (upper, lower) in enumerate(pairwise(pipeline.rank_of_stage)):
         size = message_bytes(job) if upper != lower else 0
-        found.append(Boundary(stage, upper, lower, upper != lower, size, 2 * size * job.pipeline.microbatches))
+        found.append(Boundary(stage, upper, lower, upper != lower, size, 2 * size * pipeline.microbatches))
     return found

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypp.kinds import OPTIMIZERS
-from raypp.planning.flops import embedding_parameters, expert_weights, head_parameters, layer_parameters
+from raypp.planning.sizes import sizes_of
 from raypp.planning.weights import activation_bytes
 from raypp.spec.job import Job
-from raypp.spec.models import MoeOptions
 
 _FP32 = 4
 
@@ -55,7 +54,7 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
     last = len(cut) - 1
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
     share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
-    experts = sum(cut[stage] for stage in stages) * expert_weights(job.model)
+    experts = sum(sizes_of(job.model).stage_experts(_layers(stage, cut)) for stage in stages)
     elsewhere = experts - experts // job.mesh.ep  # tokens go to these, they are never gathered
     tokens = microbatch_tokens(job)
     activations = sum(in_flight[s] * tokens * stage_activation_bytes(job, s, cut) for s in stages)
@@ -73,13 +72,13 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
     """Parameters of a stage. Tied embeddings are held by both ends."""
-    count = cut[stage] * layer_parameters(job.model)
-    if stage == 0:
-        count += embedding_parameters(job.model)
-    if stage == len(cut) - 1:
-        # With one stage a tied projection is the embedding itself.
-        count += job.model.hidden_size if stage == 0 and job.model.tie_embeddings else head_parameters(job.model)
-    return count
+    last = stage == len(cut) - 1
+    return sizes_of(job.model).stage_parameters(_layers(stage, cut), first=stage == 0, last=last)
+
+
+def _layers(stage: int, cut: Sequence[int]) -> range:
+    start = sum(cut[:stage])
+    return range(start, start + cut[stage])
 
 
 def microbatch_tokens(job: Job) -> int:
@@ -97,10 +96,8 @@ def layer_activation_numbers(job: Job) -> int:
     """
     model = job.model
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    inner, rows = model.ffn_size, 0
-    if isinstance(model, MoeOptions):
-        inner = model.experts_per_token * model.expert_ffn_size
-        rows = 2 * model.experts_per_token * model.hidden_size
+    largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
+    inner, rows = largest.inner, 2 * largest.sent * model.hidden_size
     if job.train.activation_checkpointing == "selective":
         # The block's input and the results of its matrix products and of attention; the rest is computed again.
         return 3 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows

@@ -5,54 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.stage_placement import place_stages
-from raypp.planning.choices import cut_of, lookahead_of, program_of, schedule_of
-from raypp.planning.flops import flops_per_token, model_parameters
+from raypp.planning.flops import flops_per_token
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.predict import Grounds, Prediction, predict, stage_times
-from raypp.planning.weights import end_weights
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
-from raypp.schedules.action import Program, printed
+from raypp.schedules.action import printed
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
-from raypp.schedules.catalogue import schedule_named
-from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.picture import draw_timeline
 from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
-
-
-def layer_cut(job: Job) -> list[int]:
-    """Layers of every stage, as the runtime builds them.
-
-    Raises:
-        JobError: A stage would have no layer.
-    """
-    return cut_of(job)
-
-
-def stage_program(job: Job) -> tuple[list[list[int]], Program]:
-    """Stages of every pipeline rank, and what each computes, as the runtime does it.
-
-    Raises:
-        JobError: The schedule does not exist, or cannot do these sizes.
-    """
-    return program_of(job)
-
-
-def forward_program(job: Job) -> tuple[list[list[int]], Program]:
-    """Stages of every pipeline rank, as `stage_program` places them, and forwards only: what evaluation runs.
-
-    Raises:
-        JobError: The schedule does not exist.
-    """
-    pp, placement = job.mesh.pp, schedule_named(schedule_of(job)).placement
-    program = build_forward_only(pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, placement)
-    return place_stages(pp, job.num_stages, placement), program
 
 
 @dataclass(frozen=True)
@@ -107,6 +74,7 @@ class Plan:
         flops_per_token: Forward and backward.
         flops_per_step: The same, of a step's tokens.
         predictions: Step times under stated assumptions, one per kind of device in question.
+        remarks: Which numbers are not the model's own, and why.
     """
 
     name: str
@@ -137,12 +105,13 @@ class Plan:
     flops_per_token: float
     flops_per_step: float
     predictions: tuple[Prediction, ...]
+    remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values, without the timeline (the program says the same)."""
+        """The plan as plain JSON values, without the timeline (the program says the same); remarks if there are any."""
         plain: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            if field.name != "timeline":
+            if field.name != "timeline" and (field.name != "remarks" or self.remarks):
                 plain[field.name] = _plain(getattr(self, field.name))
         return plain
 
@@ -159,54 +128,53 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         JobError: It has a problem that `check_plan` would have named.
         ResourcesError: The machines given have fewer devices than the job has ranks.
     """
-    mesh, cut = Mesh.of(job.mesh), layer_cut(job)
-    placement, program = stage_program(job)
-    first, last = end_weights(job)
-    crossing = boundaries(job, placement)
-    drawn = simulate(program, StageTimes.equal(len(cut)))
-    costed = simulate(program, stage_times(cut, first, last))
+    mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
+    crossing = boundaries(job, pipeline)
+    drawn = simulate(pipeline.program, StageTimes.equal(pipeline.num_stages))
+    costed = simulate(pipeline.program, stage_times(pipeline))
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
-    per_token = flops_per_token(job)
-    pp, stages_per_rank, microbatches = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
+    per_token, remark = flops_per_token(job), sizes_remark(job.model)
+    pp, stages_per_rank, microbatches = pipeline.sizes
     return Plan(
         name=job.name,
         world=mesh.world,
         axes={**mesh.sizes.as_dict(), "ep": mesh.ep},
-        ranks=tuple(_rank_map(mesh, placement, cut)),
-        cut=tuple(cut),
-        input_weight=first,
-        output_weight=last,
-        placement=tuple(map(tuple, placement)),
-        schedule=schedule_of(job),
-        lookahead=lookahead_of(job),
+        ranks=tuple(_rank_map(mesh, pipeline)),
+        cut=pipeline.cut,
+        input_weight=pipeline.input_weight,
+        output_weight=pipeline.output_weight,
+        placement=pipeline.stages_of_rank,
+        schedule=pipeline.schedule,
+        lookahead=pipeline.lookahead,
         microbatches=microbatches,
-        program=tuple(printed(program[rank]) for rank in range(pp)),
+        program=tuple(printed(pipeline.program[rank]) for rank in range(pp)),
         timeline=drawn.slots,
         picture=draw_timeline(drawn, unit=1.0),
         bubble_fraction=bubble_fraction(pp, microbatches, stages_per_rank),
         bubble_overhead=bubble_overhead(pp, microbatches, stages_per_rank),
         simulated_bubble=costed.bubble,
         in_flight=tuple(drawn.in_flight),
-        memory=tuple(rank_memory(job, stages, cut, drawn.in_flight) for stages in placement),
+        memory=tuple(rank_memory(job, stages, pipeline.cut, drawn.in_flight) for stages in pipeline.stages_of_rank),
         boundaries=tuple(crossing),
         link_bytes_per_step=microbatches * largest,
         link_gbps=link_gbps,
         link_s_per_microbatch=largest * 8 / (link_gbps * 1e9) if link_gbps else None,
-        parameters=model_parameters(job.model),
+        parameters=sizes_of(job.model).whole,
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
-        predictions=tuple(predict(job, grounds or Grounds(link_gbps=link_gbps))),
+        predictions=tuple(predict(job, pipeline, grounds or Grounds(link_gbps=link_gbps))),
+        remarks=(remark,) if remark else (),
     )
 
 
-def _rank_map(mesh: Mesh, placement: Sequence[Sequence[int]], cut: Sequence[int]) -> list[PlannedRank]:
-    layers = [(start, end - 1) for start, end in pairwise([0, *accumulate(cut)])]
+def _rank_map(mesh: Mesh, pipeline: ResolvedPipeline) -> list[PlannedRank]:
+    layers = [(held.start, held.stop - 1) for held in pipeline.layers_of_stage]
     found = []
     for rank in range(mesh.world):
         place = mesh.coordinates(rank)
-        stages = tuple(placement[place.pp])
+        stages = pipeline.stages_of_rank[place.pp]
         spans = tuple(layers[stage] for stage in stages)
         found.append(PlannedRank(rank, place, place.label(mesh.sizes), stages, spans))
     return found

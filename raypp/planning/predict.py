@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
+from raypp.planning.resolve import ResolvedPipeline
 from raypp.planning.search import advice
 from raypp.planning.traffic import LinkUse
 from raypp.schedules.simulate import StageTimes
@@ -83,39 +84,33 @@ class Grounds:
 
 
 def stage_times(
-    cut: Sequence[int], first: float, last: float, layer_s: float = 1.0, backward: float = 2.0, link_s: float = 0.0
+    pipeline: ResolvedPipeline, layer_s: float = 1.0, backward: float = 2.0, link_s: float = 0.0
 ) -> StageTimes:
-    """Times of every stage of a cut.
+    """Times of every stage, by what its layers and its end of the model cost.
 
     Args:
-        cut: Layers of every stage.
-        first: What the embedding costs, in layers.
-        last: What norm, projection and loss cost, in layers.
+        pipeline: Has the stages.
         layer_s: Seconds of one layer's forward of one microbatch.
         backward: Time of a backward, in forwards.
         link_s: Seconds of one message.
     """
-    weights = [float(count) for count in cut]
-    weights[0] += first
-    weights[-1] += last
-    forward = [weight * layer_s for weight in weights]
+    forward = [weight * layer_s for weight in pipeline.stage_weights]
     return StageTimes(forward, [time * backward for time in forward], link=link_s)
 
 
-def predict(job: Job, grounds: Grounds | None = None) -> list[Prediction]:
+def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Prediction]:
     """One prediction per device the job may run on (both where resources.device is auto and nothing else is known).
 
     Raises:
         ResourcesError: The machines given have fewer devices than the job has ranks.
     """
-    grounds = grounds or Grounds()
-    return [_predict(job, grounds, device) for device in grounds.devices_for(job)]
+    return [_predict(job, pipeline, grounds, device) for device in grounds.devices_for(job)]
 
 
-def _predict(job: Job, grounds: Grounds, device: Device) -> Prediction:
+def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
     costs = grounds.costs or computed_costs(job, device)
     machines = grounds.machines_for(job)
-    found: Forecast = forecast(job, machines, costs, device.memory)
+    found: Forecast = forecast(job, machines, costs, device.memory, pipeline)
     return Prediction(
         device="measured" if costs.measured else device.name,
         step_s=found.step_s,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import JobError, RayppError, ResourcesError
-from raypp.mesh.stage_placement import place_stages
 from raypp.planning.check import check_plan, divisors
-from raypp.planning.choices import cut_of, schedule_of
+from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
+from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
@@ -209,12 +209,11 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
     """
     if one.job.num_stages == 1:
         return one
-    name, pp = schedule_of(one.job), one.job.mesh.pp
-    placement = place_stages(pp, one.job.num_stages, schedule_named(name).placement)
+    placement = resolve_pipeline(one.job).stages_of_rank
     best = one
     for _ in range(one.job.model.num_layers):
-        cut, better = cut_of(best.job), None
-        busiest = max(range(pp), key=best.forecast.stage_s.__getitem__)
+        cut, better = resolve_pipeline(best.job).cut, None
+        busiest = max(range(len(placement)), key=best.forecast.stage_s.__getitem__)
         for source in placement[busiest]:
             for target in range(len(cut)):
                 if target in placement[busiest] or cut[source] < 2:

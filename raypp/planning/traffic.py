@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.machines import Link, Machines, Node
+from raypp.planning.sizes import sizes_of
 from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.schedules.action import Program
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
-from raypp.spec.models import MoeOptions
 
 _FP32 = 4
 _MOST_LINKS = 16
@@ -93,8 +93,9 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
             keys * (job.mesh.cp - 1) if job.mesh.cp_style == "ring" else (2 * queries + keys) * (1 - 1 / job.mesh.cp)
         )
         seconds += _over(_slowest(machines, seats, mesh.groups("cp")), tokens * moved * number)
-    if job.mesh.ep > 1 and isinstance(model, MoeOptions):
-        rows = 2 * model.experts_per_token * model.hidden_size * (1 - 1 / job.mesh.ep)
+    if job.mesh.ep > 1:
+        sent = max(layer.sent for layer in sizes_of(model).layers)
+        rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
         seconds += _over(_slowest(machines, seats, mesh.groups(("fsdp", "cp"))), tokens * rows * number)
     return seconds
 

@@ -8,8 +8,8 @@ little on `FLOPS_PER_BYTE`, because layers move bytes, too.
 from __future__ import annotations
 
 from raypp.planning.flops import BACKWARD_PER_FORWARD, head_flops, layer_flops, recompute_factor
+from raypp.planning.sizes import declared_sizes
 from raypp.spec.job import Job
-from raypp.spec.models import MoeOptions
 
 FLOPS_PER_BYTE = 10.0
 """What a processor computes in the time it moves a byte: a CPU core about 5, a GPU in fp32 about 15. Fixed, because
@@ -35,11 +35,11 @@ def end_weights(job: Job) -> tuple[float, float]:
 
 def layer_cost(job: Job) -> float:
     """Cost of one layer's forward and backward per token, in FLOPs; bytes counted in."""
-    model = job.model
-    inner = model.experts_per_token * model.expert_ffn_size if isinstance(model, MoeOptions) else model.ffn_size
+    model, sizes = job.model, declared_sizes(job.model)
+    inner = sum(layer.inner for layer in sizes.layers) / len(sizes.layers)
     heads = model.dim_per_head * (model.num_heads + 2 * model.kv_heads)
     moved = _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + _PASSES_OVER_INNER * inner
-    flops = layer_flops(model, job.data.seq_len) * (1 + recompute_factor(job))
+    flops = layer_flops(model, sizes, job.data.seq_len) * (1 + recompute_factor(job))
     return flops + moved * activation_bytes(job) * FLOPS_PER_BYTE
 
 

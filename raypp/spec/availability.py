@@ -9,7 +9,7 @@ from typing import Any
 
 from raypp.kinds import OPTIMIZERS, POLICIES, SCHEDULES, SOURCES
 from raypp.registry import Kind, Registry
-from raypp.spec.models import MODELS
+from raypp.spec.families import MODELS
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,11 @@ class Choice:
         registry: The kinds that the word may name.
         others: Further words, which name no kind of the registry.
         own: What a user's own looks like; None: there is no own.
-        own_works: False: this version refuses a user's own.
     """
 
     registry: Registry[Any]
     others: tuple[Kind, ...] = ()
     own: re.Pattern[str] | None = None
-    own_works: bool = True
 
     def kinds(self) -> Iterator[Kind]:
         """What each word stands for, in the order in which they are listed."""
@@ -51,14 +49,14 @@ class Choice:
                 return kind.available
         if word in self.registry:
             return bool(self.registry.get(word).available)
-        return self.own_works and self.is_own(word)
+        return self.is_own(word)
 
 
 _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
 _AUTO = Kind("auto", "the one that the plan predicts to be fastest")
 
 CHOICES: dict[str, Choice] = {
-    "model.kind": Choice(MODELS, own=_FUNCTION, own_works=False),
+    "model.kind": Choice(MODELS, own=_FUNCTION),
     "data.kind": Choice(SOURCES, own=_FUNCTION),
     "pipeline.schedule": Choice(SCHEDULES, (_AUTO,), own=re.compile(r"^[^:]+:[^:]+$|\.csv$")),
     "train.optimizer.kind": Choice(OPTIMIZERS, own=_FUNCTION),

@@ -15,13 +15,12 @@ from raypp.errors import JobError, Problem
 from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
 from raypp.spec.document import dotted, undotted
+from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
-from raypp.spec.models import MODELS, MoeOptions, Section
+from raypp.spec.models import DecoderOptions, Section
 from raypp.spec.pydantic_errors import shown
 
 WIDTH = 88
-_WITH_EXPERTS = {"model": {"kind": next(kind.name for kind in MODELS if kind.options is MoeOptions)}}
-"""A document whose `model` section has every key a family can have."""
 
 
 def explain(section: str | None = None, *, width: int = WIDTH) -> str:
@@ -40,7 +39,9 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
         inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
-    info = type_names.field_at(path, _WITH_EXPERTS)
+    kinds = [kinds_with(options)[0] for options in reversed(family_options())]
+    fields = (type_names.field_at(path, {"model": {"kind": kind}}) for kind in kinds)
+    info = next((field for field in fields if field is not None), None)
     if info is None:
         raise JobError(_no_such_place(section))
     return _field(dotted(path[:-1]), str(path[-1]), info, width) + "\n"
@@ -50,14 +51,13 @@ def schema() -> dict[str, Any]:
     """JSON Schema of the job file, for editors (yaml-language-server) and other programs."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
-    families: dict[str, list[str]] = {"DecoderOptions": [], "MoeOptions": []}
-    for kind in MODELS:
-        families["MoeOptions" if kind.options is MoeOptions else "DecoderOptions"].append(kind.name)
-    for name, kinds in families.items():
-        _property(definitions, name, "kind").update(enum=kinds)
-    _property(definitions, "CustomOptions", "kind").update(pattern="^[^:]+:[^:]+$")
-    for name in ("MoeOptions", "CustomOptions"):
-        definitions[name]["required"] = ["kind"]
+    kinds: dict[str, dict[str, Any]] = {options.__name__: {"enum": kinds_with(options)} for options in family_options()}
+    kinds["CustomOptions"] = {"pattern": "^[^:]+:[^:]+$"}
+    for name, allowed in kinds.items():
+        kind = _property(definitions, name, "kind")
+        kind.update(allowed, description=f"{' | '.join(FAMILIES)} | {kind['description']}")
+        if name != DecoderOptions.__name__:
+            definitions[name]["required"] = ["kind"]
     for section, key in (
         ("DataSection", "data.kind"),
         ("PipelineSection", "pipeline.schedule"),
@@ -86,10 +86,10 @@ def _section(key: str, section: type[Section], width: int) -> str:
         _field(key, name, info, width, indent=2) if key else _field("", name, info, width)
         for name, info in fields.items()
     ]
-    if key == "model":
-        kinds = [kind.name for kind in MODELS if kind.options is MoeOptions]
-        text.append(f"\n  {' and '.join(kinds)} also have:")
-        extra = type_names.extra_fields(MoeOptions)
+    for options in family_options()[1:] if key == "model" else ():
+        kinds = kinds_with(options)
+        text.append(f"\n  {' and '.join(kinds)} also {'has' if len(kinds) == 1 else 'have'}:")
+        extra = type_names.extra_fields(options)
         text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
     return "\n".join(text)
 
@@ -131,14 +131,14 @@ def _yaml(value: Any) -> str:
 def _now(key: str) -> str:
     """`Available now: gpipe, 1f1b` for a key of which only some values work in this version, else nothing."""
     choice = CHOICES.get(key)
-    if choice is None or (choice.own_works and choice.available() == choice.words()):
+    if choice is None or choice.available() == choice.words():
         return ""
     return f"Available now: {', '.join(choice.available())}."
 
 
 def _words(key: str) -> list[str]:
     """`text | jsonl | …` for a key whose kinds its registry knows."""
-    return [" | ".join(CHOICES[key].words())] if key in CHOICES and key != "model.kind" else []
+    return [" | ".join(CHOICES[key].words())] if key in CHOICES else []
 
 
 def _no_such_place(section: str) -> Problem:

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raypp.spec.models import DecoderOptions, ModelSection, Section
+from raypp.spec.families import ModelSection
+from raypp.spec.models import DecoderOptions, Section
 
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
 

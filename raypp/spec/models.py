@@ -1,18 +1,11 @@
-"""The `model:` section: one options class per decoder family.
+"""The `model:` section: the keys that every decoder has, and those that experts add.
 
-The builders live in `raypp.models` and are named, not imported: reading a job needs no torch.
-A new family is one file in `raypp/models/` and one entry here.
+The families themselves are in `raypp/families/`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-
-from raypp.registry import Registry
-
-MODELS = Registry("model")
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -28,7 +21,7 @@ class DecoderOptions(Section):
     """What every decoder family has."""
 
     kind: str = "llama"
-    """llama | qwen2 | qwen3 | qwen3_moe | mixtral | your own as module.path:factory"""
+    """Or your own factory, as module.path:factory."""
     num_layers: int = Field(default=8, ge=1)
     """Decoder layers."""
     hidden_size: int = Field(default=256, ge=1)
@@ -82,40 +75,3 @@ class CustomOptions(DecoderOptions):
     """A user's own factory: any further key is passed on to it."""
 
     model_config = ConfigDict(extra="allow")
-
-
-for _name, _options, _summary in (
-    ("llama", DecoderOptions, "Llama 2/3: RMSNorm, RoPE, grouped queries, SwiGLU"),
-    ("qwen2", DecoderOptions, "Qwen2: Llama with biases on q, k, v"),
-    ("qwen3", DecoderOptions, "Qwen3: RMSNorm on every query and key head"),
-    ("qwen3_moe", MoeOptions, "Qwen3 with experts"),
-    ("mixtral", MoeOptions, "Mixtral: Llama with experts"),
-):
-    MODELS.register(_name, f"raypp.models.{_name}:build_stage", options=_options, summary=_summary)
-
-
-_CLASSES: dict[str, type[DecoderOptions]] = {"decoder": DecoderOptions, "moe": MoeOptions, "custom": CustomOptions}
-
-
-def model_options(value: Any) -> type[DecoderOptions]:
-    """The options class of a `model:` section (a mapping, or options)."""
-    return _CLASSES[_family(value)]
-
-
-def _family(value: Any) -> str:
-    """Which options class a `model:` section belongs to; an unknown kind gets the plain decoder's,
-    so that its other keys are still checked (the kind itself is refused by `spec.checks`)."""
-    kind = value.get("kind", "llama") if isinstance(value, dict) else getattr(value, "kind", "llama")
-    if isinstance(kind, str) and ":" in kind:
-        return "custom"
-    if isinstance(kind, str) and kind in MODELS and MODELS.get(kind).options is MoeOptions:
-        return "moe"
-    return "decoder"
-
-
-ModelSection = Annotated[
-    Annotated[DecoderOptions, Tag("decoder")]
-    | Annotated[MoeOptions, Tag("moe")]
-    | Annotated[CustomOptions, Tag("custom")],
-    Discriminator(_family),
-]

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from raypp.spec.document import KeyPath
+from raypp.spec.families import model_options
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions, Section, model_options
+from raypp.spec.models import DecoderOptions, Section
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 

@@ -1,4 +1,4 @@
-"""The bytes of a large object that lies in memory: a store can send several places of it at once, without copies."""
+"""A large object in memory, of which a store can send several places at once without copies."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ _CHUNK_BYTES = 4 << 20
 
 
 class MemorySource:
-    """Buffers, one after the other, as one object. Given to `put_stream` in place of chunks.
+    """Concatenated buffers as one object, passed to `put_stream` instead of chunks.
 
-    A store may read it in any order, in several threads, and again after a failure. It asks for the beginning last when
-    it can: the first buffer may still be in the making, then whoever asks for it waits.
+    A store may read it in any order, in several threads, and again after a failure. It requests the
+    beginning last if it can: the first buffer may not be ready yet, and a request for it then
+    waits.
 
     Args:
         sizes: Bytes of each buffer.
-        buffer: Gives the i-th; called in any thread, any number of times. They must not change until the upload ends.
-        pace: How fast they go out.
-        crc32: (i, start, end, CRC-32 of what comes before) -> the CRC-32 with these bytes of the i-th buffer, of who
-            has sums of them already; None: they are read for it.
+        buffer: Returns the i-th buffer; called in any thread, any number of times. The buffers must
+            not change until the upload ends.
+        pace: Rate limit of the upload.
+        crc32: (i, start, end, CRC-32 of what comes before) -> the CRC-32 continued over these bytes
+            of the i-th buffer, for callers that have checksums already; None to compute it from the
+            bytes.
     """
 
     def __init__(
@@ -38,18 +41,18 @@ class MemorySource:
         self._crc32 = crc32 or self._read_crc32
 
     def views(self, start: int, end: int) -> list[memoryview]:
-        """The bytes [start, end) as views of the buffers."""
+        """Returns the bytes [start, end) as views of the buffers."""
         return [self._buffer(index)[first:last] for index, first, last in self._places(start, end)]
 
     def crc32(self, start: int, end: int) -> int:
-        """Of the bytes [start, end)."""
+        """Returns the CRC-32 of the bytes [start, end)."""
         crc = 0
         for index, first, last in self._places(start, end):
             crc = self._crc32(index, first, last, crc)
         return crc
 
     def _places(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Buffer, and first and last byte in it."""
+        """Yields buffer index, and first and last byte in that buffer."""
         begin = 0
         for index, size in enumerate(self.sizes):
             first, last = max(start - begin, 0), min(end - begin, size)
@@ -61,7 +64,7 @@ class MemorySource:
         return zlib.crc32(self._buffer(index)[start:end], before)
 
     def __iter__(self) -> Iterator[memoryview]:
-        """All bytes in order, in chunks, at the source's pace."""
+        """Yields all bytes in order, in chunks, at the rate limit."""
         chunk = min(_CHUNK_BYTES, self.pace.piece_bytes) if self.pace.bytes_per_s else _CHUNK_BYTES
         for start in range(0, self.size, chunk):
             for view in self.views(start, min(start + chunk, self.size)):

@@ -1,4 +1,4 @@
-"""A directory as a store: one file per object, written beside and moved into place."""
+"""A directory as a store: one file per object, written to a temporary file and then renamed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KIND = StoreKind(
 )
 
 _TEMPORARY = ".raypp-incoming"
-_FORGOTTEN_AFTER_S = 24 * 3600.0
+_STALE_AFTER_S = 24 * 3600.0
 _LINK_TRIES = 20
 _LONGEST_NAME = 200
 _STALE_TRIES = 3
@@ -43,7 +43,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV
 
 
 def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> DirectoryStore:
-    """The store of `file:///directory` or of a plain path. The directory is made by the first write."""
+    """Opens the store of `file:///directory` or a plain path; the first write creates it."""
     path = url
     if url.lower().startswith("file:"):
         parts = urlsplit(url)
@@ -60,14 +60,14 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
 
 
 class DirectoryStore:
-    """Objects are files below `root`, mode 0600. Several hosts may share it over a network file system
-    that has atomic `rename` and `link` (NFS does).
+    """Stores objects as files under `root`, with mode 0600.
 
-    A write goes to a file of its own in one folder of the root, is synced, and is then moved to its name. What a
-    writer that was killed left there is `unfinished`.
+    Several hosts may share it over a network file system with atomic `rename` and `link` (NFS has
+    them). A write goes to a temporary file in one folder of the root, is synced, and is then moved
+    to its name. The temporary files of a killed writer are `unfinished`.
 
     Args:
-        root: An absolute path; made when first written to.
+        root: An absolute path; created by the first write.
     """
 
     def __init__(self, root: Path) -> None:
@@ -95,7 +95,7 @@ class DirectoryStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
             except OSError as error:
-                # Another host replaced the file while NFS still knew the old one: it is looked up anew.
+                # Another host replaced the file while NFS had cached the old one: open it again.
                 if error.errno != errno.ESTALE or not left:
                     raise self._failure(error, key) from error
         raise AssertionError("unreachable")
@@ -124,7 +124,7 @@ class DirectoryStore:
                 continue
             except OSError as error:
                 raise self._failure(error, key) from error
-            # As on S3, a folder is there only as long as something is in it.
+            # As on S3, a folder exists only while it contains something.
             for parent in path.parents:
                 if parent == self.root:
                     break
@@ -134,7 +134,7 @@ class DirectoryStore:
                     break
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        wanted = _spelt(check_prefix(prefix))
+        wanted = _quoted(check_prefix(prefix))
         try:
             entries = sorted(os.scandir(self.root / _TEMPORARY), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -162,29 +162,29 @@ class DirectoryStore:
         return (
             Problem(
                 self.url,
-                "this file system has no hard links; raypp creates claims and commits by exclusive creation instead: "
-                "still only one writer wins, but one that is killed in the middle leaves a torn object behind, "
-                "which is then passed over",
-                "better use a file system with hard links (any local one, NFS), or S3",
+                "this file system has no hard links, so raypp creates claims and commits by exclusive creation: "
+                "still only one writer wins, but a writer that is killed meanwhile leaves a torn object behind, "
+                "which readers ignore",
+                "use a file system with hard links (any local one, NFS), or S3",
             ),
         )
 
     def probe(self) -> None:
         if self.root.exists() and not self.root.is_dir():
-            raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "give a directory"))
+            raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "use a directory"))
         probe_by_writing(self)
-        self._drop_forgotten()
+        self._remove_stale()
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
     def _incoming(self, key: str) -> Path:
-        """A new name in the folder of writes that have not ended; it says whose key it is (cut off if that is long)."""
-        # One level, in the root: two hosts see the same folder, and a rename stays within one file system.
-        return self.root / _TEMPORARY / f"{_spelt(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
+        """Returns a new temporary name; it contains the key, truncated if that is long."""
+        # A single folder in the root: all hosts see it, and a rename stays within one file system.
+        return self.root / _TEMPORARY / f"{_quoted(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
 
     def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
-        """Temporary file, fsync, move: a reader sees the old object, none, or the whole new one."""
+        """Writes, syncs and renames a temporary file, so that readers see no torn object."""
         path = self._path(key)
         incoming = self._incoming(key)
         try:
@@ -195,11 +195,11 @@ class DirectoryStore:
                 file.flush()
                 written = file.tell()
                 if written != size:
-                    raise ValueError(f"{key}: the chunks hold {written} bytes, {size} were announced")
+                    raise ValueError(f"{key}: the chunks have {written} bytes, but {size} were announced")
                 os.fsync(file.fileno())
             self._move(incoming, path, if_absent)
         except FileExistsError:
-            raise AlreadyExists(Problem(f"{self.url}/{key}", "is already there")) from None
+            raise AlreadyExists(Problem(f"{self.url}/{key}", "already exists")) from None
         except OSError as error:
             raise self._failure(error, key) from error
         finally:
@@ -214,19 +214,19 @@ class DirectoryStore:
                 _make_folders(path.parent)
             except FileExistsError as error:
                 if left and (path.parent.is_dir() or not path.parent.exists()):
-                    continue  # it was there, and was taken away before mkdir looked what it is
+                    continue  # it existed, but was removed before mkdir checked that it is a folder
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path.parent)) from error
             try:
                 place(incoming, path)
                 break
             except FileNotFoundError:
-                # A concurrent delete of the folder's last object took the folder away in between.
+                # A concurrent delete of the folder's last object removed the folder in between.
                 if not left:
                     raise
         _sync_directory(path.parent)
 
     def _try_to_link(self) -> bool:
-        """Whether this file system has hard links: tried on a file of our own."""
+        """Returns whether this file system has hard links, by linking a temporary file."""
         one, other = self._incoming("links"), self._incoming("links")
         try:
             _make_folders(one.parent)
@@ -260,15 +260,15 @@ class DirectoryStore:
                     status = entry.stat()
                     yield ObjectInfo(key, status.st_size, status.st_mtime)
             except FileNotFoundError:
-                continue  # deleted while we were looking
+                continue  # deleted during the walk
 
-    def _drop_forgotten(self) -> None:
-        """Removes what writers that were killed left behind a day ago, by the file system's own clock."""
+    def _remove_stale(self) -> None:
+        """Removes temporary files that are over a day old by the file system's clock."""
         here = self._incoming("clock")
         with contextlib.suppress(OSError):
             here.touch(mode=0o600, exist_ok=False)
             try:
-                oldest = here.stat().st_mtime - _FORGOTTEN_AFTER_S
+                oldest = here.stat().st_mtime - _STALE_AFTER_S
             finally:
                 here.unlink(missing_ok=True)
             for path in (self.root / _TEMPORARY).iterdir():
@@ -279,11 +279,11 @@ class DirectoryStore:
         place = f"{self.url}/{key}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return AccessRefused(
-                Problem(place, f"not allowed: {error.strerror}", f"give yourself the right to write below {self.root}")
+                Problem(place, f"not allowed: {error.strerror}", f"make {self.root} writable for this user")
             )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(
-                Problem(place, "the disk is full", "free some space, lower checkpoint.keep, or use another place")
+                Problem(place, "the disk is full", "free some space, lower checkpoint.keep, or use another directory")
             )
         if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
             return StoreError(
@@ -291,24 +291,25 @@ class DirectoryStore:
                     place, f"a file is where a folder is needed, or the reverse: {error}", "use another checkpoint.url"
                 )
             )
-        return StoreError(Problem(place, f"{error}", "is the directory reachable from this machine?"))
+        return StoreError(Problem(place, f"{error}", "check that this machine can reach the directory"))
 
 
-def _spelt(key: str) -> str:
-    """A key as one file name. Keys with a common beginning have names with a common beginning."""
+def _quoted(key: str) -> str:
+    """Encodes a key as one file name; keys with a common prefix get names with a common prefix."""
     return quote(key, safe="").replace("~", "%7E")
 
 
 def _link(incoming: Path, path: Path) -> None:
-    """Gives a finished file its name, unless that is taken.
+    """Links a finished file to its name, unless that is taken.
 
     Raises:
-        FileExistsError: It is taken.
+        FileExistsError: The name is taken.
     """
     try:
         os.link(incoming, path)
     except FileExistsError:
-        # NFS sends a request again when its answer was lost, and then finds our own link: two names are the proof.
+        # NFS repeats a request whose response was lost, and then finds its own link: the file has
+        # two names.
         if incoming.stat().st_nlink != 2 or not path.samefile(incoming):
             raise
     except OSError as error:
@@ -318,7 +319,10 @@ def _link(incoming: Path, path: Path) -> None:
 
 
 def _create_exclusively(incoming: Path, path: Path) -> None:
-    """The same where there are no hard links: one of several wins; a reader may see the beginning of the file."""
+    """Creates the file exclusively, where there are no hard links.
+
+    One of several writers wins. A reader may see an incomplete file.
+    """
     data = incoming.read_bytes()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         try:
@@ -331,7 +335,7 @@ def _create_exclusively(incoming: Path, path: Path) -> None:
 
 
 def _make_folders(path: Path) -> None:
-    """`mkdir -p`, and every new folder's name is durable in the one above it."""
+    """Creates a folder and its parents, and makes each new name durable in its parent."""
     if path.is_dir():
         return
     new = path
@@ -345,7 +349,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable (where the file system can)."""
+    """Makes the names in a directory durable, where the file system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

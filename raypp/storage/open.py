@@ -1,4 +1,4 @@
-"""URL -> store."""
+"""Opens the store at a URL."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ _SLIP = re.compile(r"^(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*):/(?P<rest>[^/].*)?$")
 def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: Patience | None = None) -> ObjectStore:
     """Opens the store at a URL: `s3://bucket/prefix`, `file:///directory`, or a plain directory.
 
-    Nothing is asked of the store yet (`probe` does that), except with `missing_bucket="create"`.
+    Sends no request to the store, except with `missing_bucket="create"`; `probe` checks it.
 
     Args:
-        url: Where. `~` stands for the home directory; a relative directory starts at the working directory.
-        missing_bucket: "create" makes the bucket when it is not there. Only for stores raypp itself
-            started, or when a person asked for it: nobody's bucket is made silently.
-        patience: How long failures that may pass are met by asking again; None: what suits a command.
+        url: The URL. `~` stands for the home directory; a relative directory starts at the working
+            directory.
+        missing_bucket: "create" creates the bucket if it does not exist. Only for stores that raypp
+            itself started, or if the user asked for it: no bucket is created silently.
+        patience: How long temporary failures are retried; None for a default that suits commands.
 
     Raises:
-        JobError: Not such a URL.
+        JobError: The URL is invalid.
     """
     key = "checkpoint.url"
     if not url.strip():
-        raise JobError(Problem(key, "is empty", f"give {store_forms()}"))
+        raise JobError(Problem(key, "is empty", f"use {store_forms()}"))
     slip = _SLIP.match(url)
     if slip is not None:
         fix = f"did you mean {slip['scheme'].lower()}://{slip['rest'] or ''}?"
         raise JobError(Problem(key, f"{url!r} is not a URL", fix))
     kind = store_kind(url, key=key)
     if kind.name == "file" and "://" in url and not url.lower().startswith("file:"):
-        raise JobError(Problem(key, f"{url!r} is not a URL", f"give {store_forms()}"))
+        raise JobError(Problem(key, f"{url!r} is not a URL", f"use {store_forms()}"))
     return cast(ObjectStore, kind.build()(url, missing_bucket=missing_bucket, patience=patience))

@@ -1,4 +1,4 @@
-"""How fast a cable is written to: a token bucket that every upload of a process, and every copy, draws from."""
+"""A rate limit: a token bucket shared by all uploads and copies of a process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from dataclasses import dataclass, field
 
 _SHORTEST_PIECE, _LONGEST_PIECE = 16 << 10, 256 << 10
 _PIECE_S = 0.01
-"""A piece is what the cap lets through in this time: whoever shares the cable waits for no more than one piece."""
+"""A piece is what the limit lets through in this time. Others that share the link wait for at most
+one piece."""
 
 
 @dataclass
 class _Bucket:
-    """What the writers under one cap share."""
+    """State that the writers under one limit share."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     free_at: float = 0.0
 
 
 class Abandoned(BaseException):
-    """The writer was told to stop. Not an Exception: nobody may take it for a failure and try again."""
+    """The writer must stop. Not an Exception, so that no handler retries it as a failure."""
 
 
 class Pace:
-    """Lets so many bytes per second through, for all threads together, evenly.
+    """Limits the bytes per second of all threads together, evenly.
 
     Args:
-        bytes_per_s: The cap; 0 = none.
-        stopped: Asked before each piece; True ends the upload with `Abandoned`.
+        bytes_per_s: The limit; 0 for none.
+        stopped: Polled before each piece; True ends the upload with `Abandoned`.
     """
 
     def __init__(self, bytes_per_s: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -38,23 +39,23 @@ class Pace:
         self._bucket = _Bucket()
 
     def shared(self, stopped: Callable[[], bool]) -> Pace:
-        """The same cap, together with this one, for a writer that is stopped in another way."""
+        """Returns an object under the same shared limit, with its own stop condition."""
         other = Pace(self.bytes_per_s, stopped)
         other._bucket = self._bucket
         return other
 
     @property
     def piece_bytes(self) -> int:
-        """How much to send at once, between two calls of `take`."""
+        """How many bytes to send between two calls of `take`."""
         if not self.bytes_per_s:
             return _LONGEST_PIECE
         return max(_SHORTEST_PIECE, min(_LONGEST_PIECE, int(self.bytes_per_s * _PIECE_S)))
 
     def take(self, size: int) -> None:
-        """Waits until `size` bytes may go. Time in which nobody sent anything is not made up for.
+        """Waits until `size` bytes may be sent. Unused time does not accumulate.
 
         Raises:
-            Abandoned: The upload is to stop.
+            Abandoned: The upload must stop.
         """
         if self._stopped():
             raise Abandoned

@@ -1,4 +1,4 @@
-"""How long a store that fails is asked again, and with which pauses."""
+"""How long requests to a failing store are retried, and with which backoff."""
 
 from __future__ import annotations
 
@@ -11,53 +11,56 @@ from dataclasses import dataclass
 from raypp.errors import JobError, Problem
 
 LONG_S = 60.0
-"""For processes that train: a server may be restarted meanwhile."""
+"""For training processes: the server may be restarted meanwhile."""
 SHORT_S = 8.0
-"""For people at a terminal, who rather hear soon that nothing answers."""
+"""For commands at a terminal: users want to know soon that nothing answers."""
 _FIRST_S = 0.2
 _LONGEST_S = 8.0
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Pauses that grow, each drawn at random so that many ranks do not come back at the same moment.
+    """Exponential backoff with jitter, so that many ranks do not retry at the same moment.
 
     Attributes:
-        total_s: From the first failure on, no request is begun later than this.
-        unreachable_s: The same when nothing listens at the endpoint at all.
+        total_s: No request begins later than this after the first failure.
+        unreachable_s: The same if nothing listens at the endpoint at all.
     """
 
     total_s: float = LONG_S
     unreachable_s: float = SHORT_S
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each further try; ends when patience does. Time counts from the first `next`."""
+        """Yields the seconds to wait before each retry, until the time is up.
+
+        Time counts from the first `next`.
+        """
         begun = time.monotonic()
         longest = _FIRST_S
         while True:
             left = self.total_s - (time.monotonic() - begun)
             if left <= 0:
                 return
-            # Half of it is certain, or a storm is met again at once.
+            # At least half of the pause, so that retries do not hit an overloaded server at once.
             yield min(left, longest * random.uniform(0.5, 1.0))
             longest = min(2 * longest, _LONGEST_S)
 
 
 def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:
-    """The default, or what RAYPP_STORE_PATIENCE_S says (seconds, for every kind of failure).
+    """Returns the default, or RAYPP_STORE_PATIENCE_S in seconds for every kind of failure.
 
     Raises:
-        JobError: That is not a number of seconds.
+        JobError: The value is not a number of seconds.
     """
     given = seconds_from_environment("RAYPP_STORE_PATIENCE_S")
     return Patience(max(LONG_S, unreachable_s), unreachable_s) if given is None else Patience(given, given)
 
 
 def seconds_from_environment(name: str) -> float | None:
-    """A setting in seconds; None when it is not set.
+    """Reads a setting in seconds; None if it is not set.
 
     Raises:
-        JobError: It is not a number of seconds.
+        JobError: The value is not a number of seconds.
     """
     text = os.environ.get(name, "").strip()
     if not text:
@@ -67,5 +70,5 @@ def seconds_from_environment(name: str) -> float | None:
         if not 0 <= seconds < 1e6:
             raise ValueError
     except ValueError:
-        raise JobError(Problem(name, f"{text!r} is not a number of seconds", f"for example {name}=60")) from None
+        raise JobError(Problem(name, f"{text!r} is not a number of seconds", f"set, for example, {name}=60")) from None
     return seconds

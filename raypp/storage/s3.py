@@ -1,7 +1,8 @@
-"""An S3 bucket as a store, on AWS or on any server that speaks S3.
+"""An S3 bucket as a store, on AWS or any compatible server.
 
-Settings come from the usual places (docs/storage.md has the table): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's role.
+Settings come from the usual sources (docs/storage.md lists them): AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's
+role.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from raypp.storage.s3_errors import (
     CONFLICT,
     REFUSED_CONDITION,
     code_of,
-    doubts_credentials,
-    is_nobody_there,
+    is_credentials_error,
+    is_unreachable,
     may_pass,
     status_of,
     translated,
@@ -84,14 +85,14 @@ T = TypeVar("T")
 
 
 def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
-    """The store of `s3://bucket/prefix`."""
+    """Opens the store of `s3://bucket/prefix`."""
     match = _URL.match(url)
     if match is None:
         raise JobError(
             Problem(
                 "checkpoint.url",
                 f"{url!r} is not of the form s3://bucket/prefix",
-                "a bucket's name has 3 to 63 of a-z 0-9 . -",
+                "use a bucket name of 3 to 63 characters from a-z 0-9 . -",
             )
         )
     prefix = (match["prefix"] or "").strip("/")
@@ -104,17 +105,18 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
 
 
 class S3Store:
-    """Objects below a prefix of a bucket.
+    """Stores objects under a prefix of a bucket.
 
     Args:
-        bucket: Its name.
-        prefix: Put before every key, without slashes at its ends; may be empty.
-        endpoint: The server's URL; None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's, or AWS itself.
-        access_key: Together with `secret_key`; None: boto3's usual places.
+        bucket: The bucket's name.
+        prefix: Prefix of every key, without slashes at its ends; may be empty.
+        endpoint: The server's URL; None for AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or
+            AWS.
+        access_key: Together with `secret_key`; None for boto3's usual sources.
         secret_key: See `access_key`.
-        part_bytes: Size of the parts of large objects (S3 allows no less than 5 MiB).
-        patience: How long failures that may pass are met by asking again; None: the environment's.
-        timeout_s: Longest silence on a connection; None: the environment's.
+        part_bytes: Size of the parts of large objects (S3 requires at least 5 MiB).
+        patience: How long temporary failures are retried; None for the environment's setting.
+        timeout_s: Longest silence on a connection; None for the environment's setting.
     """
 
     def __init__(
@@ -181,7 +183,8 @@ class S3Store:
                     return b""
                 raise
             body = answer["Body"].read()
-            # Without Content-Range the server did not look at the range (some send a range with status 200).
+            # Without Content-Range the server ignored the range (some send a range with status
+            # 200).
             whole = wanted and "ContentRange" not in answer
             return body[first:end] if whole else body
 
@@ -201,7 +204,7 @@ class S3Store:
                 yield info
 
     def list_all(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """`list`, with raypp's own bids."""
+        """Lists like `list`, including raypp's own bids."""
         below = self._below
         more: dict[str, Any] = {}
         full = below + check_prefix(prefix)
@@ -269,12 +272,12 @@ class S3Store:
         return () if self._exclusive.condition_is_honoured() else (limitation(self.url),)
 
     def probe(self) -> None:
-        # Listing is asked first because its refusals say why; those of HEAD have no body.
+        # List first: an error response to it contains the reason, one to HEAD has no body.
         self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
-        """Makes the bucket when it is not there. Only for callers that were told to."""
+        """Creates the bucket if it does not exist. Only for callers that were asked to."""
         try:
             self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         except BucketMissing:
@@ -291,11 +294,14 @@ class S3Store:
             self.ask("", create)
 
     def put_if_none_match(self, key: str, data: Data) -> None:
-        """If-None-Match: *. After a lost answer, "exists" may mean our own object: then it is read and compared.
+        """Writes an object with If-None-Match: *.
+
+        If a response was lost, "exists" may refer to this call's own object: then it is read and
+        compared.
 
         Raises:
-            AlreadyExists: Another's object is there.
-            ConditionNotSupported: The server refused the header.
+            AlreadyExists: Another writer's object exists.
+            ConditionNotSupported: The server rejected the header.
         """
         name, body = self.name_of(key), bytes(data)
         sums = self.sums.of(body)
@@ -310,28 +316,29 @@ class S3Store:
                 if status == REFUSED_CONDITION:
                     if in_doubt and self.get(key) == body:
                         return
-                    raise AlreadyExists(Problem(f"{self.url}/{key}", "is already there")) from None
+                    raise AlreadyExists(Problem(f"{self.url}/{key}", "already exists")) from None
                 if status == 501 or (status == 400 and code_of(error) in _CONDITION_UNKNOWN):
                     raise ConditionNotSupported(
-                        Problem(self.url, f"the server refused If-None-Match: {error}")
+                        Problem(self.url, f"the server rejected If-None-Match: {error}")
                     ) from None
                 in_doubt = in_doubt or status != CONFLICT
                 raise
 
-        # 409: another conditional write of the key is under way (AWS); it decides, we ask again.
+        # 409: another conditional write of the key is in progress (AWS). It decides; retry after
+        # it.
         self.ask(key, write, also=lambda error: status_of(error) == CONFLICT)
 
     def ask(
         self, key: str, request: Callable[[S3Client], T], also: Callable[[BaseException], bool] = lambda _: False
     ) -> T:
-        """Sends a request until it succeeds, fails for good, or patience is at its end.
+        """Sends a request until it succeeds, fails permanently, or the retries are exhausted.
 
-        Credentials that have ended are looked for anew, once for each that were found.
+        Renews rejected credentials, as long as new ones are found.
 
         Args:
-            key: Of which object, for messages.
-            request: Sends it.
-            also: Further failures that may pass.
+            key: The object's key, for messages.
+            request: Sends the request.
+            also: Classifies further failures as temporary.
         """
         pauses = self.patience.pauses()
         begun, tries = time.monotonic(), 0
@@ -341,10 +348,10 @@ class S3Store:
             try:
                 return request(client)
             except Exception as error:
-                if doubts_credentials(error) and self._clients.renew(client):
+                if is_credentials_error(error) and self._clients.renew(client):
                     continue
                 spent = time.monotonic() - begun
-                gone = is_nobody_there(error) and spent > self.patience.unreachable_s
+                gone = is_unreachable(error) and spent > self.patience.unreachable_s
                 pause = next(pauses, None) if (may_pass(error) or also(error)) and not gone else None
                 if pause is None:
                     tried = f"tried {tries} times in {spent:.0f} s" if tries > 1 else ""
@@ -352,7 +359,7 @@ class S3Store:
                 time.sleep(pause)
 
     def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
-        """Sends a request once; None when it failed (for cleaning up after a failure, which is the one to tell)."""
+        """Sends a request once; returns None if it fails. For clean-up after another failure."""
         try:
             return request(self._clients.current)
         except Exception:  # noqa: BLE001 - see above
@@ -363,7 +370,7 @@ class S3Store:
         return f"{self.prefix}/" if self.prefix else ""
 
     def name_of(self, key: str) -> str:
-        """An object's name in the bucket."""
+        """Returns an object's name in the bucket."""
         return self._below + check_key(key)
 
 

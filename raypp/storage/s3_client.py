@@ -1,7 +1,7 @@
-"""boto3's clients, made from the settings people have for AWS and for servers like it, and made again
-when the credentials they hold have ended.
+"""Creates boto3 clients from the usual settings for AWS and compatible servers.
 
-docs/storage.md has the table of settings. Each S3 store has one `S3Clients`.
+Clients are renewed when their credentials expire. docs/storage.md lists the settings. Each S3 store
+has one `S3Clients`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 CONNECTIONS = 16
-"""Requests of one client under way at once."""
+"""Number of concurrent requests of one client."""
 _TIMEOUT_S = 30.0
 _STYLES = ("path", "virtual", "auto")
 
 
 class S3Clients:
-    """The client in use, the same one for all threads.
+    """The current client, shared by all threads.
 
     Args:
-        endpoint: The server's URL; None: what AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the profile say, or AWS.
-        access_key: Together with `secret_key`; None: boto3's usual places.
+        endpoint: The server's URL; None for AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or
+            AWS.
+        access_key: Together with `secret_key`; None for boto3's usual sources.
         secret_key: See `access_key`.
-        timeout_s: Longest silence on a connection; None: RAYPP_STORE_TIMEOUT_S, or 30 s.
+        timeout_s: Longest silence on a connection; None for RAYPP_STORE_TIMEOUT_S, or 30 s.
 
     Raises:
-        JobError: A setting cannot be used.
-        AccessRefused: The sources of credentials gave none.
+        JobError: A setting is invalid.
+        AccessRefused: The sources of credentials returned none.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class S3Clients:
         return self._client
 
     def renew(self, refused: S3Client) -> bool:
-        """Asks the sources of credentials again, after the server refused a client's.
+        """Reads the credentials again, after the server rejected a client's.
 
         Args:
-            refused: The client whose credentials were refused.
+            refused: The client whose credentials were rejected.
 
         Returns:
-            Whether there are others now, so that asking again has sense.
+            Whether there are new ones, so that a retry makes sense.
         """
         with self._lock:
             if refused is not self._client:
@@ -82,8 +83,8 @@ class S3Clients:
             return True
 
     def _build(self) -> tuple[S3Client, object]:
-        """A client, and what tells its credentials from others."""
-        # boto3 takes 0.3 s to import: only those who use S3 pay.
+        """Returns a client, and a value that identifies its credentials."""
+        # boto3 takes 0.3 s to import: only users of S3 should pay for it.
         import boto3
         import botocore.session
         from botocore.exceptions import BotoCoreError, CredentialRetrievalError
@@ -92,7 +93,7 @@ class S3Clients:
             core = botocore.session.get_session()
             profile = core.get_scoped_config()
             session = boto3.session.Session(botocore_session=core)
-            # boto3 itself does not look at AWS_REGION, which every other AWS SDK does.
+            # boto3 itself ignores AWS_REGION, which every other AWS SDK reads.
             region = os.environ.get("AWS_REGION") or session.region_name or "us-east-1"
             style = _addressing_style(profile)
 
@@ -108,8 +109,8 @@ class S3Clients:
 
             client = make(style, None)
             if not _is_aws(str(client.meta.endpoint_url)):
-                # Many servers have no name per bucket, and answer boto3's newer checksum headers with
-                # errors or damaged bodies: what they can do must be said to be used.
+                # Many servers have no host name per bucket, and respond to boto3's newer checksum
+                # headers with errors or damaged bodies: both are used only if set explicitly.
                 client = make(style or "path", None if _checksums_are_set(profile) else "when_required")
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
@@ -120,15 +121,15 @@ class S3Clients:
             raise AccessRefused(
                 Problem(
                     f"AWS_PROFILE={os.environ.get('AWS_PROFILE', 'default')}",
-                    f"new credentials could not be had: {error}",
-                    "run the profile's credential_process by hand",
+                    f"cannot get new credentials: {error}",
+                    "run the profile's credential_process by hand to see its error",
                 )
             ) from error
         except (BotoCoreError, ValueError) as error:
             raise JobError(
                 Problem(
                     "",
-                    f"the AWS settings cannot be used: {error}",
+                    f"the AWS settings are invalid: {error}",
                     "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION",
                 )
             ) from error
@@ -146,7 +147,7 @@ def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
     return Config(
         connect_timeout=min(5.0, timeout_s),
         read_timeout=timeout_s,
-        # Asking again is our own: what a repeated request may mean differs from one to the other.
+        # raypp retries by itself: whether a request may be repeated depends on the request.
         retries={"mode": "standard", "total_max_attempts": 1},
         max_pool_connections=CONNECTIONS,
         **settings,
@@ -161,12 +162,15 @@ def _identity(credentials: Any) -> object:
     try:
         frozen = credentials.get_frozen_credentials()
     except BotoCoreError:
-        return object()  # told in full by the next request
+        return object()  # the next request reports the error
     return (frozen.access_key, frozen.secret_key, frozen.token)
 
 
 def _addressing_style(profile: dict[str, Any]) -> str | None:
-    """`path` (http://server/bucket/key), `virtual` (http://bucket.server/key) or `auto`; None: nobody said."""
+    """Returns the style of bucket addresses; None if none is set.
+
+    Styles: `path` (http://server/bucket/key), `virtual` (http://bucket.server/key), or `auto`.
+    """
     name, style = "RAYPP_S3_ADDRESSING_STYLE", os.environ.get("RAYPP_S3_ADDRESSING_STYLE", "").strip().lower()
     if not style:
         section = profile.get("s3")
@@ -191,7 +195,7 @@ def _requester_pays() -> bool:
 
 
 def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:
-    """Adds the word that the caller pays to every request that can carry it."""
+    """Adds RequestPayer to every request that accepts it."""
     if model.input_shape is not None and "RequestPayer" in model.input_shape.members:
         params.setdefault("RequestPayer", "requester")
 

@@ -1,6 +1,6 @@
-"""Creating an object exactly once: by If-None-Match, or, on a server that ignores it, by bids.
+"""Creates an object exactly once: by If-None-Match, or by bids if the server ignores that.
 
-Which of the two is found out by a probe on the server itself, never assumed.
+A probe on the server itself decides which of the two is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from raypp.storage.store import AlreadyExists, Data, ObjectInfo, StoreError
 log = logging.getLogger(__name__)
 
 BIDS = ".raypp-bids"
-"""The folder of bids, below the store's prefix; never listed to callers."""
+"""The folder of bids under the store's prefix; hidden from callers."""
 DEAD_BID_S = 120.0
-"""A bid that was watched for so long by one process, on its own clock, is of a writer that died."""
+"""A process that has observed a bid for this long, on its own clock, takes its writer for dead."""
 _FRESH_S = DEAD_BID_S / 4
 
 
 class ConditionNotSupported(StoreError):
-    """The server said that it cannot do a conditional write."""
+    """The server rejected a conditional write as unsupported."""
 
 
 class PlainStore(Protocol):
@@ -44,20 +44,20 @@ class PlainStore(Protocol):
 
 class ConditionalStore(PlainStore, Protocol):
     def put_if_none_match(self, key: str, data: Data) -> None:
-        """A PUT with the condition.
+        """Writes an object with If-None-Match.
 
         Raises:
-            AlreadyExists: The server refused it for that.
-            ConditionNotSupported: The server refused the header itself.
+            AlreadyExists: The object exists.
+            ConditionNotSupported: The server rejected the header itself.
         """
         ...
 
 
 class ExclusiveCreate:
-    """Creates objects that are not there yet, in the way the server allows.
+    """Creates objects that do not exist yet, in the way that the server supports.
 
     Args:
-        store: Where.
+        store: The store to write to.
         dead_bid_s: See DEAD_BID_S.
     """
 
@@ -71,8 +71,8 @@ class ExclusiveCreate:
         """Creates the object.
 
         Raises:
-            AlreadyExists: It is there.
-            StoreError: It could not be written.
+            AlreadyExists: It exists.
+            StoreError: The write failed.
         """
         if self.condition_is_honoured():
             self._store.put_if_none_match(key, data)
@@ -80,7 +80,7 @@ class ExclusiveCreate:
             create_by_bids(self._store, key, data, self._dead_bid_s)
 
     def condition_is_honoured(self) -> bool:
-        """Whether the server refuses to replace an object under If-None-Match: asked once, then remembered."""
+        """Returns whether the server honours If-None-Match: probed once, then remembered."""
         with self._lock:
             if self._honoured is None:
                 self._honoured = probe_condition(self._store)
@@ -90,18 +90,18 @@ class ExclusiveCreate:
 
 
 def limitation(url: str) -> Problem:
-    """What to tell people about a server without conditional writes."""
+    """Describes the limitation of a server without conditional writes."""
     return Problem(
         url,
-        "this server ignores If-None-Match; raypp creates claims and commits by bids instead: marker objects, a list "
-        f"that shows who else bids, and a read-back. That is slower, and safe unless a writer stands still for more "
-        f"than {_FRESH_S:.0f} s in the middle of it",
-        "better use a store that honours it: AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
+        "this server ignores If-None-Match, so raypp creates claims and commits by bids: marker objects, a list "
+        f"that shows who else bids, and a read-back. That is slower, and safe unless a writer stalls for more "
+        f"than {_FRESH_S:.0f} s in between",
+        "use a store that supports it: AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
     )
 
 
 def probe_condition(store: ConditionalStore) -> bool:
-    """Writes a small object of its own, and once more under the condition: was the second write refused?"""
+    """Returns whether a conditional write over a small temporary object is refused."""
     key = f".raypp-probe-{secrets.token_hex(8)}"
     store.put(key, b"first")
     try:
@@ -118,19 +118,20 @@ def probe_condition(store: ConditionalStore) -> bool:
 def create_by_bids(store: PlainStore, key: str, data: Data, dead_bid_s: float = DEAD_BID_S) -> None:
     """Creates an object with plain writes, lists and reads only.
 
-    Everyone who wants the key first writes a bid of its own beside it, then lists the bids. Of any two, the one
-    that lists later sees the other's. Only who sees no other bid may write, and it takes its bid away afterwards;
-    so no two write at the same time, and the next one finds the object there. When several meet, the
-    lowest stays and the others step back. A bid whose writer died is in the way until somebody has watched it for
-    `dead_bid_s` on a clock of its own; no two hosts' clocks are compared.
+    Every writer that wants the key first writes its own bid, then lists the bids. Of any two
+    writers, the one that lists later sees the other's bid. Only a writer that sees no other bid may
+    write, and it removes its bid afterwards. So no two write at the same time, and the next one
+    finds the object. If several meet, the lowest bid stays and the others are withdrawn. A dead
+    writer's bid blocks the key until another writer has observed it for `dead_bid_s` on its own
+    clock; clocks of different hosts are never compared.
 
     Raises:
-        AlreadyExists: It is there.
-        StoreError: It could not be written, or dead bids stood in the way for too long.
+        AlreadyExists: The object exists.
+        StoreError: The write failed, or dead bids blocked it for too long.
     """
     folder = f"{BIDS}/{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     mine = f"{folder}/{secrets.token_hex(12)}"
-    exists = AlreadyExists(Problem(f"{store.url}/{key}", "is already there"))
+    exists = AlreadyExists(Problem(f"{store.url}/{key}", "already exists"))
     seen: dict[str, float] = {}
     placed = False
     body = bytes(data)
@@ -148,7 +149,7 @@ def create_by_bids(store: PlainStore, key: str, data: Data, dead_bid_s: float = 
                 if store.head(key) is not None:
                     raise exists
                 if time.monotonic() - began > dead_bid_s / 4:
-                    continue  # we stood still: others may think we died
+                    continue  # this writer stalled: others may have taken it for dead
                 store.put(key, body)
                 if store.get(key) != body:
                     raise exists
@@ -168,7 +169,7 @@ def create_by_bids(store: PlainStore, key: str, data: Data, dead_bid_s: float = 
     raise StoreError(
         Problem(
             f"{store.url}/{key}",
-            f"others have been bidding for it for {5 * dead_bid_s:.0f} s",
-            f"when no run uses it, delete what is below {store.url}/{folder}",
+            f"other writers have been bidding for it for {5 * dead_bid_s:.0f} s",
+            f"if no run uses it, delete what is below {store.url}/{folder}",
         )
     )

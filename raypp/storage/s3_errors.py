@@ -1,4 +1,4 @@
-"""What went wrong between boto3 and a server: may it pass, and how to say it to a person."""
+"""Classifies errors of boto3 and S3 servers, and translates them into messages with a fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PASSING = {
     "TooManyRequests",
     "InternalError",
     "OperationAborted",
-    # The bytes were changed or cut off on their way.
+    # The bytes were changed or cut off in transit.
     "BadDigest",
     "IncompleteBody",
     "XAmzContentSHA256Mismatch",
@@ -44,7 +44,7 @@ class _Place(Protocol):
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of a server's refusal; 0 when the error is not one."""
+    """Returns the HTTP status of an error response; 0 if the error is not one."""
     from botocore.exceptions import ClientError
 
     if not isinstance(error, ClientError):
@@ -53,7 +53,7 @@ def status_of(error: BaseException) -> int:
 
 
 def code_of(error: BaseException) -> str:
-    """S3's word for a server's refusal; empty when the error is not one."""
+    """Returns the S3 error code of an error response; empty if the error is not one."""
     from botocore.exceptions import ClientError
 
     if not isinstance(error, ClientError):
@@ -62,9 +62,9 @@ def code_of(error: BaseException) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later: no answer, half an answer, damaged bytes, 5xx, 429.
+    """Returns whether a retry may succeed: no or incomplete response, damaged bytes, 5xx, 429.
 
-    A request that changes something may have been carried out all the same.
+    A failed request that changes something may have taken effect nevertheless.
     """
     from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError
     from botocore.exceptions import ConnectionError as NoConnection
@@ -73,7 +73,7 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, ClientError):
         status = status_of(error)
         return code_of(error) in _PASSING or status == 429 or (status >= 500 and status not in _STAYING)
-    return is_half_an_answer(error) or isinstance(
+    return is_incomplete_response(error) or isinstance(
         error,
         (
             HTTPClientError,
@@ -86,35 +86,35 @@ def may_pass(error: BaseException) -> bool:
     )
 
 
-def is_half_an_answer(error: BaseException) -> bool:
-    """Whether the connection ended before the whole body had come."""
+def is_incomplete_response(error: BaseException) -> bool:
+    """Returns whether the connection ended before the complete body arrived."""
     from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
     return isinstance(error, (IncompleteReadError, ResponseStreamingError))
 
 
-def is_nobody_there(error: BaseException) -> bool:
-    """Whether nothing listens at the endpoint (it may be starting again)."""
+def is_unreachable(error: BaseException) -> bool:
+    """Returns whether nothing listens at the endpoint; the server may be restarting."""
     from botocore.exceptions import EndpointConnectionError
 
     return isinstance(error, EndpointConnectionError)
 
 
-def doubts_credentials(error: BaseException) -> bool:
-    """Whether other credentials could help: these have ended, were taken back, or were replaced."""
+def is_credentials_error(error: BaseException) -> bool:
+    """Returns whether new credentials may help: these have expired, or were revoked or replaced."""
     code = code_of(error)
-    # HEAD has no body to say why: its 403 has only a number.
+    # A response to HEAD has no body with a code: its 403 has only a number.
     return code in _UNKNOWN_KEY | _WRONG_SECRET | _EXPIRED or code == "403"
 
 
 def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Exception:
-    """The error as a `RayppError`; errors that are not about the store come back as they are.
+    """Translates an error into a `RayppError`; returns errors unrelated to the store unchanged.
 
     Args:
-        error: What boto3 raised.
-        store: Where.
-        key: Of which object; empty: of none.
-        tried: How long it was tried, in words, for failures that may pass.
+        error: The error that boto3 raised.
+        store: The store.
+        key: The object's key; empty if the request was about no object.
+        tried: Number and duration of tries, as text, for temporary failures.
     """
     from botocore.exceptions import (
         BotoCoreError,
@@ -142,27 +142,25 @@ def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Ex
         )
     if isinstance(error, CredentialRetrievalError):
         return AccessRefused(
-            Problem(store.url, f"new credentials could not be had: {error}", "see the profile that AWS_PROFILE names")
+            Problem(store.url, f"cannot get new credentials: {error}", "check the profile that AWS_PROFILE names")
         )
     if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
         return StoreError(
             Problem(
                 place,
-                f"what came is damaged: {error}{after}",
-                "a server that computes checksums another way needs AWS_RESPONSE_CHECKSUM_VALIDATION=when_required",
+                f"the response is damaged: {error}{after}",
+                "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently",
             )
         )
-    if is_half_an_answer(error):
-        return StoreError(
-            Problem(place, f"is cut off on its way: {error}{after}", "look at the server and the network")
-        )
+    if is_incomplete_response(error):
+        return StoreError(Problem(place, f"was cut off in transit: {error}{after}", "check the server and the network"))
     if isinstance(error, (BotoCoreError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
             Problem(
                 place,
                 f"no answer from the S3 server at {where}: {error}{after}",
-                "is it running, and reachable from this machine? AWS_ENDPOINT_URL_S3 says where it is",
+                "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address",
             )
         )
     return error
@@ -178,7 +176,7 @@ def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppEr
             Problem(
                 "checkpoint.url",
                 f"the bucket {store.bucket!r} does not exist{at}",
-                "create it, or correct the name; raypp makes no buckets",
+                "create it, or correct the name; raypp creates no buckets",
             )
         )
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:
@@ -191,7 +189,7 @@ def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppEr
             Problem(
                 place,
                 f"access denied{at} ({code or status}{': ' + message if message else ''})",
-                f"give the key the right to list, read, write and delete in the bucket {store.bucket!r}",
+                f"allow the key to list, read, write and delete in the bucket {store.bucket!r}",
             )
         )
     if status == 301 or code in _MOVED:
@@ -202,17 +200,17 @@ def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppEr
         Problem(
             place,
             f"the server{at} answered {status} {code}: {message}{after}",
-            "this may pass; look at the server if it stays",
+            "try again later; check the server if it persists",
         )
     )
 
 
 def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[str, str]:
-    """What is wrong with who asks, and what helps; empty when it is something else."""
+    """Returns what is wrong with the caller's credentials, and a fix; empty for other errors."""
     if code in _UNKNOWN_KEY:
         return f"the server{at} does not know the access key", "check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL_S3"
     if code in _WRONG_SECRET:
-        return f"the server{at} refuses the signature: the secret key is wrong", "check AWS_SECRET_ACCESS_KEY"
+        return f"the server{at} rejects the signature: the secret key is wrong", "check AWS_SECRET_ACCESS_KEY"
     if code in _EXPIRED:
         return "the credentials have expired", "get new ones, and set AWS_SESSION_TOKEN"
     if code in _CLOCK:

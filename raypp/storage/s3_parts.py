@@ -1,4 +1,4 @@
-"""Sending parts of an object that lies in memory to S3: several at once, never copied, at a given pace."""
+"""Sends parts of an object in memory to S3: concurrently, without copies, under a rate limit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 _DSCP_LOWER_EFFORT = 0x20
-"""CS1 as a TOS byte: what switches that look at it send after everything else."""
+"""DSCP CS1 as a TOS byte: switches that honour it send this traffic last."""
 _PRIORITY_FILLER = 1
-"""Linux' TC_PRIO_FILLER: in the sender's own queue after everything else."""
+"""Linux's TC_PRIO_FILLER: last in the sender's own queue."""
 
 
 class PartBody:
-    """A part as the file that boto3 wants: reads are views of the memory.
+    """A part as the file object that boto3 expects; reads return views of the memory.
 
-    Pieces are paced only while they are sent, not while somebody reads them for a signature or a checksum.
+    The rate limit applies only while a part is sent, not while it is read for a signature or a
+    checksum.
     """
 
     def __init__(self, source: MemorySource, start: int, end: int) -> None:
@@ -31,8 +32,9 @@ class PartBody:
         self._place = 0
         self.sending = False
         self.summed = False
-        """Its CRC-32 is said in a header to a server that compares it: then the signature leaves the body out. Signing
-        it costs a SHA-256 of every byte on both sides, more than everything else together."""
+        """Whether a header carries its CRC-32 and the server compares it. The signature then omits
+        the body: signing costs a SHA-256 of every byte on both sides, more than everything else
+        together."""
 
     def __len__(self) -> int:
         return self._end - self._start
@@ -48,8 +50,10 @@ class PartBody:
         return self._source.crc32(self._start, self._end)
 
     def read(self, size: int | None = -1) -> memoryview | bytes:
-        """The next piece, a view. While sending it is of the pace's size, whatever was asked for: boto3's HTTP client
-        asks for 16 KiB, which costs a system call and a change of threads each.
+        """Returns the next piece as a view.
+
+        While sending, the rate limit sets the piece's size, whatever was requested: boto3's HTTP
+        client requests 16 KiB, each of which would cost a system call and a thread switch.
         """
         wanted = self._source.pace.piece_bytes if self.sending or size is None or size < 0 else size
         begin = 0
@@ -72,8 +76,8 @@ def send_parts(
     Args:
         source: The object.
         part_bytes: Size of each part but the last.
-        in_flight: Parts under way at once.
-        send: (number from 1, body) -> what completes the upload says of this part; called in threads.
+        in_flight: Number of parts sent concurrently.
+        send: (number from 1, body) -> what the completion needs about this part; called in threads.
 
     Returns:
         What `send` returned, in the order of the parts.
@@ -99,21 +103,23 @@ def send_parts(
 
 
 def prepare_client(client: S3Client) -> None:
-    """Makes a client send `PartBody`s at their pace, with low priority where the operating system allows it.
+    """Makes a client send `PartBody`s under their rate limit, with low priority where possible.
 
     Must be called before the client's first request.
     """
-    # The signer listens to this event, too; for one operation's own event, "last" would still be before it.
+    # The signer listens to this event too; "last" on one operation's own event would still precede
+    # it.
     client.meta.events.register_first("request-created.s3", _signing)
     client.meta.events.register_last("request-created.s3", _sending)
-    # botocore has no setting for socket options; its session hands this list to every connection it opens.
+    # botocore has no setting for socket options; its session passes this list to every new
+    # connection.
     options = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_socket_options", None)
     if isinstance(options, list):
         options.extend(low_priority_options())
 
 
 def low_priority_options() -> list[tuple[int, int, int]]:
-    """The socket options for traffic that may wait, those that this machine accepts."""
+    """Returns the socket options for low-priority traffic that this machine accepts."""
     wanted = [(socket.IPPROTO_IP, socket.IP_TOS, _DSCP_LOWER_EFFORT)]
     if hasattr(socket, "SO_PRIORITY"):
         wanted.append((socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_FILLER))
@@ -130,17 +136,17 @@ def low_priority_options() -> list[tuple[int, int, int]]:
 
 def _signing(request: Any, **_others: Any) -> None:
     if isinstance(request.data, PartBody):
-        request.data.seek(0)  # it may be a part's second try
+        request.data.seek(0)  # this may be a retry of the part
         request.data.sending = False
         if request.data.summed:
-            # botocore has this setting for a whole client only; the context is the request's own.
+            # botocore has this setting only per client; the context belongs to the request.
             config = copy.copy(request.context["client_config"])
             config.s3 = {**(config.s3 or {}), "payload_signing_enabled": False}
             request.context["client_config"] = config
 
 
 def _sending(request: Any, **_others: Any) -> None:
-    # Under TLS with checksums boto3 wraps the body, and reads it only to send it.
+    # Under TLS with checksums, boto3 wraps the body and reads it only to send it.
     body = getattr(request.data, "_raw", request.data)
     if isinstance(body, PartBody):
         body.sending = True

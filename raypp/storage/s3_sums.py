@@ -1,11 +1,12 @@
-"""CRC-32 sums that travel with what is uploaded, to servers that compare them: found out by sending a wrong one.
+"""Sends CRC-32 checksums with uploads to servers that compare them, as a probe shows.
 
-The signature of a request covers its body, but not every server looks. A byte that is changed on its way is then
-stored, and found only when the checkpoint is read. boto3's own sums are left to it where they are switched on (AWS).
+The signature of a request covers its body, but not every server checks that. A byte changed in
+transit is then stored, and detected only when the checkpoint is read. Where boto3's own checksums
+are enabled (AWS), raypp adds none.
 
-Where the sums are compared, signing the bodies of large uploads as well would find nothing more by accident, and who
-changes bytes on purpose is found out by the SHA-256 in COMMIT, which is signed. So they are left out of the signature
-if the server takes that.
+If the server compares checksums, signing the bodies of large uploads as well would detect no more
+accidents; deliberate changes are detected by the SHA-256 in COMMIT, which is signed. So the
+signature omits the bodies if the server accepts that.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class _Server(Protocol):
 
 
 class UploadSums:
-    """Whether, and which, sums are sent along.
+    """Decides whether uploads carry checksums.
 
     Args:
-        server: Whom to ask.
+        server: The server to probe.
     """
 
     def __init__(self, server: _Server) -> None:
@@ -51,27 +52,27 @@ class UploadSums:
         self._unsigned = False
 
     def compared(self) -> bool:
-        """Whether the server refuses a body whose sum is wrong: asked once, then remembered."""
+        """Returns whether the server rejects a body with a wrong checksum: probed once."""
         with self._lock:
             if self._compared is None:
                 self._compared, self._unsigned = self._ask()
             return self._compared
 
     def of(self, body: bytes | PartBody) -> dict[str, Any]:
-        """What a PutObject or UploadPart of this body also says."""
+        """Returns further arguments of a PutObject or UploadPart with this body."""
         if not self.compared():
             return {}
         if isinstance(body, PartBody):
             body.summed = self._unsigned
-            return {"ChecksumCRC32": _spelt(body.crc32())}
-        return {"ChecksumCRC32": _spelt(zlib.crc32(body))}
+            return {"ChecksumCRC32": _encode(body.crc32())}
+        return {"ChecksumCRC32": _encode(zlib.crc32(body))}
 
     def _ask(self) -> tuple[bool, bool]:
-        """Whether sums are compared, and whether a body with one needs no signature."""
+        """Returns whether checksums are compared, and whether a body with one may be unsigned."""
         key = f".raypp-probe-{secrets.token_hex(8)}"
         name, bucket = self._server.name_of(key), self._server.bucket
 
-        right, wrong = _spelt(zlib.crc32(_PROBE)), _spelt(zlib.crc32(b"other"))
+        right, wrong = _encode(zlib.crc32(_PROBE)), _encode(zlib.crc32(b"other"))
         body = PartBody(MemorySource((len(_PROBE),), lambda _: memoryview(_PROBE)), 0, len(_PROBE))
         body.summed = True
 
@@ -86,9 +87,10 @@ class UploadSums:
 
         def ask(client: S3Client) -> tuple[bool, bool]:
             if getattr(client.meta.config, "request_checksum_calculation", "") == "when_supported":
-                return False, False  # boto3 sends sums of its own
+                return False, False  # boto3 sends its own checksums
             blind = takes(client, (400,), _PROBE, wrong)
-            # 400 alone may also mean that it does not know the header at all; then it must not be sent either.
+            # 400 may also mean that the server does not know the header: then it must not be sent
+            # either.
             compares = not blind and takes(client, (400,), _PROBE, right)
             unsigned = compares and takes(client, _REFUSALS, body, right)
             if blind or compares:
@@ -98,5 +100,5 @@ class UploadSums:
         return self._server.ask(key, ask)
 
 
-def _spelt(crc: int) -> str:
+def _encode(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()

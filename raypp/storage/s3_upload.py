@@ -1,4 +1,4 @@
-"""Large objects in parts, several at once, held in memory only while they travel."""
+"""Uploads large objects in concurrent parts, which are in memory only while they are sent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 PART_BYTES = 16 << 20
-"""Objects up to this size travel in one request, larger ones in parts of this size."""
+"""Objects up to this size take one request, larger ones parts of this size."""
 PARTS_IN_FLIGHT = 4
-"""Parts of one object uploaded at once; a stream holds at most this many (and one) in memory."""
+"""Number of parts of one object uploaded at once; a stream holds one more in memory at most."""
 _MOST_PARTS = 9000
 T = TypeVar("T")
 
@@ -33,14 +33,14 @@ class _Server(Protocol):
 
 
 def upload_in_parts(server: _Server, key: str, name: str, chunks: Iterable[Data], size: int) -> None:
-    """Writes an object from chunks. When it raises, nothing appeared, and the parts were given up (or expire).
+    """Writes an object from chunks. If it raises, nothing appears; the parts are aborted or expire.
 
     Args:
-        server: Who asks, with patience.
-        key: The object, for messages.
+        server: Sends requests with retries.
+        key: The object's key, for messages.
         name: Its name in the bucket.
-        chunks: Its bytes; each stays unchanged until the next is asked for.
-        size: All of them together.
+        chunks: Its bytes; each chunk must not change until the next one is requested.
+        size: Total bytes.
     """
     summed: Any = {"ChecksumAlgorithm": ALGORITHM} if server.sums.compared() else {}
     upload = server.ask(
@@ -55,7 +55,11 @@ def upload_in_parts(server: _Server, key: str, name: str, chunks: Iterable[Data]
 
 
 def _complete(server: _Server, key: str, name: str, upload: str, parts: list[dict[str, Any]]) -> None:
-    """Joins the parts. After a lost answer the upload is gone because the object is there: then that is looked at."""
+    """Joins the parts.
+
+    If the response of an earlier try was lost, the upload no longer exists, because the object
+    does: then the object's ETag is checked.
+    """
     more: Any = {"Parts": parts}
     try:
         server.ask(
@@ -71,19 +75,19 @@ def _complete(server: _Server, key: str, name: str, upload: str, parts: list[dic
 
 
 def _tag_of_parts(parts: list[dict[str, Any]]) -> str:
-    """The ETag S3 gives to an object of these parts: the MD5 of their MD5s, and how many they are."""
+    """Returns S3's ETag of an object of these parts: the MD5 of their MD5s, and their number."""
     digests = [part["ETag"].strip('"') for part in parts]
     try:
         joined = b"".join(bytes.fromhex(digest) for digest in digests)
     except ValueError:
-        return ""  # an encrypting server's tags are no MD5s
+        return ""  # the ETags of an encrypting server are not MD5s
     return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def _upload_parts(
     server: _Server, key: str, name: str, upload: str, chunks: Iterable[Data], size: int
 ) -> list[dict[str, Any]]:
-    """Uploads the parts as the chunks come; returns what completes the upload."""
+    """Uploads the parts as the chunks arrive; returns what the completion needs."""
     part_bytes = max(server.part_bytes, -(-size // _MOST_PARTS))
     futures: list[Future[dict[str, Any]]] = []
 
@@ -92,7 +96,7 @@ def _upload_parts(
 
         def request(client: S3Client) -> Any:
             if hasattr(body, "seek"):
-                body.seek(0)  # an earlier try may have broken off in the middle
+                body.seek(0)  # an earlier try may have read a part of it
             return client.upload_part(
                 Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body, **own
             )
@@ -122,7 +126,7 @@ def _upload_parts(
 
 
 def cut_into_parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int) -> Iterator[bytes]:
-    """The chunks, cut and joined into parts of `part_bytes` (the last one shorter)."""
+    """Yields the chunks, cut and joined into parts of `part_bytes`; the last may be shorter."""
     part = bytearray()
     seen = 0
     for chunk in chunks:
@@ -136,18 +140,18 @@ def cut_into_parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int)
                 yield bytes(part)
                 part = bytearray()
     if seen != size:
-        raise ValueError(f"{key}: the chunks hold {seen} bytes, {size} were announced")
+        raise ValueError(f"{key}: the chunks have {seen} bytes, but {size} were announced")
     if part:
         yield bytes(part)
 
 
 def joined(key: str, chunks: Iterable[Data], size: int) -> bytes:
-    """All chunks as one.
+    """Returns all chunks as one bytes object.
 
     Raises:
         ValueError: They do not add up to `size`.
     """
     data = b"".join(chunks)
     if len(data) != size:
-        raise ValueError(f"{key}: the chunks hold {len(data)} bytes, {size} were announced")
+        raise ValueError(f"{key}: the chunks have {len(data)} bytes, but {size} were announced")
     return data

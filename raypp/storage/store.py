@@ -1,8 +1,9 @@
-"""What a store of objects promises, and how it says no.
+"""The interface of object stores, and its errors.
 
-A store is a flat map from keys to bytes. An object appears whole or not at all, and is never changed
-in place. Keys are relative to the URL the store was opened at; `/` separates their parts. No key may
-be a folder of another (`a` beside `a/b`): directories and some S3 servers cannot hold both.
+A store is a flat map from keys to bytes. An object appears complete or not at all, and is never
+changed in place. Keys are relative to the URL at which the store was opened; `/` separates their
+parts. No key may be a folder of another (`a` next to `a/b`): directories and some S3 servers cannot
+hold both.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _UNWELCOME = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class AlreadyExists(RayppError):
-    """`put(…, if_absent=True)` found an object under the key; nothing was changed."""
+    """`put(…, if_absent=True)` found an existing object; nothing was changed."""
 
 
 class NotFound(RayppError):
-    """There is no object under the key."""
+    """No object exists under the key."""
 
 
 class StoreError(UnreachableError):
-    """The store answered with a failure that is neither of the two above (it may pass)."""
+    """The store failed in another way; the failure may be temporary."""
 
     failure_kind = FailureKind.STORE_DOWN
 
@@ -42,21 +43,21 @@ class ServerNotThere(StoreError):
 
 
 class BucketMissing(StoreError):
-    """The bucket does not exist. raypp makes none by itself."""
+    """The bucket does not exist. raypp creates none by itself."""
 
 
 class AccessRefused(StoreError):
-    """The store knows the caller's key not, or does not allow what was asked."""
+    """The store does not know the caller's key, or denies the request."""
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a store knows of an object without reading it.
+    """Metadata of an object.
 
     Attributes:
         key: Relative to the store's URL.
         size: Bytes.
-        modified: When it was written, seconds since 1970 by the store's clock.
+        modified: When it was written, in seconds since 1970 by the store's clock.
     """
 
     key: str
@@ -66,12 +67,13 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A write that was begun and has not ended: under way, or of a writer that died.
+    """A write that has not ended: it is in progress, or its writer died.
 
     Attributes:
-        key: The object it is to become, relative to the store's URL.
-        id: What the store calls it.
-        started: When it was begun, seconds since 1970 by the store's clock. Compare it with nobody else's.
+        key: The key of the object to be created, relative to the store's URL.
+        id: The store's identifier of the write.
+        started: When it began, in seconds since 1970 by the store's clock. Do not compare it with
+            other clocks.
     """
 
     key: str
@@ -80,87 +82,91 @@ class Unfinished:
 
 
 class ObjectStore(Protocol):
-    """A store. All methods may be called from several threads at once; each process opens its own."""
+    """A store. All methods are thread-safe; each process opens its own store."""
 
     @property
     def url(self) -> str:
-        """Where it was opened, in the form `open_store` takes, absolute."""
+        """The absolute URL, in the form that `open_store` takes."""
         ...
 
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
-        """Writes a whole object; it is durable when this returns.
+        """Writes a complete object; it is durable when this returns.
 
-        With `if_absent` at most one of any number of concurrent writers succeeds. A writer whose own
-        earlier try was stored without its hearing of it counts as successful; therefore, data that
-        decide between writers must differ between them (hold a nonce).
+        With `if_absent`, at most one of any number of concurrent writers succeeds. A writer whose
+        earlier try was stored while the response was lost counts as successful. Therefore, data
+        that decide between writers must differ between them (contain a nonce).
 
         Raises:
-            AlreadyExists: `if_absent` and the key is there.
-            StoreError: It could not be written, after retries.
+            AlreadyExists: `if_absent` and the key exists.
+            StoreError: The write failed after retries.
         """
         ...
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
-        """Writes an object of `size` bytes from pieces, without holding it in memory as a whole.
+        """Writes an object of `size` bytes from chunks, without holding all of it in memory.
 
-        A chunk must stay unchanged until the next one is asked for. Nothing appears under the key
-        unless every chunk arrived. An object already there is replaced.
+        A chunk must not change until the next one is requested. Nothing appears under the key
+        unless every chunk arrived. An existing object is replaced.
 
         Raises:
             ValueError: The chunks do not add up to `size`; nothing was stored.
-            StoreError: It could not be written, after retries.
+            StoreError: The write failed after retries.
         """
         ...
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        """The bytes `[start, end)` of an object, cut off at its end like a Python slice.
+        """Reads the bytes `[start, end)` of an object, cut off at its end like a Python slice.
 
         Raises:
-            NotFound: No such object.
+            NotFound: The object does not exist.
         """
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
-        """What is known of an object; None when there is none."""
+        """Returns an object's metadata; None if it does not exist."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key starts with `prefix` (any string, not only a folder), by no promised order."""
+        """Yields every object whose key starts with `prefix` (any string), in no set order."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; those that are not there are passed over."""
+        """Deletes objects; ignores keys that do not exist."""
         ...
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """Every write that was begun under a key that starts with `prefix` and has not ended."""
+        """Yields every write under a key that starts with `prefix` that has not ended."""
         ...
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
-        """Gives writes up: what they had stored goes, and they can no longer end. Those that ended are passed over."""
+        """Aborts writes and removes what they stored, so that they cannot finish.
+
+        Ignores writes that have ended.
+        """
         ...
 
     def limitations(self) -> tuple[Problem, ...]:
-        """What this store cannot do, found by trying it, and what is done instead. Remembered after the first call.
+        """Probes what this store cannot do, and describes what raypp does instead.
 
-        For people: whoever begins a run tells them.
+        Remembers the result. It is meant to be shown to the user when a run begins.
         """
         ...
 
     def probe(self) -> None:
-        """Tries everything raypp needs on a small object of its own, which it removes again.
+        """Checks everything that raypp needs with a small temporary object.
 
         Raises:
-            BucketMissing, AccessRefused, ServerNotThere, StoreError: Told in words, with a fix.
+            BucketMissing, AccessRefused, ServerNotThere, StoreError: With a fix.
         """
         ...
 
 
 def check_key(key: str) -> str:
-    """The key, when it is one a store can hold.
+    """Returns the key if a store can hold it.
 
     Raises:
-        JobError: Absolute, empty, with an empty, `.` or `..` part, a control character, or too long.
+        JobError: It is absolute, empty or too long, or has an empty, `.` or `..` part or a control
+            character.
     """
     problem = ""
     if not key:
@@ -179,7 +185,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix, when keys can start with it; see `check_key`."""
+    """Returns the prefix if keys can start with it; see `check_key`."""
     if prefix:
         check_key(prefix[:-1] if prefix.endswith("/") else prefix)
     return prefix
@@ -189,7 +195,7 @@ def probe_by_writing(store: ObjectStore) -> None:
     """Writes, reads, lists, conditionally rewrites and deletes one small object.
 
     Raises:
-        StoreError: A step failed, or a write that must not replace an object did.
+        StoreError: A request failed, or a conditional write replaced an object.
     """
     key = f".raypp-probe-{secrets.token_hex(8)}"
     data = secrets.token_bytes(16)
@@ -197,7 +203,7 @@ def probe_by_writing(store: ObjectStore) -> None:
     try:
         there = store.get(key) == data and store.get(key, 4, 8) == data[4:8]
         if not there or [info.size for info in store.list(key)] != [len(data)]:
-            raise StoreError(Problem(store.url, "does not give back what was written", "use another store"))
+            raise StoreError(Problem(store.url, "does not return what was written", "use another store"))
         try:
             store.put(key, secrets.token_bytes(16), if_absent=True)
         except AlreadyExists:
@@ -205,7 +211,7 @@ def probe_by_writing(store: ObjectStore) -> None:
         raise StoreError(
             Problem(
                 store.url,
-                "a write that must not replace an object did so: no commit is safe here",
+                "a conditional write replaced an existing object: commits are not safe on this store",
                 "use AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
             )
         )

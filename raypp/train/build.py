@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from raypp.pipeline.link_probe import connect
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.tied import TiedEmbedding
-from raypp.pipeline.wire import message_seed, wire_formats
-from raypp.planning.plan import layer_cut, stage_program
+from raypp.pipeline.wire import message_seed, wire_format
+from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
 from raypp.train.loss import token_loss_sum
 
@@ -39,12 +38,6 @@ class BuiltStages:
     tied: TiedEmbedding | None = None
 
 
-def stage_layers(cut: list[int]) -> list[range]:
-    """Global layer indices of every stage, from the number of layers of each."""
-    ends = [0, *accumulate(cut)]
-    return [range(a, b) for a, b in pairwise(ends)]
-
-
 def draw_weights(stages: Iterable[nn.Module], job: Job) -> None:
     """A new run's weights: the same bits on any mesh. No communication."""
     for stage in stages:
@@ -52,7 +45,13 @@ def draw_weights(stages: Iterable[nn.Module], job: Job) -> None:
 
 
 def build_stages(
-    job: Job, groups: RankGroups, device: torch.device, mark: Callable[[str], None], *, draw: bool = True
+    job: Job,
+    pipeline: ResolvedPipeline,
+    groups: RankGroups,
+    device: torch.device,
+    mark: Callable[[str], None],
+    *,
+    draw: bool = True,
 ) -> BuiltStages:
     """Builds and shards this rank's stages, and compiles the job's program onto them.
 
@@ -60,24 +59,22 @@ def build_stages(
 
     Args:
         job: The job.
+        pipeline: The job's, resolved.
         groups: This rank's.
         device: Where its stages live.
         mark: Told every action of the program as it begins.
         draw: Give the weights their first values (`draw_weights`). False: they hold whatever was in memory, and the
             caller must give every one of them a value.
     """
-    placement, program = stage_program(job)
-    layers = stage_layers(layer_cut(job))
-    rank_of_stage = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    ranks = [rank_of_stage[stage] for stage in range(len(layers))]
+    layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
+    held = pipeline.stages_of_rank[groups.coordinates.pp]
     data_mesh = groups.data_mesh
     if data_mesh is None and job.train.precision == "bf16":
         data_mesh = groups.mesh["fsdp"]  # one rank: keeps fp32 weights and gradients beside bf16 compute
 
-    activations, gradients = wire_formats(job, compute_dtype(job))
     place = groups.coordinates
     modules, stages = [], []
-    for index in placement[groups.coordinates.pp]:
+    for index in held:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
         prepared = prepare_stage(module, job, data_mesh, device, groups)
         module = prepared.module
@@ -95,17 +92,16 @@ def build_stages(
                 device=device,
                 up_group=groups.forward,
                 down_group=groups.backward,
-                activations=activations,
-                gradients=gradients,
+                activations=wire_format(pipeline.wire.activations),
+                gradients=wire_format(pipeline.wire.gradients),
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
                 late_sums=prepared.late_sums,
             )
         )
     if job.mesh.pp > 1:
         connect(place.pp, ranks, groups.forward, groups.backward, device)
-    runtime = ProgramRuntime(stages, program, ranks, job.pipeline.microbatches, token_loss_sum, mark)
+    runtime = ProgramRuntime(stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark)
     tied = None
     if job.model.tie_embeddings:
-        own = dict(zip(placement[groups.coordinates.pp], modules, strict=True))
-        tied = TiedEmbedding(own, ranks, job.mesh.pp)
+        tied = TiedEmbedding(dict(zip(held, modules, strict=True)), ranks, job.mesh.pp)
     return BuiltStages(modules, runtime, tied)

@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.planning.plan import forward_program
 from raypp.records import Event, Requests
 from raypp.spec.job import Job
-from raypp.train.build import BuiltStages
 from raypp.train.loss import token_loss_sum
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -54,7 +52,7 @@ class Evaluator:
 
     def __init__(self, job: Job, runner: StepRunner, mark: Callable[[str], None] | None = None) -> None:
         self._rows, self._runner = job.train.micro_batch_size, runner
-        self._runtime = _forward_runtime(job, runner.built, mark)
+        self._runtime = _forward_runtime(runner, mark)
 
     @torch.no_grad()
     def run(self) -> Evaluation:
@@ -91,16 +89,15 @@ def evaluation_due(step: int, job: Job) -> bool:
     return bool(every) and (step % every == 0 or step == job.train.steps)
 
 
-def _forward_runtime(job: Job, built: BuiltStages, mark: Callable[[str], None] | None) -> ProgramRuntime:
+def _forward_runtime(runner: StepRunner, mark: Callable[[str], None] | None) -> ProgramRuntime:
     """A second runtime on the stages of training. A training program must never run under `no_grad`, and the stages
     forget what either runtime left at the start of each step."""
-    placement, program = forward_program(job)
-    ranks = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    pipeline = runner.pipeline
     return ProgramRuntime(
-        list(built.runtime.planned.values()),
-        program,
-        [ranks[stage] for stage in range(len(ranks))],
-        job.pipeline.microbatches,
+        list(runner.built.runtime.planned.values()),
+        pipeline.forward_program(),
+        pipeline.rank_of_stage,
+        pipeline.microbatches,
         token_loss_sum,
         mark,
         backward=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -12,13 +12,11 @@ from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
-from raypp.data.loader import open_loader
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
-from raypp.models.stage import parameter_names
-from raypp.parallel.rank_groups import make_groups
+from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -26,18 +24,15 @@ from raypp.storage import ObjectStore, open_store
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.retry import LONG_S, patience_from_environment
 from raypp.train.abort import cut_connections as cut_connections
-from raypp.train.build import build_stages
+from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
 from raypp.train.evaluate import Evaluator, evaluation_due
-from raypp.train.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
+from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, lost_peer
-from raypp.train.optimizer import build_optimizer
-from raypp.train.process_group import joined, pick_device
 from raypp.train.recent_reports import RecentReports
-from raypp.train.reduce import GradientReducer
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.restore import Restorable, restore_newest
-from raypp.train.step import ReadStep, StepRunner, Stopwatch
+from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.stragglers import Pace, SpikeWatch
 
 
@@ -70,25 +65,11 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 
 
 def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
-    device = pick_device(seat)
     start = Stopwatch()
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
         reporter = FaultyReporter(reporter, injection)
-    reporter.phase("rendezvous")
-    with start.part("rendezvous"):
-        tcp_store = stack.enter_context(joined(seat, job.recovery.hang_timeout_s, rendezvous, reporter.event))
-        groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
-
-    reporter.phase("build")
-    with start.part("build"):
-        built = build_stages(job, groups, device, lambda action: reporter.phase("step", action), draw=False)
-        optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
-        reducer = GradientReducer(built.modules, parameter_names(job.model))
-    place = groups.coordinates
-    with start.part("data"):
-        loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
-    stack.callback(loader.close)
+    rank = stack.enter_context(_assembled(job, seat, reporter, rendezvous, start))
 
     reporter.phase("load")
     with start.part("load"):
@@ -102,32 +83,36 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         tier = open_memory_tier(job, seat, store, reporter, pace)
         if tier is not None:
             stack.push(tier.leave)
-        mine = Restorable(store, job, built.modules, optimizer, loader, seat, reporter, recent)
+        mine = Restorable(store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent)
         restored = restore_newest(mine, tier)
     saver = CheckpointSaver(
         store,
         job.name,
         job_document(job),
         seat,
-        StoreAnnouncements(tcp_store, seat.attempt),
+        StoreAnnouncements(rank.rendezvous, seat.attempt),
         reporter,
         job.checkpoint.keep,
         keep_every=job.checkpoint.keep_every,
         pace=pace,
     )
     stack.callback(saver.close)
-    runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
-    if seat.rank == 0:
-        runner.tell = reporter.event
-    runner.saving = lambda: saver.busy
-    _watch_numbers(runner, injection)
-    if tier is not None:
-        runner.signals = tier.signals
+    if injection is not None:
+        injection.watch(rank.built.modules)
+    runner = StepRunner(
+        rank,
+        tell=reporter.event if seat.rank == 0 else lambda event: None,
+        saving=lambda: saver.busy,
+        snapshots=tier.signals if tier is not None else None,
+        pace=Pace(rank) if job.recovery.straggler_factor and seat.world_size > 1 else None,
+        injection=injection,
+    )
+    replicas = _replica_check(rank)
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     try:
-        return _train(job, seat, reporter, runner, evaluator, saver, tier, recent, restored, start)
+        return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
     except RayppError as error:
         kind = error.failure_kind
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
@@ -135,26 +120,43 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
         raise
 
 
-def _watch_numbers(runner: StepRunner, injection: Injection | None) -> None:
-    """What looks at a rank's numbers and its pace. Collective over the world."""
-    job, seat = runner.job, runner.seat
-    recovery = job.recovery
-    if recovery.straggler_factor and seat.world_size > 1:
-        runner.pace = Pace(job, seat, runner.device)
-    if recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
-        mesh = Mesh.of(job.mesh)
-        labels = [mesh.coordinates(rank).label(mesh.sizes) for rank in range(mesh.world)]
-        runner.replicas = ReplicaCheck(runner.built.modules, runner.reducer.names, labels)
-    if injection is not None:
-        runner.injection = injection
-        injection.watch(runner.built.modules)
+def _assembled(
+    job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None, start: Stopwatch
+) -> AbstractContextManager[AssembledRank]:
+    """The rank, without weights yet; the reporter hears of its phases, the stopwatch has their seconds."""
+
+    def part(name: str) -> AbstractContextManager[None]:
+        if name != "data":
+            reporter.phase(name)
+        return start.part(name)
+
+    return assemble(
+        job,
+        seat,
+        hang_timeout_s=job.recovery.hang_timeout_s,
+        rendezvous=rendezvous,
+        draw=False,
+        part=part,
+        mark=lambda action: reporter.phase("step", action),
+        tell=reporter.event,
+    )
+
+
+def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
+    """Compares weights that several ranks hold; None without such, or when the job does not want it.
+
+    Collective over the world.
+    """
+    job = rank.job
+    if job.recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
+        return ReplicaCheck(rank.built.modules, rank.reducer.names, Mesh.of(job.mesh).labels())
+    return None
 
 
 def _train(
-    job: Job,
-    seat: Seat,
     reporter: Reporter,
     runner: StepRunner,
+    replicas: ReplicaCheck | None,
     evaluator: Evaluator | None,
     saver: CheckpointSaver,
     tier: MemoryTier | None,
@@ -163,6 +165,7 @@ def _train(
     start: Stopwatch,
 ) -> RankResult:
     """The loop. A request is acted on between two steps, at the same one on every rank."""
+    job, seat = runner.job, runner.seat
     done = saved = restored
     position = runner.loader.position()
     stopped = False
@@ -174,15 +177,15 @@ def _train(
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests
         if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
-            _save(saver, runner, recent, done, position, reporter)
+            _save(saver, runner, replicas, recent, done, position, reporter)
             saved = done
         if wanted.stop:
             stopped = True
             break
-        if tier is not None:
+        if tier is not None and read.plan.snapshots is not None:
             with watch.part("memory"):
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
-                _keep(tier, runner, recent, done, position, read)
+                _keep(tier, runner, recent, done, position, read.plan.snapshots)
         report = runner.run(done + 1, read, watch)
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:
@@ -199,7 +202,7 @@ def _train(
             saver.skip(done)
         elif due:
             with watch.part("save"):
-                _save(saver, runner, recent, done, position, reporter)
+                _save(saver, runner, replicas, recent, done, position, reporter)
             saved = done
         if seat.rank == 0:
             report.parts_s.update(watch.parts)
@@ -219,13 +222,18 @@ def _train(
 
 
 def _keep(
-    tier: MemoryTier, runner: StepRunner, recent: RecentReports, done: int, position: dict[str, object], read: ReadStep
+    tier: MemoryTier,
+    runner: StepRunner,
+    recent: RecentReports,
+    done: int,
+    position: dict[str, object],
+    agreed: SnapshotState,
 ) -> None:
     """A snapshot in memory, when one is due. Rank 0's has the recent reports: it alone tells them again."""
     reports = recent.json_text if runner.seat.rank == 0 else lambda: "[]"
     tier.step_begins(
         done,
-        read.plan.signals,
+        agreed,
         lambda: gather_state(runner.built.modules, runner.optimizer, copies=True).values(),
         lambda: f'{{"data_position":{json.dumps(position)},"recent_steps":{reports()}}}',
     )
@@ -234,14 +242,15 @@ def _keep(
 def _save(
     saver: CheckpointSaver,
     runner: StepRunner,
+    replicas: ReplicaCheck | None,
     recent: RecentReports,
     step: int,
     position: dict[str, object],
     reporter: Reporter,
 ) -> None:
-    if runner.replicas is not None:
+    if replicas is not None:
         reporter.phase("step", "replicas")
-        runner.replicas.run()
+        replicas.run()
     reporter.phase("save", f"step {step}")
     extra = {"data_position": position, "recent_steps": recent.document()}
     saver.save(step, runner.built.modules, runner.optimizer, extra)

@@ -9,19 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raypp.data.loader import Loader
 from raypp.data.packing import Row
-from raypp.parallel.rank_groups import RankGroups
-from raypp.pipeline.agreement import StepPlan, agree_on_step, padded_length
+from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, rows_digest
-from raypp.records import Event, Requests, Seat, StepReport
-from raypp.spec.job import Job
-from raypp.train.build import BuiltStages
+from raypp.records import Event, Requests, StepReport
+from raypp.train.assemble import AssembledRank
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import learning_rate, set_learning_rate
-from raypp.train.reduce import GlobalSums, GradientReducer, coefficient, scale
-from raypp.train.replicas import ReplicaCheck
+from raypp.train.reduce import GlobalSums, coefficient, scale
 from raypp.train.router_losses import RouterLosses
 from raypp.train.stragglers import Pace
 from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
@@ -50,56 +46,53 @@ class ReadStep:
     plan: StepPlan
 
 
+def step_seed(seed: int, step: int, replica: int) -> int:
+    """The seed of what stages draw in a step: a resumed run needs no saved state, and the ranks of one replica draw
+    alike."""
+    return (seed * 1_000_003 + step) * 65_537 + replica
+
+
 class StepRunner:
     """Runs steps of a job on this rank.
 
     Args:
-        job: The job.
-        seat: This rank's seat.
-        groups: Its process groups.
-        built: Its stages and their runtime.
-        loader: Its replica's rows.
-        optimizer: Over the parameters of its stages.
-        reducer: Over the same parameters.
-        device: Where it computes.
+        rank: What it computes with.
+        tell: Hears events; on the rank that speaks for all.
+        saving: Whether this rank's last save is still under way; agreed on once per step.
+        snapshots: Where the memory tier's snapshots stand; agreed on once per step. None without a memory tier.
+        pace: Times steps, and tells of ranks that stay slow.
+        injection: Faults on purpose.
     """
 
     def __init__(
         self,
-        job: Job,
-        seat: Seat,
-        groups: RankGroups,
-        built: BuiltStages,
-        loader: Loader,
-        optimizer: torch.optim.Optimizer,
-        reducer: GradientReducer,
-        device: torch.device,
+        rank: AssembledRank,
+        *,
+        tell: Callable[[Event], None] = lambda event: None,
+        saving: Callable[[], bool] = lambda: False,
+        snapshots: Callable[[], SnapshotState] | None = None,
+        pace: Pace | None = None,
+        injection: Injection | None = None,
     ) -> None:
-        self.job, self.seat, self.built, self.loader = job, seat, built, loader
-        self.optimizer, self.reducer, self.device = optimizer, reducer, device
-        self.router_losses = RouterLosses(built.modules, job.model)
-        self.tell: Callable[[Event], None] = lambda event: None  # replaced on the rank that speaks for all
+        self.job, self.seat, self.pipeline, self.device = rank.job, rank.seat, rank.pipeline, rank.device
+        self.built, self.loader, self.optimizer, self.reducer = rank.built, rank.loader, rank.optimizer, rank.reducer
+        self._tell, self._saving, self._snapshots = tell, saving, snapshots
+        self._pace, self._injection = pace, injection
+        self.router_losses = RouterLosses(rank.built.modules, rank.job.model)
         self.lookahead: LookaheadTuner | None = None
-        if job.pipeline.lookahead == "auto" and job.mesh.pp > 1:
-            self.lookahead = LookaheadTuner(job, seat, groups, built.runtime, device)
-        self.guard = FiniteGuard(job, seat, built.modules, built.runtime, reducer.names)
-        self.pace: Pace | None = None
-        self.injection: Injection | None = None
-        self.replicas: ReplicaCheck | None = None
-        # Agreed on once per step: whether this rank's saver is busy, and the memory tier's numbers. Replaced by theirs.
-        self.saving: Callable[[], bool] = lambda: False
-        self.signals: Callable[[], tuple[int, ...]] = lambda: ()
-        self.share = groups.context_share(job.mesh.cp_style)
-        self.replica = groups.coordinates.dp_replicate * job.mesh.fsdp + groups.coordinates.fsdp
+        if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
+            self.lookahead = LookaheadTuner(rank)
+        self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer.names)
+        self.share = rank.groups.context_share(rank.job.mesh.cp_style)
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
         """Reads the next rows and agrees on them. Collective over the world."""
         with watch.part("data"):
             microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
-        own = self.pace.before_step() if self.pace is not None else ()
-        read = self.agree(microbatches, requests, watch, own)
-        if self.pace is not None:
-            self.pace.agreed(read.plan.signals[len(read.plan.signals) - len(own) :], self.tell)
+        compute_us = self._pace.before_step() if self._pace is not None else ()
+        read = self.agree(microbatches, requests, watch, compute_us)
+        if self._pace is not None:
+            self._pace.agreed(read.plan.compute_us, self._tell)
         return read
 
     def agree(
@@ -107,22 +100,26 @@ class StepRunner:
         microbatches: list[tuple[Row, ...]],
         requests: Requests,
         watch: Stopwatch,
-        more: tuple[int, ...] = (),
+        compute_us: tuple[int, ...] = (),
     ) -> ReadStep:
-        """Agrees with the other ranks on rows that each has read. Collective over the world."""
+        """Agrees with the other ranks on rows that each has read. Collective over the world.
+
+        Args:
+            compute_us: From `Pace.before_step`.
+        """
         rows = [row for microbatch in microbatches for row in microbatch]
         self._mark("agree")
         with watch.part("negotiate"):
-            plan = agree_on_step(
-                self._lengths(microbatches),
-                sum(labelled_tokens(microbatch) for microbatch in microbatches),
-                rows_digest(rows),
-                requests,
-                replica=self.replica,
-                replicas=self.job.mesh.replicas,
-                saving=self.saving(),
-                signals=(*self.signals(), *more),
+            proposal = StepProposal(
+                seq_lens=self._lengths(microbatches),
+                tokens=sum(labelled_tokens(microbatch) for microbatch in microbatches),
+                digest=rows_digest(rows),
+                requests=requests,
+                saving=self._saving(),
+                snapshots=self._snapshots() if self._snapshots is not None else None,
+                compute_us=compute_us,
             )
+            plan = agree_on_step(proposal, replica=self.seat.replica, replicas=self.job.mesh.replicas)
         return ReadStep(microbatches, plan)
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
@@ -156,9 +153,7 @@ class StepRunner:
             step: Its number, 1-based.
             read: From `read`.
         """
-        # A function of seed, step and replica: stages that draw random numbers resume without saved state, and the
-        # ranks of one replica draw alike.
-        torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
+        self._seed(step)
         self._mark("prepare")
         with watch.part("data"):
             batches = self.batches(read)
@@ -166,7 +161,7 @@ class StepRunner:
             with watch.part("lookahead"):
                 choice = self.lookahead.before_step(self.own_lengths(read))
             if choice is not None:
-                self.tell(chosen_event(choice, step, self.seat.attempt))
+                self._tell(chosen_event(choice, step, self.seat.attempt))
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
         with watch.part("reduce"):
@@ -175,8 +170,8 @@ class StepRunner:
                 self._mark("tie")
                 self.built.tied.sum_gradients()
             gradients = self.reducer.gradients()
-            if self.injection is not None:
-                self.injection.gradients(gradients)
+            if self._injection is not None:
+                self._injection.gradients(gradients)
             self._mark("sum")
             sent = torch.tensor([self.built.runtime.sent_bytes], dtype=torch.float64)
             sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
@@ -187,15 +182,15 @@ class StepRunner:
                 self._update(gradients, sums, read.plan.global_tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
-                self.guard.met(step, sums, lambda: self._again(step, read, batches), self.tell)
+                self.guard.met(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
-        if self.injection is not None:
-            self.injection.updated(self.built.modules)
+        if self._injection is not None:
+            self._injection.updated(self.built.modules)
         return self._report(step, read.plan, sums, rate, watch)
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
         """The step's forwards and backwards."""
-        clock = self.pace.clock if self.pace is not None else None
+        clock = self._pace.clock if self._pace is not None else None
         if clock is not None and self.built.runtime.clock is None:
             self.built.runtime.clock = clock
         losses = self.built.runtime.run(
@@ -212,11 +207,14 @@ class StepRunner:
 
     def _again(self, step: int, read: ReadStep, batches: list[StageBatch]) -> None:
         """Computes a step once more, from the same numbers."""
-        torch.manual_seed((self.job.train.seed * 1_000_003 + step) * 65_537 + self.replica)
+        self._seed(step)
         self._compute(step, read, batches)
         if self.built.tied is not None:
             self.built.tied.sum_gradients()  # which also empties what it gathered
         self.router_losses.take()
+
+    def _seed(self, step: int) -> None:
+        torch.manual_seed(step_seed(self.job.train.seed, step, self.seat.replica))
 
     def _mark(self, what: str) -> None:
         """Says what this rank does next, in the words of `raypp.recovery.hang_analysis`."""

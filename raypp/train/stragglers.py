@@ -7,14 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from raypp.mesh.geometry import Mesh
 from raypp.pipeline.clock import ActionClock
-from raypp.planning.plan import layer_cut, stage_program
-from raypp.planning.weights import end_weights
-from raypp.records import Event, Seat
-from raypp.spec.job import Job
+from raypp.planning.resolve import ResolvedPipeline
+from raypp.records import Event
+from raypp.train.assemble import AssembledRank
 
 _EVERY = 5
 """Steps between two that are timed."""
@@ -89,20 +86,17 @@ class Pace:
     The seconds travel with the collective that starts the next step, each rank's in a place of its own.
 
     Args:
-        job: The job, of more than one rank.
-        seat: This rank's.
-        device: Where it computes.
+        rank: This rank; its job has more than one.
     """
 
-    def __init__(self, job: Job, seat: Seat, device: torch.device) -> None:
-        self._seat = seat
-        mesh = Mesh.of(job.mesh)
-        places = [mesh.coordinates(rank) for rank in range(mesh.world)]
-        self._labels = [place.label(mesh.sizes) for place in places]
-        factor = job.recovery.straggler_factor
-        self._watch = StragglerWatch([place.pp for place in places], work_of(job), factor)
-        self._factor = factor
-        self._clock = ActionClock(device)
+    def __init__(self, rank: AssembledRank) -> None:
+        self._seat = rank.seat
+        mesh = Mesh.of(rank.job.mesh)
+        self._labels = mesh.labels()
+        self._factor = rank.job.recovery.straggler_factor
+        pp_of_rank = [mesh.coordinates(number).pp for number in range(mesh.world)]
+        self._watch = StragglerWatch(pp_of_rank, work_of(rank.pipeline), self._factor)
+        self._clock = ActionClock(rank.device)
         self._steps = 0
 
     @property
@@ -132,11 +126,7 @@ class Pace:
             tell(Event("straggler", words, attempt=self._seat.attempt, rank=rank, details=details))
 
 
-def work_of(job: Job) -> list[float]:
+def work_of(pipeline: ResolvedPipeline) -> list[float]:
     """What the cut gave each pipeline rank, in layers; the two ends count as in the cut."""
-    placement, _ = stage_program(job)
-    cut = [float(layers) for layers in layer_cut(job)]
-    first, last = end_weights(job)
-    cut[0] += first
-    cut[-1] += last
-    return [sum(cut[stage] for stage in stages) for stages in placement]
+    weights = pipeline.stage_weights
+    return [sum(weights[stage] for stage in stages) for stages in pipeline.stages_of_rank]

@@ -11,19 +11,17 @@ import argparse
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
-from raypp.errors import JobError, Problem, RayppError, in_words
+from raypp.errors import JobError, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
@@ -35,51 +33,11 @@ from raypp.spec.load import job_document, load_job
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
+from raypp.train.seats import seat_from_environment
 
 log = logging.getLogger(__name__)
 
 _ATTEMPT = "raypp/attempt"
-
-
-def seat_from_environment(job: Job) -> Seat:
-    """This process's seat, from RANK, WORLD_SIZE, LOCAL_RANK … as torchrun sets them. Its attempt is not yet claimed.
-
-    Raises:
-        JobError: torchrun's variables are missing, or its world is not the mesh's.
-    """
-    environment = os.environ
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        how = "start it with: torchrun --nproc-per-node N -m raypp.train --job JOB"
-        raise JobError(Problem("", f"{', '.join(missing)} not set", how))
-    mesh = Mesh.of(job.mesh)
-    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if world != mesh.world:
-        fix = f"start {mesh.world} processes in all, or change the mesh"
-        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, torchrun started {world}", fix))
-    local = int(environment.get("LOCAL_RANK", rank))
-    return Seat(
-        run=job.name,
-        attempt=0,
-        rank=rank,
-        world_size=world,
-        coordinates=mesh.coordinates(rank),
-        mesh_sizes=mesh.sizes,
-        local_rank=local,
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-        node_rank=int(environment.get("GROUP_RANK", 0)),
-        node=socket.gethostname(),
-        master_addr=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
-        device=_device(job),
-        device_index=local,
-    )
-
-
-def _device(job: Job) -> str:
-    if job.resources.device != "auto":
-        return job.resources.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class ConsoleReporter:

@@ -17,19 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypp.parallel.apply import compute_dtype
-from raypp.parallel.rank_groups import RankGroups
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.link_probe import message_seconds
-from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.wire import wire_formats
-from raypp.planning.choices import cut_of, schedule_of
+from raypp.pipeline.wire import wire_format
 from raypp.planning.choose_lookahead import Depth, best_depth, depths
 from raypp.planning.memory import stage_activation_bytes
-from raypp.records import Event, Seat
-from raypp.schedules.catalogue import build_program
+from raypp.planning.resolve import ResolvedPipeline
+from raypp.records import Event
 from raypp.schedules.simulate import StageTimes
-from raypp.spec.job import Job
+from raypp.train.assemble import AssembledRank
 
 _TIMED = (2, 3)
 """Steps of this life that are timed: the first one allocates, connects and compiles."""
@@ -93,17 +89,14 @@ class LookaheadTuner:
     """Times the first steps and then switches the runtime's program. One per rank; every rank of the mesh has one.
 
     Args:
-        job: The job; its lookahead is auto and it has more than one pipeline rank.
-        seat: This rank's.
-        groups: Its process groups.
-        runtime: Runs its training program.
-        device: Where it computes.
+        rank: This rank; its job's lookahead is auto, and it has more than one pipeline rank.
     """
 
-    def __init__(self, job: Job, seat: Seat, groups: RankGroups, runtime: ProgramRuntime, device: torch.device) -> None:
-        self.job, self.seat, self.groups, self.runtime, self.device = job, seat, groups, runtime, device
+    def __init__(self, rank: AssembledRank) -> None:
+        self._rank, self.job, self.pipeline = rank, rank.job, rank.pipeline
+        self.runtime = rank.built.runtime
         self._steps = 0
-        self._clock = ActionClock(device)
+        self._clock = ActionClock(rank.device)
         self._tokens = 0
 
     def before_step(self, own_lengths: Sequence[int]) -> Choice | None:
@@ -120,19 +113,14 @@ class LookaheadTuner:
         self._tokens = max(self._tokens, max(own_lengths) * self.job.train.micro_batch_size)
         if self._steps != _TIMED[-1] + 1:
             return None
-        choice = choose(self.job, self._gathered())
+        choice = choose(self.pipeline, self._gathered())
         if choice.best.lookahead:
-            pipeline, depth = self.job.pipeline, choice.best.lookahead
-            self.runtime.load(
-                build_program(
-                    schedule_of(self.job), self.job.mesh.pp, pipeline.stages_per_rank, pipeline.microbatches, depth
-                )
-            )
+            self.runtime.load(self.pipeline.program_with(choice.best.lookahead))
         return choice
 
     def _gathered(self) -> list[float]:
         """Everybody's figures, the largest of each, as `choose` takes them."""
-        stages = self.job.num_stages
+        stages, ranks = self.pipeline.num_stages, self.pipeline.rank_of_stage
         own = torch.zeros(5 * stages, dtype=torch.float64)
         own[4 * stages :] = -float("inf")
         for (kind, stage), seconds in self._clock.medians().items():
@@ -142,7 +130,6 @@ class LookaheadTuner:
                 own[stages + stage] += seconds
                 own[2 * stages + stage] += seconds if kind == "I" else 0.0
         for (source, to), seconds in self._links().items():
-            ranks = self.runtime.rank_of_stage
             for border in range(stages - 1):
                 if {ranks[border], ranks[border + 1]} == {source, to}:
                     own[3 * stages + border] = max(float(own[3 * stages + border]), seconds)
@@ -152,39 +139,39 @@ class LookaheadTuner:
         return [float(number) for number in own]
 
     def _links(self) -> dict[tuple[int, int], float]:
-        formats = wire_formats(self.job, compute_dtype(self.job))
-        shape = (1, self._tokens, self.job.model.hidden_size)
+        wire, shape = self.pipeline.wire, (1, self._tokens, self.job.model.hidden_size)
+        formats = wire_format(wire.activations), wire_format(wire.gradients)
         size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
         dist.barrier()  # all channels at once
-        groups, ranks = self.groups, self.runtime.rank_of_stage
-        return message_seconds(groups.coordinates.pp, ranks, groups.forward, groups.backward, self.device, size)
+        groups, ranks = self._rank.groups, self.pipeline.rank_of_stage
+        return message_seconds(groups.coordinates.pp, ranks, groups.forward, groups.backward, self._rank.device, size)
 
     def _room(self) -> dict[int, int]:
         """Microbatches that each stage of this rank could keep, were free memory dealt out evenly to its stages."""
-        free = _SHARE * free_bytes(self.device, self.seat.local_world_size) / len(self.runtime.planned)
-        cut = cut_of(self.job)
+        rank = self._rank
+        free = _SHARE * free_bytes(rank.device, rank.seat.local_world_size) / len(self.runtime.planned)
         found = {}
         for stage in self.runtime.planned:
-            computed = self._tokens * stage_activation_bytes(self.job, stage, cut)
+            computed = self._tokens * stage_activation_bytes(self.job, stage, self.pipeline.cut)
             found[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
         return found
 
 
-def choose(job: Job, figures: Sequence[float]) -> Choice:
+def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
     """The depth, from what all ranks measured: a function of its arguments alone.
 
     Args:
-        job: The job.
+        pipeline: The job's, resolved.
         figures: Five numbers per stage, one kind after the other: seconds of forward, of backward, of its part for the
             input (0: backwards are whole), of a message to the next stage; minus the microbatches there is memory for.
     """
-    stages = job.num_stages
+    stages = pipeline.num_stages
     forward, backward, inputs, links, room = (figures[i * stages : (i + 1) * stages] for i in range(5))
     # The first stage's backward is all W: its input needs no gradient.
     share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
     times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
     most = [int(-number) for number in room]
-    arguments = schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, times
+    arguments = pipeline.schedule, *pipeline.sizes, times
     found, unbounded = depths(*arguments, most), depths(*arguments)
     return Choice(times, found, best_depth(found), best_depth(unbounded), most)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from raypp.train.parity import relative_error
 from training import Numbers
+
+from raypp.measure.parity import relative_error
 
 WIDE = 1e-10
 """Relative error in fp64 after as many steps as the tests take. Rounding is 1e-14 at most, with AVX-512,

@@ -15,10 +15,20 @@ from typing import Any
 
 import torch
 
-from raypp.ports import free_port, free_ports
+from raypp import ports
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
+"""Below the 300 s of a test. A crowded machine compiles a model in two minutes."""
 
+
+def _part_of(room: Callable[[], range]) -> Callable[[], range]:
+    """This worker's part of all ports, where pytest-xdist has several: none takes what another has dealt."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return lambda: room()[worker::workers]
+
+
+ports._room = _part_of(ports._room)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "torch.distributed.fsdp", "raypp.train.rank"])
 
@@ -40,9 +50,9 @@ def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int,
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Calls `function(rank, world, port, *arguments)` on `world` processes; results in rank order.
 
-    Fails with the first rank's traceback when one raises, dies or takes longer than two minutes.
+    Fails with the first rank's traceback when one raises, dies or takes longer than `TIMEOUT_S`.
     """
-    port = free_port()
+    port = ports.free_port()
     pipes, processes = [], []
     for rank in range(world):
         here, there = _context.Pipe(duplex=False)
@@ -67,7 +77,7 @@ def run_in_turn(world: int, function: Callable[..., Any], cases: Sequence[tuple[
     Returns:
         Of each case, the results in rank order.
     """
-    results = run_ranks(world, _in_turn, free_ports(len(cases)), function, list(cases))
+    results = run_ranks(world, _in_turn, ports.free_ports(len(cases)), function, list(cases))
     return [list(case) for case in zip(*results, strict=True)]
 
 

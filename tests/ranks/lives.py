@@ -25,7 +25,7 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.lost_peer import LostPeerError
 from raypp.train.rank import run_rank
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass

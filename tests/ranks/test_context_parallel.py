@@ -20,12 +20,10 @@ from raypp.data.loader import open_loader
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
-from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.ring import Ring
 from raypp.pipeline.collate import labelled_tokens
 from raypp.spec.load import parse_job
-from raypp.train.build import build_stages
-from raypp.train.process_group import joined
+from raypp.train.assemble import assemble
 
 pytestmark = pytest.mark.ranks
 
@@ -221,10 +219,8 @@ def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations(
 def saved_slices(rank: int, world: int, port: int, job_document: dict[str, Any]) -> list[tuple[Any, ...]]:
     job = parse_job(job_document)
     seat = seat_of(rank, world, port, job)
-    with joined(seat, 60):
-        groups = make_groups(seat.mesh_sizes, "cpu")
-        built = build_stages(job, groups, CPU, lambda action: None)
-        state = gather_state(built.modules, None, groups.coordinates)
+    with assemble(job, seat, hang_timeout_s=60) as made:
+        state = gather_state(made.built.modules, None, made.groups.coordinates)
         return [(part.name, part.offset, part.tensor.clone(), part.global_shape) for part in state.values()]
 
 

@@ -12,6 +12,7 @@ from training import seat_of
 
 from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.shard import local_part
+from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.load import parse_job
 from raypp.train.build import build_stages, draw_weights
 from raypp.train.process_group import joined, pick_device
@@ -26,12 +27,15 @@ def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, 
     """
     torch.use_deterministic_algorithms(True)
     job = parse_job(source)
+    pipeline = resolve_pipeline(job)
     seat = seat_of(rank, world, port, job)
     device = pick_device(seat)
     with joined(seat, 60):
         groups = make_groups(seat.mesh_sizes, "cpu", job.mesh.ep)
         state = torch.get_rng_state()
-        at_once, later = (build_stages(job, groups, device, lambda action: None, draw=draw) for draw in (True, False))
+        at_once, later = (
+            build_stages(job, pipeline, groups, device, lambda action: None, draw=draw) for draw in (True, False)
+        )
         expected = [local_part(p).detach().clone() for module in at_once.modules for p in module.parameters()]
         found = [local_part(p) for module in later.modules for p in module.parameters()]
         blank = [bool(value.isnan().all()) for value in found]

@@ -15,7 +15,6 @@ from safetensors.numpy import load
 from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.measure.parity import local_seat
 from raypp.ports import free_port, free_ports
 from raypp.records import Requests
 from raypp.spec.load import parse_job
@@ -23,6 +22,7 @@ from raypp.storage import open_store
 from raypp.train.abort import cut_connections
 from raypp.train.lost_peer import LostPeerError
 from raypp.train.rank import run_rank
+from raypp.train.seats import local_seat
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 STEPS, EVERY = 12, 2

@@ -15,48 +15,30 @@ from test_mesh_does_not_change_numbers import document
 from told import Told
 from training import merged
 
-from raypp.measure import parity
-from raypp.measure.parity import local_seat, train_some_steps
-from raypp.planning.choices import schedule_of
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
+from raypp.measure.parity import train_some_steps
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.load import parse_job
 from raypp.train.rank import run_rank
+from raypp.train.seats import local_seat
 from raypp.train.step import StepRunner
 
 pytestmark = pytest.mark.ranks
 
 
-class Switching(StepRunner):
-    """Takes programs of other depths between steps, as `lookahead: auto` does; keeps what is told."""
-
-    depths: dict[int, int] = {}  # noqa: RUF012 - set once per process, before the runner is made
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.told = Told()
-        self.tell = self.told.event
-        runners.append(self)
-
-    def run(self, step: int, *arguments: Any) -> Any:
-        if step in self.depths:
-            job = self.job
-            sizes = job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches
-            self.built.runtime.load(build_program(schedule_of(job), *sizes, self.depths[step]))
-        return super().run(step, *arguments)
-
-
-runners: list[Switching] = []
-
-
 def steps_of(
     rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None
 ) -> dict[str, Any]:
-    """Trains some steps, with a program of another depth from the steps named in `depths` on."""
-    Switching.depths = depths or {}
-    parity.StepRunner = Switching  # type: ignore[misc]
-    parsed = parse_job(job)
+    """Trains some steps, with a program of another depth from the steps named in `depths` on, as `lookahead: auto`
+    does; keeps what is told."""
+    parsed, told = parse_job(job), Told()
     kept: dict[str, dict[str, torch.Tensor]] = {}
-    reports = train_some_steps(parsed, local_seat(rank, world, port, parsed), steps, kept.__setitem__)
+
+    def switch(step: int, runner: StepRunner) -> None:
+        if depths and step in depths:
+            runner.built.runtime.load(runner.pipeline.program_with(depths[step]))
+
+    seat = local_seat(rank, world, port, parsed)
+    reports = train_some_steps(parsed, seat, steps, kept.__setitem__, before=switch, tell=told.event)
     weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],
@@ -64,7 +46,7 @@ def steps_of(
         "tokens": [r.tokens for r in reports],
         "extras": [r.extras for r in reports],
         "bytes": [r.wire_bytes for r in reports],
-        "told": [(event.kind, event.message) for event in runners[-1].told.events],
+        "told": [(event.kind, event.message) for event in told.events],
         "gradients": list(kept.values()),
         "weights": weights,
     }

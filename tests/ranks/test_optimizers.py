@@ -16,17 +16,11 @@ from training import Batch, InBothTypes, seat_of, whole
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.load import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.data.loader import open_loader
 from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
-from raypp.models.stage import parameter_names
-from raypp.parallel.rank_groups import make_groups
 from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from raypp.train.build import build_stages
-from raypp.train.optimizer import build_optimizer
-from raypp.train.process_group import joined, pick_device
-from raypp.train.reduce import GradientReducer
+from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
 pytestmark = pytest.mark.ranks
@@ -88,16 +82,10 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
     """
     job = parse_job(source)
     seat = seat_of(rank, world, port, job)
-    device = pick_device(seat)
     store = DirectoryStore(Path(root))
-    with joined(seat, 60) as rendezvous:
-        groups = make_groups(seat.mesh_sizes, "cpu", job.mesh.ep)
-        built = build_stages(job, groups, device, lambda action: None)
-        optimizer = build_optimizer(built.modules, job.train.optimizer)
-        place = groups.coordinates
-        loader = open_loader(job, place.dp_replicate * job.mesh.fsdp + place.fsdp, job.mesh.replicas)
-        reducer = GradientReducer(built.modules, parameter_names(job.model))
-        runner = StepRunner(job, seat, groups, built, loader, optimizer, reducer, device)
+    with assemble(job, seat, hang_timeout_s=60) as made:
+        built, optimizer, loader = made.built, made.optimizer, made.loader
+        runner = StepRunner(made)
         loaded = load_checkpoint(store, job.name, None, built.modules, optimizer)
         done = loaded.step if loaded else 0
         if loaded and loaded.data_position:
@@ -116,13 +104,12 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
             watch = Stopwatch()
             runner.run(step, runner.read(Requests(), watch), watch)
         saver = CheckpointSaver(
-            store, job.name, {}, seat, StoreAnnouncements(rendezvous, 1), Quiet(), 3, commit_timeout_s=60
+            store, job.name, {}, seat, StoreAnnouncements(made.rendezvous, 1), Quiet(), 3, commit_timeout_s=60
         )
         if steps:
             saver.save(done + steps, built.modules, optimizer, {"data_position": loader.position()})
             assert saver.wait() == done + steps
         saver.close()
-        loader.close()
         weights = {name: whole(p) for module in built.modules for name, p in module.named_parameters()}
         after = state()
     return {"loaded": before, "state": after, "weights": weights}

@@ -12,11 +12,11 @@ from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.verify import verify_checkpoint
-from raypp.measure.parity import local_seat
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
+from raypp.train.seats import local_seat
 
 pytestmark = pytest.mark.ranks
 STEPS = 8

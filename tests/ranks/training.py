@@ -12,9 +12,9 @@ import torch
 from harness import run_in_turn
 
 from raypp.data.loader import Loader, Microbatch
-from raypp.measure.parity import local_seat as seat_of
 from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
+from raypp.train.seats import local_seat as seat_of
 
 __all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "train_steps", "whole"]
 
@@ -73,7 +73,7 @@ def train_steps(
         return Unlabelled(loader, blank, replica * job.pipeline.microbatches) if blank else loader
 
     with default_dtype(dtype):
-        reports = train_some_steps(job, seat, steps, kept.__setitem__, wrapped)
+        reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped)
     weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],

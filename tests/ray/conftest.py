@@ -30,14 +30,17 @@ _PATIENCE_S = 240.0  # a loaded machine starts a run in minutes, not seconds
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[Cluster]:
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("AWS_", "RAY_", "RAYPP_"))]:
         del os.environ[name]
     os.environ["RAYPP_HOME"] = str(tmp_path_factory.mktemp("home"))
     os.environ["PYTHONPATH"] = str(_HERE)
     try:
-        local.up(16)
+        with alone():
+            local.up(16)
         yield find_cluster()
     finally:
         local.down(delete_data=True)

@@ -118,7 +118,7 @@ def test_keys_that_are_replaced_in_the_middle_are_asked_for_anew(
 
     identities.set(second=ALL, taken_back="first")
     identities.wait(lambda: identities.may("first", "list_objects_v2"), False)
-    with pytest.raises(AccessRefused, match="refuses the signature"):
+    with pytest.raises(AccessRefused, match="rejects the signature"):
         store.get("x")  # the program still hands out the old ones
     _hand_out(handed_out, "second")
     assert rank.save_and_wait(2), rank.failures()
@@ -145,7 +145,7 @@ def test_a_program_for_keys_that_fails_is_named(
     identities: Identities, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _use_profile(monkeypatch, tmp_path, "false", identities.server.endpoint)
-    with pytest.raises(StoreError, match="new credentials could not be had"):
+    with pytest.raises(StoreError, match="cannot get new credentials"):
         S3Store(BUCKET, "rights").get("x")
 
 

@@ -142,7 +142,7 @@ def test_a_body_that_never_comes_whole_is_told_with_the_objects_name(
     rank = OneRank(store, run)
     assert rank.save_and_wait(1)
     proxy.add(is_read_of_data, times=None, end_answer_at=10)
-    with pytest.raises(StoreError, match=r"rank-00000\.safetensors: is cut off on its way"):
+    with pytest.raises(StoreError, match=r"rank-00000\.safetensors: was cut off in transit"):
         rank.loads(store_at(proxy, seaweed_server, HASTY), 1)
 
 

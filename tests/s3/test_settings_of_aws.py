@@ -158,8 +158,8 @@ def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_as
         ("RAYPP_S3_REQUEST_PAYER", "me", "is not a payer"),
         ("RAYPP_STORE_PATIENCE_S", "long", "not a number of seconds"),
         ("RAYPP_STORE_TIMEOUT_S", "-1", "not a number of seconds"),
-        ("AWS_PROFILE", "nobody", "AWS settings cannot be used"),
-        ("AWS_ENDPOINT_URL_S3", "nonsense", "AWS settings cannot be used"),
+        ("AWS_PROFILE", "nobody", "AWS settings are invalid"),
+        ("AWS_ENDPOINT_URL_S3", "nonsense", "AWS settings are invalid"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(

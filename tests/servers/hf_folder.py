@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 
 from raypp.hf.config import config_from_options
 from raypp.hf.names import hf_parts, model_tensors
-from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.spec.families import FAMILIES
 
 
 def write_hf_folder(folder: Path, seed: int = 0, *, kind: str = "llama", **sizes: Any) -> dict[str, np.ndarray]:
     """Writes config.json and model.safetensors; returns the tensors by their names there."""
-    options = (MoeOptions if "num_experts" in sizes else DecoderOptions)(kind=kind, **sizes)
+    options = FAMILIES[kind].options(kind=kind, **sizes)
     random = np.random.default_rng(seed)
     parts = [part for name, shape in model_tensors(options).items() for part in hf_parts(name, shape)]
     tensors = {

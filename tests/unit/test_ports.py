@@ -1,4 +1,4 @@
-"""Where servers will listen: ports that nobody is given in the meantime."""
+"""Ports for servers that start later: nothing else takes them meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CRC-32 of any range from those of its blocks."""
+"""The CRC-32 of any range, from the CRC-32s of its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol without tensors: objects, COMMIT, retention, attempts, and a crash at every place in between."""
+"""The protocol without tensors: objects, COMMIT, retention, attempts, and a crash between any two."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_newest_k_stay_and_leftovers_of_dead_attempts_go(store: DirectorySto
     put_objects(store, 15, 1)  # died before its commit
     for step in (10, 20, 30):
         save(store, step)
-    put_objects(store, 40, 2)  # under way
+    put_objects(store, 40, 2)  # in progress
     pruned = prune(store, RUN, 2)
     assert steps(store) == [20, 30]
     assert pruned.steps == (10,)
@@ -191,7 +191,7 @@ def test_the_last_checkpoint_is_never_removed(store: DirectoryStore) -> None:
 
 
 def test_a_void_newer_commit_does_not_push_the_good_one_out(store: DirectoryStore) -> None:
-    """Step 20 of attempt 1 was found corrupt, attempt 2 started from 10 and has now committed 15, with keep 1."""
+    """Step 20 of attempt 1 is corrupt; attempt 2 started from 10 and commits 15, with keep 1."""
     save(store, 10)
     save(store, 20)
     claim_attempt(store, RUN, 2)
@@ -212,7 +212,7 @@ class Died(BaseException):
 
 
 class DyingStore:
-    """A store whose process dies at its n-th operation, before or after it was carried out."""
+    """A store whose process dies at its n-th operation, before or after the operation takes effect."""
 
     def __init__(self, store: ObjectStore, dies_at: int, after: bool) -> None:
         self._store, self._left, self._after = store, dies_at, after
@@ -277,5 +277,5 @@ def test_a_commands_argument_is_a_name_a_url_or_a_step(text: str, parts: tuple[s
 
 
 def test_a_wrong_run_name_is_told() -> None:
-    with pytest.raises(JobError, match="not the name of a run"):
+    with pytest.raises(JobError, match="is not a valid run name"):
         split_location("s3://b/Big_Name")

@@ -1,4 +1,4 @@
-"""Either of two ranks dies at any operation of the real saver: in the store, between pieces, at an announcement."""
+"""Either of two ranks dies at any operation of the real saver: store, upload piece, announcement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Died(BaseException):
 
 
 class Life:
-    """Counts what a process does; at its n-th deed it dies, before or after it was done, and does nothing more."""
+    """Counts a process's operations; it dies at the n-th, before or after its effect, for good."""
 
     def __init__(self, ends_at: int, after: bool) -> None:
         self.ends_at, self.after, self.done, self.lock = ends_at, after, 0, threading.RLock()
@@ -52,7 +52,7 @@ class Life:
 
 
 class MortalStore:
-    """A directory used by a life; the pieces of a stream are deeds of their own."""
+    """A directory used by one process; the pieces of a stream count as operations."""
 
     def __init__(self, store: DirectoryStore, life: Life) -> None:
         self._store, self._life, self.url = store, life, store.url
@@ -78,7 +78,7 @@ class MortalStore:
 
 
 class Shared:
-    """Announcements of one attempt, seen by one life."""
+    """Announcements of one attempt, seen by one process."""
 
     def __init__(self, said: dict[tuple[int, int], dict[str, Any]], life: Life) -> None:
         self._said, self._life = said, life
@@ -98,7 +98,7 @@ class Shared:
 
 
 def attempt(store: DirectoryStore, number: int, step: int, lives: Sequence[Life]) -> None:
-    """Two ranks save one step; returns when both have ended or died."""
+    """Saves one step on two ranks; returns when both have ended or died."""
     said: dict[tuple[int, int], dict[str, Any]] = {}
     savers = []
     for rank, life in enumerate(lives):

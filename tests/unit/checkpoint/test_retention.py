@@ -1,4 +1,4 @@
-"""Which checkpoints stay: over any sequence of commits, failures and damage."""
+"""Which checkpoints are kept, over any sequence of commits, failures and damage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 2
 
 
 class History:
-    """A run's life in a store, told by single events, with what should be there after each."""
+    """A run's checkpoints as a sequence of events, with the expected result after each."""
 
     def __init__(self, root: Path, keep: int, keep_every: int) -> None:
         self.store = DirectoryStore(root)
@@ -31,7 +31,7 @@ class History:
         self.attempt = claim_next_attempt(self.store, RUN)
 
     def upload(self, ranks: int = RANKS) -> tuple[ObjectRecord, ...]:
-        """Some ranks' objects of the next step, uncommitted."""
+        """Writes some ranks' objects of the next step, uncommitted."""
         records = []
         for rank in range(ranks):
             key, data = rank_key(RUN, self.step, self.attempt, rank), f"{self.step} {self.attempt} {rank}".encode()
@@ -46,14 +46,14 @@ class History:
         return [step for step in self.committed() if not verify_checkpoint(self.store, RUN, step, every_byte=False)]
 
     def save(self) -> None:
-        """A save that succeeds, and what follows it."""
+        """Runs a successful save, followed by retention."""
         self.step += 1
         mesh = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
         write_commit(self.store, Commit(RUN, self.step, self.attempt, mesh, {}, {}, self.upload()))
         self.prune()
 
     def save_torn(self, which: int) -> None:
-        """A save whose objects are damaged before what is old is removed."""
+        """Runs a save whose objects are damaged before old checkpoints are removed."""
         self.step += 1
         mesh = {"pp": RANKS, "dp_replicate": 1, "fsdp": 1, "cp": 1}
         records = self.upload()
@@ -79,18 +79,18 @@ class History:
             assert len([step for step in ordinary if step <= self.step]) <= self.keep
 
     def fail(self) -> None:
-        """A save that one rank never finishes."""
+        """Begins a save that one rank never finishes."""
         self.step += 1
         self.upload(RANKS - 1)
 
     def restart(self) -> None:
-        """A new attempt goes on from the newest checkpoint that can be used."""
+        """Starts a new attempt from the newest usable checkpoint."""
         self.attempt = claim_next_attempt(self.store, RUN)
         usable = newest_usable(self.store, RUN).commit
         self.step = usable.step if usable else 0
 
     def lose(self, which: int) -> None:
-        """An object of a committed step goes missing, or is cut short."""
+        """Removes or truncates an object of a committed step."""
         steps = self.committed()
         if steps:
             step = steps[which % len(steps)]

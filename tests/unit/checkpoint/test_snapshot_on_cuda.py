@@ -13,10 +13,10 @@ pytestmark = [
 
 
 def test_an_update_right_after_the_snapshot_does_not_change_it() -> None:
-    """The copy runs on a stream of its own; the update must wait for it, the host must not."""
+    """The copy runs on a separate stream; the update must wait for it, the host must not."""
     weights = torch.full((64 << 20,), 1.0, device="cuda")
     buffer = SnapshotBuffer()
-    buffer.take([slice_of("warm-up", weights)]).release()  # the first one takes the pinned memory
+    buffer.take([slice_of("warm-up", weights)]).release()  # the first snapshot allocates the pinned memory
     snapshot = buffer.take([slice_of("weights", weights)])
     buffer.before_update()
     weights.fill_(2.0)

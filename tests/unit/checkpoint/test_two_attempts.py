@@ -1,4 +1,4 @@
-"""An attempt thought dead stands still at any operation of its save and wakes in any phase of its successor's."""
+"""A stale attempt stalls at any operation of its save and resumes in any phase of its successor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raypp.storage.directory import DirectoryStore
 pytestmark = pytest.mark.slow
 
 OPERATIONS = 13
-"""More than a save has; the last ones stand for an attempt that had ended."""
+"""More operations than a save has; the last ones stand for an attempt that had ended."""
 
 
 class StandingStore:
-    """A store whose user stands still before its n-th operation until it is woken."""
+    """A store whose user stalls before its n-th operation until it is released."""
 
     def __init__(self, store: ObjectStore, stands_at: int) -> None:
         self._store, self._left = store, stands_at
@@ -45,7 +45,7 @@ class StandingStore:
 
 
 class Zombie:
-    """Attempt 1 on its way through the save of step 20."""
+    """Attempt 1 during the save of step 20."""
 
     def __init__(self, store: ObjectStore, stands_at: int) -> None:
         self.store = StandingStore(store, stands_at)
@@ -91,8 +91,8 @@ def test_whatever_it_still_does_the_successors_checkpoint_is_whole_and_the_newes
             zombie.wake()
         refused += zombie.refused is not None
         assert verify_checkpoint(store, RUN, step) == []
-        # One case only leaves more: awake between its check and its PUT after the successor had finished, it commits
-        # step 20 above 15. It is whole or it is named and passed over.
+        # Only one case leaves more: if it resumes between its check and its PUT after the successor has finished, it
+        # commits step 20 above 15. That checkpoint is complete, or it is reported and skipped.
         found = newest_usable(store, RUN)
         assert found.commit is not None
         if wakes != "at the end" or step != 15:

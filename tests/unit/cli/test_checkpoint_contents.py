@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +159,3 @@ def test_plan_takes_the_sizes_from_the_model_that_is_named(tmp_path: Path, capsy
     assert "--set model.from_hf=nowhere: there is no" in capsys.readouterr().err
     assert run(["plan", str(path), "--set", "mesh.pp=4"]) == 2
     assert "2 layers" in capsys.readouterr().err
-
-
-def test_these_commands_need_no_torch() -> None:
-    program = "import sys, raypp.cli.checkpoint_commands; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

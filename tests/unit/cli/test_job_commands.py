@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -47,19 +45,6 @@ def raising(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(frame, "load_object", lambda _: command)
 
     return install
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
-)
-def test_the_quick_commands_import_neither_torch_nor_ray_nor_boto3(arguments: list[str]) -> None:
-    code = (
-        "import sys\nfrom raypp.cli.main import run\n"
-        f"code = run({arguments!r})\n"
-        "print(code, sorted({'torch', 'ray', 'boto3', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] in ("0 []", "2 []")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -214,7 +199,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
 def test_explain_describes_sections_inner_sections_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain"]) == 0
     everything = capsys.readouterr().out
-    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: llama"):
+    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: text", "llama | qwen2"):
         assert word in everything
     assert run(["explain", "pipeline.wire"]) == 0
     assert "compression: none" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that exist."""
+"""The Grafana dashboard queries metrics that exist."""
 
 from __future__ import annotations
 

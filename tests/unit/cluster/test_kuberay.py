@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes: fields KubeRay knows, names that meet, a job raypp takes. No Kubernetes is asked."""
+"""The Kubernetes manifests: known fields, consistent names, a valid job. Contacts no Kubernetes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cluster() -> dict[str, Any]:
 
 
 def _values(document: Any, key: str) -> list[Any]:
-    """Every value of a key, anywhere in a document."""
+    """Yields every value of a key, anywhere in a document."""
     if isinstance(document, dict):
         own = [document[key]] if key in document else []
         return own + [found for value in document.values() for found in _values(value, key)]
@@ -131,7 +131,7 @@ def test_services_redis_and_runs_mean_this_cluster() -> None:
     (run,) = _documents("RayJob")
     assert run["spec"]["clusterSelector"] == {"ray.io/cluster": name}
     (submit,) = _documents("Job")
-    assert f"http://{name}-head-svc:8265" in _containers(submit)[0]["command"]  # the service that KubeRay makes
+    assert f"http://{name}-head-svc:8265" in _containers(submit)[0]["command"]  # the service that KubeRay creates
 
 
 def test_all_pods_have_one_image_and_room_for_snapshots_in_memory() -> None:

@@ -1,4 +1,4 @@
-"""The launcher file, by Ray's own schema and its own reading of it."""
+"""The launcher file, checked with Ray's own schema and parser."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""Stacks of living processes, and exceptions told apart."""
+"""Stacks of this process, and exceptions told apart."""
 
 from __future__ import annotations
 
 import errno
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -112,45 +107,6 @@ def test_the_stacks_of_this_process_begin_with_the_asked_thread_and_are_bounded(
     assert text.startswith("thread stuck") and "deep" in text and len(text) <= process_evidence.MOST_CHARACTERS
 
 
-def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:
-    """A process with a rank's title that tells its stacks, and a rank's log."""
-    code = """
-from raypp.control import process_evidence
-import time
-
-def stuck():
-    print(1, flush=True)
-    time.sleep(60)
-
-process_evidence.prepare()
-stuck()
-"""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [title, "-c", code], executable=sys.executable, stdout=subprocess.PIPE, stderr=file,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
-def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is_told_as_that(tmp_path: Path) -> None:
-    log = tmp_path / "worker.err"
-    process = _sleeper(log, "ray::raypp/mine/pp0")
-    try:
-        assert process_evidence.stacks_of(process.pid, str(log), "other") == "the process is gone"
-        assert "in stuck" in process_evidence.stacks_of(process.pid, str(log), "mine")
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        frozen = process_evidence.stacks_of(process.pid, str(log), "mine")
-        assert "process state: stopped" in frozen and len(frozen) <= process_evidence.MOST_CHARACTERS
-    finally:
-        process.kill()
-        process.wait()
-    assert process_evidence.stacks_of(process.pid, str(log), "mine") == "the process is gone"
-
-
 def test_only_the_log_of_the_process_in_question_is_read(tmp_path: Path) -> None:
     (tmp_path / "worker-ab-7.err").write_text("Fatal Python error: Bus error")
     assert "Bus error" in process_evidence.death_evidence(7, str(tmp_path / "worker-ab-7.err"), 0).words
@@ -177,7 +133,7 @@ def test_a_rank_that_is_told_to_go_leaves_after_the_save_or_when_its_time_is_ove
     assert notices.due_failure(5.0, 10) is None
     failure = notices.due_failure(6.0, 13)
     assert failure is not None and (failure.kind, failure.rank) == ("preempted", 1)
-    assert "after a save at step 13" in failure.cause
+    assert "after a checkpoint at step 13" in failure.cause
     late = notices.due_failure(26.0, 10)
-    assert late is not None and "without a new save" in late.cause
+    assert late is not None and "without a new checkpoint" in late.cause
     assert notices.reset() is False and notices.due_failure(30.0, 14) is None

@@ -5,46 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import small_models
 import torch
 from safetensors import safe_open
+from small_models import small_options
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "vocab_size": 97, "use_cache": False, "attn_implementation": "eager",
-}  # fmt: skip
-_MORE: dict[str, dict[str, Any]] = {
-    "llama": {"rope_theta": 5e5, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False},
-}  # fmt: skip
-_CLASSES = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
-}  # fmt: skip
+from raypp.spec.families import FAMILIES
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"rope_theta": 5e5},
+    "tied": {"tie_embeddings": True, "head_dim": 12, "norm_eps": 1e-6},
+}
+_SIZES = {"num_experts": 4, "ffn_size": 48}
 
 
-def their_model(kind: str, **changed: Any) -> Any:
-    """A random model of transformers, with weights large enough that every part shows in the logits."""
-    import transformers
-
-    name = _CLASSES[kind]
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **_MORE[kind], **changed})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+def their_model(kind: str, case: str = "plain", **changed: Any) -> Any:
+    """A random model of transformers: a section's sizes, and keys of its config.json changed."""
+    sizes = {name: value for name, value in _SIZES.items() if name in FAMILIES[kind].options.model_fields}
+    return small_models.their_model(small_options(kind, **sizes, **CASES[case]), **changed)
 
 
-def written(kind: str, folder: Path, shard: str = "5GB", **changed: Any) -> Any:
+def written(kind: str, folder: Path, case: str = "plain", *, shard: str = "5GB", **changed: Any) -> Any:
     """The same, saved by `save_pretrained`."""
-    model = their_model(kind, **changed)
+    model = their_model(kind, case, **changed)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 

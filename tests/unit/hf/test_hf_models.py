@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import FAMILIES, tensors_of, their_model, written
+from hf_models import CASES, tensors_of, their_model, written
 
 from raypp.checkpoint.arrays import convert
 from raypp.checkpoint.commit import read_commit
@@ -23,14 +23,16 @@ from raypp.hf.files import HfFiles
 from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.names import hf_parts
 from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage
+from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions, MoeOptions
 from raypp.storage.directory import DirectoryStore
 
 transformers: Any = pytest.importorskip("transformers")
-MOE = ("qwen3_moe", "mixtral")
+every_family = pytest.mark.parametrize("kind", FAMILIES)
+every_case = pytest.mark.parametrize("case", CASES)
 
 
 def options_of(folder: Path) -> DecoderOptions:
@@ -61,9 +63,10 @@ def imported(source: Path, root: Path, **other: Any) -> DirectoryStore:
     return store
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_logits_and_gradients_of_loaded_weights_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    theirs = written(kind, tmp_path)
+@every_family
+@every_case
+def test_logits_and_gradients_of_loaded_weights_are_those_of_transformers(kind: str, case: str, tmp_path: Path) -> None:
+    theirs = written(kind, tmp_path, case)
     ours = empty_stage(options_of(tmp_path))
     load_from_hf(str(tmp_path), [ours])
     found, expected = loss_and_logits(ours, True), loss_and_logits(theirs, False)
@@ -80,9 +83,12 @@ def test_logits_and_gradients_of_loaded_weights_are_those_of_transformers(kind: 
     assert compared == len(wanted)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logits(kind: str, tmp_path: Path) -> None:
-    theirs = written(kind, tmp_path / "theirs", shard="20KB")
+@every_family
+@every_case
+def test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logits(
+    kind: str, case: str, tmp_path: Path
+) -> None:
+    theirs = written(kind, tmp_path / "theirs", case, shard="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     # Objects so small that tensors, and stacks of experts, are cut over several of them.
     store = imported(tmp_path / "theirs", tmp_path / "store", object_bytes=7000)
@@ -183,15 +189,6 @@ def test_export_holds_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(sizes) <= 1000 and len(sizes) > 40
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("tie", [False, True])
-def test_names_and_shapes_are_those_of_the_built_model(kind: str, tie: bool) -> None:
-    cls = MoeOptions if kind in MOE else DecoderOptions
-    options = cls(kind=kind, num_layers=2, hidden_size=32, num_kv_heads=2, head_dim=12, tie_embeddings=tie)
-    whole = build_stage(options, range(2), first=True, last=True)
-    assert {name: tuple(p.shape) for name, p in whole.named_parameters()} == model_tensors(options)
 
 
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-"""The memory tier's files and copies without ranks: names, locks, leftovers, who may send, what is chosen."""
+"""The memory tier's files and copies without ranks: names, locks, leftovers, senders, choices."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +18,7 @@ from raypp.memory.files import (
     SlotName,
     keeper,
     list_slots,
-    open_locked,
     parse_name,
-    peek,
-    remove_dead,
     remove_run,
     room,
 )
@@ -38,7 +32,7 @@ SIZE = 100_000
 
 
 def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
-    """A whole snapshot, open."""
+    """Returns a complete snapshot, open."""
     slot = Slot.create(directory, name)
     about = {"run": name.run, "attempt": name.attempt, "rank": name.rank, "keeper": keeper()}
     slot.begin(name, about)
@@ -76,30 +70,11 @@ def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(t
     slot.close()
     ((name, path),) = list_slots(tmp_path)
     assert name.step is None
-    # Even under a whole one's name.
+    # Even under a complete snapshot's name.
     path = path.rename(path.with_name(NAME.file_name().replace("writing", "step-7")))
     again = Slot.open(path, parse_name(path.name) or NAME)
     assert again is not None and again.control() is None
     again.close()
-
-
-def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path) -> None:
-    slot = sealed(tmp_path)
-    path = slot.path
-    slot.close()
-    code = "import sys,time; from pathlib import Path; from raypp.memory.files import open_locked\n"
-    code += "print(open_locked(Path(sys.argv[1])) is not None, flush=True); time.sleep(60)"
-    zombie = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert zombie.stdout is not None and zombie.stdout.readline() == "True\n"
-        assert peek(path) is None and open_locked(path) is None
-        assert remove_run("a-run", tmp_path) == [] and remove_dead(tmp_path) == []
-    finally:
-        zombie.kill()
-        zombie.wait()
-    assert peek(path) is not None
-    assert remove_run("another", tmp_path) == []
-    assert remove_run("a-run", tmp_path) == [path.name]
 
 
 def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path: Path) -> None:
@@ -107,19 +82,6 @@ def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path
     kept = slot.memory(SIZE)
     slot.close()
     assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
-
-
-def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_path: Path) -> None:
-    here = sealed(tmp_path, NAME)
-    here.close()
-    dead = Slot.create(tmp_path, SlotName("dead-run", "0123456789ab", 1, 0, "own", 0))
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    dead.begin(dead.name, {"keeper": [child.pid, time.time()]})
-    dead.close()
-    assert remove_dead(tmp_path) == [dead.path.name]
-    os.utime(here.path, (0, 0))  # nothing happened for more than an hour
-    assert remove_dead(tmp_path) == [here.path.name]
 
 
 def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:
@@ -135,7 +97,7 @@ def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, m
     monkeypatch.setenv(LIMIT_VARIABLE, "1")
     assert room(tmp_path, "a-run", NAME.life) == 1_000_000
     sealed(tmp_path).close()
-    assert room(tmp_path, "a-run", NAME.life) == 1_000_000  # its own count as had
+    assert room(tmp_path, "a-run", NAME.life) == 1_000_000  # the run's own files count as available
     assert 800_000 < room(tmp_path, "other", NAME.life) < 900_000
 
 
@@ -157,7 +119,7 @@ def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
     both = [[2, 5, 0, -1], [2, 5, 1, -1], [2, 6, 0, -1]]
     best, _ = choose([both, both], -1)
     assert best is not None and (best.step, best.attempt, best.source(1)) == (5, 2, 1)
-    # On another node: from who has it.
+    # On another node: from a rank that sees it.
     best, _ = choose([both, []], -1)
     assert best is not None and best.source(1) == 0
     assert choose([both, both], 5) == (None, "rank 1's snapshot of step 6 is in no memory")
@@ -170,10 +132,10 @@ def test_snapshots_of_two_attempts_are_never_mixed() -> None:
 
 
 def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
-    """Whoever removes the newest checkpoints wants to go back."""
+    """A user who removes the newest checkpoints wants to go back."""
     seen = [[[1, 25, 0, 20]]]
     assert choose(seen, 20)[0] is not None
-    assert choose(seen, 10) == (None, "step 20 was committed and is gone: snapshots taken after it are not used")
+    assert choose(seen, 10) == (None, "step 20 was committed but is gone: snapshots taken after it are not used")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +198,7 @@ def test_copies_keep_to_the_cap_that_uploads_have(receiver: tuple[CopyReceiver, 
     server, slots = receiver
     slot = sealed(tmp_path)
     cap = Pace(2 * SIZE)
-    cap.take(SIZE)  # half a second of an upload, which the copy waits for
+    cap.take(SIZE)  # half a second of an upload, for which the copy waits
     sender = CopySender(1, ("127.0.0.1", server.port), b"secret", cap)
     started = time.monotonic()
     try:
@@ -271,10 +233,10 @@ def test_whoever_does_not_know_the_secret_places_nothing(
         assert wait_for(lambda: sender.error)
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(10)
-            assert len(stranger.recv(4096)) == 32  # what a proof must be about
+            assert len(stranger.recv(4096)) == 32  # the nonce
             stranger.sendall(json.dumps({"rank": 1}).encode() * 100)
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(4096) == b""  # the door
+                assert stranger.recv(4096) == b""  # the receiver closed the connection
         assert sender.arrived is None and not slots
     finally:
         assert sender.close()

@@ -69,3 +69,18 @@ def test_stages_go_round_in_a_loop_and_turn_in_a_v() -> None:
     assert place_stages(1, 3, "v") == [[0, 1, 2]]
     with pytest.raises(ValueError, match="do not divide"):
         place_stages(4, 6, "loop")
+
+
+@given(sizes)
+def test_ranks_that_differ_along_pp_or_cp_read_the_same_replica(shape: Coordinates) -> None:
+    mesh = Mesh(shape)
+    found = {rank: mesh.coordinates(rank).replica(shape) for rank in range(mesh.world)}
+    assert set(found.values()) == set(range(shape.dp_replicate * shape.fsdp))
+    for group in mesh.groups(("pp", "cp")):
+        assert len({found[rank] for rank in group}) == 1
+    by_hand = Coordinates(dp_replicate=2, fsdp=3).replica(Coordinates(1, 3, 4, 1))
+    assert by_hand == 11
+
+
+def test_every_rank_has_a_label() -> None:
+    assert mesh_of(pp=2, fsdp=2).labels() == ["pp0-fsdp0", "pp0-fsdp1", "pp1-fsdp0", "pp1-fsdp1"]

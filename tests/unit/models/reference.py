@@ -51,7 +51,9 @@ def their_names(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def assert_equal_at_1e5(options: DecoderOptions, theirs: torch.nn.Module) -> None:
     """Logits of two rows and every gradient of their loss."""
     ours = whole_model(options)
-    theirs.load_state_dict(their_names(ours.state_dict()))
+    named = their_names(ours.state_dict())
+    tied = {"lm_head.weight": named["model.embed_tokens.weight"]} if options.tie_embeddings else {}
+    theirs.load_state_dict(named | tied)
     tokens = torch.randint(0, options.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)
     logits = [run(ours, tokens, [33]), theirs(tokens).logits]

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from reference import assert_equal_at_1e5
+from small_models import CASES, small_options, their_model
 
-from raypp.spec.models import DecoderOptions, MoeOptions
+from raypp.hf.config import config_from_options
+from raypp.hf.from_hf import hf_options
+from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions
 
-SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 80, "vocab_size": 97,
-}  # fmt: skip
-THEIRS: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 80, "vocab_size": 97, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "attn_implementation": "eager", "rope_theta": 10000.0, "use_cache": False,
-}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 40}
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return pytest.importorskip("transformers")
+transformers: Any = pytest.importorskip("transformers")
+every_family = pytest.mark.parametrize("kind", FAMILIES)
+WIDER: dict[str, dict[str, Any]] = {
+    **CASES,
+    "odd widths": {"hidden_size": 48, "ffn_size": 80, "expert_ffn_size": 40, "head_dim": 20, "num_kv_heads": 1},
+}
 
 
-def test_qwen2_with_its_biases(transformers: Any) -> None:
-    config = transformers.Qwen2Config(**THEIRS)
-    assert_equal_at_1e5(DecoderOptions(kind="qwen2", **SIZES), transformers.Qwen2ForCausalLM(config))
+@every_family
+@pytest.mark.parametrize("case", WIDER)
+def test_logits_and_gradients_are_those_of_transformers(kind: str, case: str) -> None:
+    changed = {name: value for name, value in WIDER[case].items() if name in FAMILIES[kind].options.model_fields}
+    options = small_options(kind, **changed)
+    assert_equal_at_1e5(options, their_model(options))
 
 
-@pytest.mark.parametrize("head_dim", [12, 20])
-def test_qwen3_with_norms_on_heads_of_any_width(transformers: Any, head_dim: int) -> None:
-    config = transformers.Qwen3Config(**THEIRS, head_dim=head_dim)
-    options = DecoderOptions(kind="qwen3", head_dim=head_dim, **SIZES)
-    assert_equal_at_1e5(options, transformers.Qwen3ForCausalLM(config))
+@every_family
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_that_transformers_saved_is_read_as_the_section_it_came_from(
+    kind: str, case: str, tmp_path: Path
+) -> None:
+    options = small_options(kind, **CASES[case])
+    config = config_from_options(options, dtype="float32", context=64, eos_id=1)
+    transformers.AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    found = hf_options(DecoderOptions(from_hf=str(tmp_path)))
+    for name in {*FAMILIES[kind].hf.sizes, *FAMILIES[kind].hf.settings} - {"ffn_size", "num_kv_heads", "head_dim"}:
+        assert getattr(found, name) == getattr(options, name), name
+    assert (found.kv_heads, found.dim_per_head) == (options.kv_heads, options.dim_per_head)
 
 
-def test_qwen3_moe(transformers: Any) -> None:
-    config = transformers.Qwen3MoeConfig(
-        **THEIRS, head_dim=12, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[],
-    )  # fmt: skip
-    assert_equal_at_1e5(MoeOptions(kind="qwen3_moe", **SIZES, **EXPERTS), transformers.Qwen3MoeForCausalLM(config))
-
-
-def test_mixtral(transformers: Any) -> None:
-    config = transformers.MixtralConfig(
-        **{**THEIRS, "intermediate_size": 40}, num_local_experts=6, num_experts_per_tok=2, sliding_window=None
-    )
-    assert_equal_at_1e5(MoeOptions(kind="mixtral", **SIZES, **EXPERTS), transformers.MixtralForCausalLM(config))
+@every_family
+def test_a_config_without_optional_keys_means_what_transformers_takes_it_for(kind: str, tmp_path: Path) -> None:
+    """The defaults of a family are those of transformers' own class."""
+    form = FAMILIES[kind].hf
+    config = config_from_options(small_options(kind), dtype="float32", context=64, eos_id=1)
+    left = {key: value for key, value in config.items() if key not in form.settings.values()}
+    (tmp_path / "config.json").write_text(json.dumps(left))
+    found = hf_options(DecoderOptions(from_hf=str(tmp_path)))
+    theirs = transformers.AutoConfig.for_model(**left)
+    for name in ("norm_eps", "tie_embeddings"):
+        assert getattr(found, name) == getattr(theirs, form.settings[name]), name
+    rope = getattr(theirs, "rope_parameters", None) or {
+        "rope_theta": getattr(theirs, form.settings["rope_theta"], None)
+    }
+    assert found.rope_theta == rope["rope_theta"]
+    head = getattr(theirs, form.settings["head_dim"], None) or theirs.hidden_size // theirs.num_attention_heads
+    assert found.dim_per_head == head

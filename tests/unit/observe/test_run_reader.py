@@ -1,4 +1,4 @@
-"""The reading end: what a run's records say, wherever and whenever they are read."""
+"""The reader: a run's records read from any place, at any time."""
 
 import json
 import math

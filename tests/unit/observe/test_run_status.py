@@ -1,4 +1,4 @@
-"""A run whose controller is gone does not count as running for ever."""
+"""A run whose controller is gone does not count as running forever."""
 
 import pytest
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.pipeline.wire import AsIs, Int8, message_seed, wire_formats
+from raypp.pipeline.wire import AsIs, Int8, message_seed, wire_format
+from raypp.planning.choices import wire_of
 from raypp.planning.wire_checks import wire_problems
 from raypp.spec.load import parse_job
 
@@ -100,8 +101,8 @@ def job(compression: object = "none", dtype: str = "auto", precision: str = "fp3
 def test_activations_and_gradients_travel_as_the_job_says(
     compression: object, dtype: str, names: tuple[str, str]
 ) -> None:
-    found = wire_formats(job(compression, dtype), torch.float32)
-    assert tuple(form.name for form in found) == names
+    wire = wire_of(job(compression, dtype))
+    assert (wire_format(wire.activations).name, wire_format(wire.gradients).name) == names
     assert not list(wire_problems(job(compression, dtype)))
 
 

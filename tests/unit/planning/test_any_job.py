@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from planned_jobs import job_with
 
 from raypp.planning.check import check_plan
-from raypp.planning.plan import layer_cut, make_plan, stage_program
+from raypp.planning.plan import make_plan
+from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES
 
 small = st.integers(1, 4)
@@ -45,10 +46,15 @@ def test_a_job_has_problems_with_fixes_or_a_plan(
     if problems:
         return
     plan = make_plan(job, link_gbps=1.0)
-    placement, program = stage_program(job)
-    assert list(plan.cut) == layer_cut(job) and sum(plan.cut) == layers and min(plan.cut) > 0
-    assert len(plan.cut) == sum(map(len, placement)) == job.num_stages
-    assert len(program) == job.mesh.pp
+    pipeline = resolve_pipeline(job)
+    assert plan.cut == pipeline.cut and sum(plan.cut) == layers and min(plan.cut) > 0
+    assert [layer for held in pipeline.layers_of_stage for layer in held] == list(range(layers))
+    assert len(plan.cut) == sum(map(len, pipeline.stages_of_rank)) == job.num_stages
+    assert all(stage in pipeline.stages_of_rank[rank] for stage, rank in enumerate(pipeline.rank_of_stage))
+    for program in (pipeline.program, pipeline.forward_program()):
+        assert sorted(program) == list(range(job.mesh.pp))
+        for rank, stages in enumerate(pipeline.stages_of_rank):
+            assert {action.stage for action in program[rank]} == set(stages)
     assert len(plan.ranks) == job.mesh.world
     assert all(rank.total > 0 for rank in plan.memory)
     assert 0 <= plan.simulated_bubble < 1

@@ -8,8 +8,9 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.models.stage import build_stage
-from raypp.planning.flops import flops_per_token, layer_parameters, model_parameters
+from raypp.planning.flops import flops_per_token
 from raypp.planning.plan import Plan, make_plan
+from raypp.planning.sizes import sizes_of
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
 
@@ -47,14 +48,14 @@ def test_every_schedule_can_be_planned(name: str) -> None:
 def test_the_parameters_are_those_of_the_model_that_is_built() -> None:
     job = job_with(model={"num_kv_heads": 2})
     whole = build_stage(job.model, range(8), first=True, last=True)
-    assert model_parameters(job.model) == sum(p.numel() for p in whole.parameters())
+    assert sizes_of(job.model).whole == sum(p.numel() for p in whole.parameters())
     middle = build_stage(job.model, range(1), first=False, last=False)
-    assert layer_parameters(job.model) == sum(p.numel() for p in middle.parameters())
+    assert sizes_of(job.model).layers[0].parameters == sum(p.numel() for p in middle.parameters())
 
 
 def test_flops_are_six_per_weight_and_the_attention() -> None:
     job = job_with()
-    matrices = model_parameters(job.model) - 4096 * 256 - (2 * 8 + 1) * 256
+    matrices = sizes_of(job.model).whole - 4096 * 256 - (2 * 8 + 1) * 256
     attention = 3 * 8 * 2 * 256 * 256
     assert flops_per_token(job) == 6 * matrices + attention
 

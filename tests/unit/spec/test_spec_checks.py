@@ -24,6 +24,13 @@ def test_a_job_of_defaults_has_no_problem() -> None:
     assert found() == {}
 
 
+def test_a_model_and_a_schedule_may_be_ones_own() -> None:
+    assert found(model={"kind": "json:loads", "any_key": 3}, pipeline={"schedule": "json:loads"}) == {}
+    missing = found(model={"kind": "my.module:build"}, pipeline={"schedule": "my.module:order"})
+    assert missing.keys() == {"model.kind", "pipeline.schedule"}
+    assert all("cannot import 'my.module'" in problem for problem in missing.values())
+
+
 def test_every_default_is_available() -> None:
     job = parse_job({"name": "a"})
     assert {key for key, choice in CHOICES.items() if value_at(job, key) not in choice.available()} == set()
@@ -32,7 +39,6 @@ def test_every_default_is_available() -> None:
 @pytest.mark.parametrize(
     ("sections", "key", "told"),
     [
-        ({"model": {"kind": "my:model"}}, "model.kind", "my:model is not available yet"),
         ({"model": {"kind": "lama"}}, "model.kind", "there is no 'lama'; there are: llama, qwen2"),
         ({"data": {"kind": "hf", "path": "/"}}, "data.kind", "hf is not available yet; available: text, jsonl"),
         ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),

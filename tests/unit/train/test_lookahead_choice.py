@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from raypp.spec.job import Job
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.spec.load import parse_job
 from raypp.train.tune_lookahead import choose, chosen_event, free_bytes
 
 
-def job(pp: int = 2, schedule: str = "1f1b", stages_per_rank: int = 1, microbatches: int = 16) -> Job:
+def pipeline_of(
+    pp: int = 2, schedule: str = "1f1b", stages_per_rank: int = 1, microbatches: int = 16
+) -> ResolvedPipeline:
     pipeline: dict[str, Any] = {
         "schedule": schedule, "stages_per_rank": stages_per_rank, "microbatches": microbatches,
     }  # fmt: skip
-    return parse_job({"name": "a", "model": {"num_layers": 16}, "mesh": {"pp": pp}, "pipeline": pipeline})
+    job = parse_job({"name": "a", "model": {"num_layers": 16}, "mesh": {"pp": pp}, "pipeline": pipeline})
+    return resolve_pipeline(job)
 
 
 def figures(stages: int, link: float, room: int = 99, forward: float = 0.2) -> list[float]:
@@ -25,40 +28,40 @@ def figures(stages: int, link: float, room: int = 99, forward: float = 0.2) -> l
 
 @pytest.mark.parametrize(("link", "depth"), [(0.0, 0), (0.1, 1), (0.2, 1), (0.3, 1), (0.5, 2)])
 def test_a_slower_link_gets_a_deeper_warmup(link: float, depth: int) -> None:
-    assert choose(job(pp=4, microbatches=32), figures(4, link)).best.lookahead == depth
+    assert choose(pipeline_of(pp=4, microbatches=32), figures(4, link)).best.lookahead == depth
 
 
 def test_the_choice_says_what_was_measured() -> None:
-    words = choose(job(), figures(2, 0.31)).words()
+    words = choose(pipeline_of(), figures(2, 0.31)).words()
     measured = "link 0.31 s per message against 0.20 s forward and 0.40 s backward between stage 0 and 1"
     assert words.startswith(f"lookahead 1: {measured}; a step of")
-    event = chosen_event(choose(job(), figures(2, 0.31)), 4, 1)
+    event = chosen_event(choose(pipeline_of(), figures(2, 0.31)), 4, 1)
     assert event.details["lookahead"] == 1 and event.details["link_s"] == [0.31] and event.step == 4
 
 
 def test_memory_limits_the_depth_and_it_is_said() -> None:
-    choice = choose(job(pp=4, microbatches=32), figures(4, 0.2, room=6))
+    choice = choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=6))
     assert choice.best.lookahead == 0
     assert choice.words().endswith("more does not pay; 1 would need more memory")
-    assert choose(job(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
+    assert choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("gpipe", 1), ("looped_bfs", 2), ("dualpipev", 2)])
 def test_schedules_without_a_deeper_warmup_say_so(schedule: str, stages_per_rank: int) -> None:
-    choice = choose(job(schedule=schedule, stages_per_rank=stages_per_rank), figures(2 * stages_per_rank, 0.3))
+    choice = choose(pipeline_of(schedule=schedule, stages_per_rank=stages_per_rank), figures(2 * stages_per_rank, 0.3))
     assert choice.best.lookahead == 0 and choice.words().endswith("this schedule has no deeper warm-up")
 
 
 def test_interleaved_1f1b_looks_ahead_where_it_pays() -> None:
-    slow = choose(job(pp=2, schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.2))
+    slow = choose(pipeline_of(pp=2, schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.2))
     assert slow.best.step_s <= slow.found[0].step_s
-    assert choose(job(schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.0)).best.lookahead == 0
+    assert choose(pipeline_of(schedule="interleaved_1f1b", stages_per_rank=2), figures(4, 0.0)).best.lookahead == 0
 
 
 def test_split_backwards_are_simulated_with_their_two_parts() -> None:
     numbers = figures(4, 0.0)
     numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage has no input to give gradients to
-    times = choose(job(schedule="zbv", stages_per_rank=2), numbers).times
+    times = choose(pipeline_of(schedule="zbv", stages_per_rank=2), numbers).times
     assert times.input_share == pytest.approx(0.25) and times.first_whole
 
 

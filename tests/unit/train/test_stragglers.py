@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from raypp.errors import JobError
+from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Coordinates, Seat
+from raypp.spec.load import parse_job
 from raypp.train.fault_injection import Fault, Injection, parse_faults
 from raypp.train.nonfinite import Origin, first_of
 from raypp.train.replicas import checksum, difference_in_words
-from raypp.train.stragglers import SpikeWatch, StragglerWatch
+from raypp.train.stragglers import SpikeWatch, StragglerWatch, work_of
 
 
 def test_a_rank_is_told_once_after_three_slow_steps_in_a_row() -> None:
@@ -25,6 +27,13 @@ def test_stages_of_unequal_work_are_compared_by_what_the_cut_gave_them() -> None
     watch = StragglerWatch([0, 1, 2], [4.0, 4.0, 12.0], 2.0)
     assert not any(watch.seen([1.0, 1.0, 3.0]) for _ in range(5))
     assert [rank for _ in range(3) for rank, _ in watch.seen([1.0, 3.0, 3.0])] == [1]
+
+
+def test_the_cut_gives_each_rank_the_layers_and_ends_of_its_stages() -> None:
+    ends = {"input_weight": 0.5, "output_weight": 2.0}
+    pipeline = {"schedule": "zbv", "stages_per_rank": 2, "layers_per_stage": [3, 2, 2, 1], **ends}
+    job = parse_job({"name": "a", "model": {"num_layers": 8}, "mesh": {"pp": 2}, "pipeline": pipeline})
+    assert work_of(resolve_pipeline(job)) == [3 + 1 + 0.5 + 2.0, 2 + 2]
 
 
 def test_a_loss_far_above_the_last_ones_is_a_spike_and_nan_never_becomes_usual() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from raypp.cli.main import run
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 CONTRACT = "tests/unit/recovery/test_policies.py"
 
 

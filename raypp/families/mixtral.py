@@ -1,0 +1,46 @@
+"""Mixtral: Llama with experts in every layer, under its own names (`block_sparse_moe`, w1, w3, w2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raypp.families import weights
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SIZES, Family, HfFormat, Only, Weight
+from raypp.spec.models import MoeOptions
+
+if TYPE_CHECKING:
+    from raypp.models.moe import MoeDecoderLayer
+
+_BLOCK = "block_sparse_moe"
+_NAMES = ("w1", "w3", "w2")
+
+
+def layer_weights(options: MoeOptions, index: int) -> list[Weight]:
+    experts = weights.experts(options, _BLOCK, _NAMES)
+    return [*weights.attention(options), *weights.layer_norms(options), *experts]
+
+
+def build_layer(options: MoeOptions, index: int) -> MoeDecoderLayer:
+    from raypp.models.layers import Attention
+    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
+
+    return MoeDecoderLayer(options, Attention(options), MixtureOfExperts(options, _NAMES), mlp_name=_BLOCK)
+
+
+FAMILY = Family(
+    name="mixtral",
+    summary="Mixtral: Llama with experts",
+    weights=layer_weights,
+    layer=build_layer,
+    hf=HfFormat(
+        "mixtral",
+        "MixtralForCausalLM",
+        # Experts alone have a feed-forward block: intermediate_size is theirs.
+        sizes={**SIZES, **EXPERT_SIZES, "num_experts": "num_local_experts", "expert_ffn_size": "intermediate_size"},
+        defaults={**DEFAULTS, "norm_eps": 1e-5, "rope_theta": 1e6},
+        exact={**EXACT, "sliding_window": Only((None,))},
+        training={"aux_loss_weight": "router_aux_loss_coef"},
+    ),
+    options=MoeOptions,
+    position=50,
+)

@@ -1,0 +1,60 @@
+"""The parameters of a decoder layer's blocks: names, shapes and parts, as `raypp.models` builds them.
+
+Legend: C residual width, Q width of all query heads, K width of all key/value heads, F inner width, E experts.
+"""
+
+from __future__ import annotations
+
+from raypp.spec.family import Weight
+from raypp.spec.models import DecoderOptions, MoeOptions
+
+Names = tuple[str, str, str]
+
+
+def attention(options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> list[Weight]:
+    """`raypp.models.layers.Attention` with the same arguments: q `[Q, C]`, k and v `[K, C]`, o `[C, Q]`."""
+    width, head = options.hidden_size, options.dim_per_head
+    queries, keys = options.num_heads * head, options.kv_heads * head
+    found = []
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        found.append(Weight(f"self_attn.{name}.weight", (rows, width), "attention"))
+        if qkv_bias:
+            found.append(Weight(f"self_attn.{name}.bias", (rows,), "attention"))
+    found.append(Weight("self_attn.o_proj.weight", (width, queries), "attention", residual=True))
+    if head_norms:
+        found += [Weight(f"self_attn.{name}.weight", (head,), "norm") for name in ("q_norm", "k_norm")]
+    return found
+
+
+def layer_norms(options: DecoderOptions) -> list[Weight]:
+    """The two norms of `raypp.models.layers.DecoderLayer`, `[C]` each."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    return [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in names]
+
+
+def gated(options: DecoderOptions) -> list[Weight]:
+    """`raypp.models.layers.GatedFeedForward`: gate and up `[F, C]`, down `[C, F]`."""
+    width, inner = options.hidden_size, options.ffn_size
+    return [
+        Weight("mlp.gate_proj.weight", (inner, width), "feed_forward"),
+        Weight("mlp.up_proj.weight", (inner, width), "feed_forward"),
+        Weight("mlp.down_proj.weight", (width, inner), "feed_forward", residual=True),
+    ]
+
+
+def experts(options: MoeOptions, block: str, names: Names) -> list[Weight]:
+    """`raypp.models.moe.MixtureOfExperts`: router `[E, C]`, gate and up `[E, F, C]`, down `[E, C, F]`.
+
+    Args:
+        options: The `model:` section.
+        block: What the family calls the feed-forward block.
+        names: Of the stacked gate, up and down matrices.
+    """
+    count, width, inner = options.num_experts, options.hidden_size, options.expert_ffn_size
+    gate, up, down = (f"{block}.experts.{name}" for name in names)
+    return [
+        Weight(f"{block}.gate.weight", (count, width), "feed_forward"),
+        Weight(gate, (count, inner, width), "experts"),
+        Weight(up, (count, inner, width), "experts"),
+        Weight(down, (count, width, inner), "experts", residual=True),
+    ]

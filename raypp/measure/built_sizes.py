@@ -1,0 +1,58 @@
+"""What a user's own factory builds, in numbers: its stages built on meta, which take no memory.
+
+`main` reads `{"job"}` as JSON from standard input and prints `{"layers", "first", "last", "whole"}`: the shapes of each
+layer's parameters, and parameter counts as `raypp.planning.sizes.ModelSizes` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
+from raypp.models.stage import build_stage
+from raypp.spec.load import parse_job
+from raypp.spec.models import DecoderOptions
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def built_sizes(options: DecoderOptions) -> dict[str, Any]:
+    """The answer for one `model:` section."""
+    last = options.num_layers - 1
+    layers = [_shapes(options, range(index, index + 1)) for index in range(options.num_layers)]
+    first_stage = _shapes(options, range(1), first=True)
+    last_stage = _shapes(options, range(last, last + 1), last=True)
+    whole = _shapes(options, range(options.num_layers), first=True, last=True)
+    return {
+        "layers": [list(shapes.values()) for shapes in layers],
+        "first": _parameters(first_stage) - _parameters(layers[0]),
+        "last": _parameters(last_stage) - _parameters(layers[last]),
+        "whole": _parameters(whole),
+    }
+
+
+def _shapes(options: DecoderOptions, layers: range, *, first: bool = False, last: bool = False) -> Shapes:
+    stage = build_stage(options, layers, first=first, last=last)
+    return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+
+
+def _parameters(shapes: Shapes) -> int:
+    return sum(map(prod, shapes.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the request, prints the answer."""
+    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+    try:
+        answer = built_sizes(parse_job(request["job"]).model)
+    except RayppError as error:
+        answer = {"error": "; ".join(problem.what for problem in error.problems)}
+    except Exception as error:  # noqa: BLE001 - whatever the user's own code does
+        answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
+    print(json.dumps(answer))  # noqa: T201
+    return EXIT_RUN_FAILED if "error" in answer else EXIT_OK

@@ -1,0 +1,111 @@
+"""A job's pipeline with nothing left open: decided once, then handed on.
+
+`resolve_pipeline` is the one place that goes from a job to its schedule, cut, placement, program and wire formats. The
+plan, the controller and every rank make the record from the same job file, so they agree without a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+
+from raypp.mesh.stage_placement import Placement, place_stages
+from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
+from raypp.planning.weights import end_weights
+from raypp.schedules.action import Program
+from raypp.schedules.catalogue import build_program, schedule_named
+from raypp.schedules.forward_only import build_forward_only
+from raypp.spec.job import Job
+
+
+@dataclass(frozen=True)
+class ResolvedPipeline:
+    """The schedule, the cut and the program of a job.
+
+    Attributes:
+        schedule: Name of the schedule; auto resolved.
+        lookahead: Extra warm-up forwards; auto is 0 as long as no link has been measured.
+        microbatches: Per replica and step.
+        cut: Number of layers of every stage.
+        input_weight: What the embedding counts in the cut, in layers.
+        output_weight: What norm, projection and loss count in the cut, in layers.
+        layers_of_stage: Global layer indices of every stage.
+        placement: How the schedule places stages: "loop" or "v".
+        stages_of_rank: Stages of every pipeline rank, ascending.
+        rank_of_stage: Pipeline rank of every stage.
+        program: What every pipeline rank computes, in order.
+        wire: How activations and gradients travel between stages.
+    """
+
+    schedule: str
+    lookahead: int
+    microbatches: int
+    cut: tuple[int, ...]
+    input_weight: float
+    output_weight: float
+    layers_of_stage: tuple[range, ...]
+    placement: Placement
+    stages_of_rank: tuple[tuple[int, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    program: Program
+    wire: Wire
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.cut)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Pipeline ranks, stages per rank, microbatches: what a program depends on besides schedule and lookahead."""
+        return len(self.stages_of_rank), len(self.stages_of_rank[0]), self.microbatches
+
+    @property
+    def stage_weights(self) -> list[float]:
+        """What every stage costs, in layers; the two ends of the model count as in the cut."""
+        weights = [float(layers) for layers in self.cut]
+        weights[0] += self.input_weight
+        weights[-1] += self.output_weight
+        return weights
+
+    def program_with(self, lookahead: int) -> Program:
+        """The program with another depth of the warm-up; the placement and the cut stay.
+
+        Raises:
+            JobError: The schedule cannot do it.
+        """
+        return self.program if lookahead == self.lookahead else build_program(self.schedule, *self.sizes, lookahead)
+
+    def forward_program(self) -> Program:
+        """Forwards only, on the same stages: what evaluation runs."""
+        return build_forward_only(*self.sizes, self.placement)
+
+
+def resolve_pipeline(job: Job) -> ResolvedPipeline:
+    """Decides everything that `mesh.pp` and `pipeline` leave open.
+
+    Raises:
+        JobError: The schedule does not exist or cannot do these sizes, or a stage would have no layer. `check_plan`
+            tells all such problems at once.
+    """
+    name, lookahead, pp, pipeline = schedule_of(job), lookahead_of(job), job.mesh.pp, job.pipeline
+    cut = cut_of(job)
+    program = build_program(name, pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead)
+    placement = schedule_named(name).placement
+    stages_of_rank = place_stages(pp, job.num_stages, placement)
+    holder = {stage: rank for rank, stages in enumerate(stages_of_rank) for stage in stages}
+    first, last = end_weights(job)
+    return ResolvedPipeline(
+        schedule=name,
+        lookahead=lookahead,
+        microbatches=pipeline.microbatches,
+        cut=tuple(cut),
+        input_weight=first,
+        output_weight=last,
+        layers_of_stage=tuple(range(a, b) for a, b in pairwise([0, *accumulate(cut)])),
+        placement=placement,
+        stages_of_rank=tuple(map(tuple, stages_of_rank)),
+        rank_of_stage=tuple(holder[stage] for stage in range(job.num_stages)),
+        program=MappingProxyType({rank: tuple(program[rank]) for rank in range(pp)}),
+        wire=wire_of(job),
+    )

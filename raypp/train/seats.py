@@ -1,0 +1,74 @@
+"""Seats that no controller gives out: of ranks of one machine, and of processes that torchrun started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from raypp.errors import JobError, Problem
+from raypp.mesh.geometry import Mesh
+from raypp.records import Seat
+from raypp.spec.job import Job
+
+
+def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
+    """The seat of a rank on this machine, which meets the others at a port of loopback."""
+    mesh = Mesh.of(job.mesh)
+    if mesh.world != world:
+        raise ValueError(f"{world} processes for a mesh of {mesh.world}")
+    return Seat(
+        run=job.name,
+        attempt=attempt,
+        rank=rank,
+        world_size=world,
+        coordinates=mesh.coordinates(rank),
+        mesh_sizes=mesh.sizes,
+        local_rank=rank,
+        local_world_size=world,
+        master_port=port,
+        device=device,
+        device_index=rank,
+    )
+
+
+def seat_from_environment(job: Job) -> Seat:
+    """This process's seat, from RANK, WORLD_SIZE, LOCAL_RANK … as torchrun sets them. Its attempt is not yet claimed.
+
+    Raises:
+        JobError: torchrun's variables are missing, or its world is not the mesh's.
+    """
+    environment = os.environ
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        how = "start it with: torchrun --nproc-per-node N -m raypp.train --job JOB"
+        raise JobError(Problem("", f"{', '.join(missing)} not set", how))
+    mesh = Mesh.of(job.mesh)
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if world != mesh.world:
+        fix = f"start {mesh.world} processes in all, or change the mesh"
+        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, torchrun started {world}", fix))
+    local = int(environment.get("LOCAL_RANK", rank))
+    return Seat(
+        run=job.name,
+        attempt=0,
+        rank=rank,
+        world_size=world,
+        coordinates=mesh.coordinates(rank),
+        mesh_sizes=mesh.sizes,
+        local_rank=local,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        node_rank=int(environment.get("GROUP_RANK", 0)),
+        node=socket.gethostname(),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+        device=_device(job),
+        device_index=local,
+    )
+
+
+def _device(job: Job) -> str:
+    if job.resources.device != "auto":
+        return job.resources.device
+    return "cuda" if torch.cuda.is_available() else "cpu"

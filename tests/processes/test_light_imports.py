@@ -1,0 +1,65 @@
+"""What must answer at once imports nothing heavy. Each case is a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypp.observe.json_lines import LogLine
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.storage import open_store
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = "jobs/quickstart.yaml"
+
+
+def last_line(code: str) -> str:
+    """The last line that a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+
+def imported_by_command(arguments: list[str], heavy: set[str]) -> str:
+    """The exit code of a command and what of `heavy` it has imported."""
+    return last_line(
+        "import sys\nfrom raypp.cli.main import run\n"
+        f"code = run({arguments!r})\n"
+        f"print(code, sorted({heavy!r} & set(sys.modules)))"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+)
+def test_the_quick_commands_import_neither_torch_nor_ray_nor_boto3(arguments: list[str]) -> None:
+    assert imported_by_command(arguments, {"torch", "ray", "boto3", "numpy"}) in ("0 []", "2 []")
+
+
+def test_reading_a_run_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    with RunRecorder(store, "kjv", "a1", interval_s=60) as recorder:
+        recorder.step(StepReport(1, 2.0, 0.5, 1000, 64, 0.1, 10000.0, 1))
+        recorder.event(Event("submitted", "sent to the cluster", 100.0))
+        recorder.log(LogLine("from one", 1, "pp1", 1, time=1.0))
+        recorder.status(RunStatus("kjv", RunState.RUNNING, 1, 10, 2.0, 10000.0, 1, 0, None, {"pp": 2}, ()))
+    assert imported_by_command(["status", f"{store.url}/kjv", "--json"], {"torch", "ray"}) == "0 []"
+
+
+def test_the_commands_for_checkpoints_import_neither_torch_nor_ray() -> None:
+    code = "import sys, raypp.cli.checkpoint_commands; print('torch' in sys.modules, 'ray' in sys.modules)"
+    assert last_line(code) == "False False"
+
+
+def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None:
+    code = (
+        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
+        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.run_spec, "
+        "raypp.checkpoint.layout; "
+        "print([name for name in ('torch', 'boto3') if name in sys.modules])"
+    )
+    assert last_line(code) == "[]"

@@ -1,0 +1,13 @@
+"""The order in which workers of pytest-xdist take the files of this tier (`--dist loadfile --no-loadscope-reorder`)."""
+
+from __future__ import annotations
+
+import pytest
+
+FIRST = ("test_recompute_and_compile.py", "test_mesh_does_not_change_numbers.py", "test_experts.py")
+"""The longest: begun last, they would keep all other cores waiting."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))

@@ -1,0 +1,162 @@
+"""CONTRIBUTING's recipe for a model family, followed to the letter in a copy of the project, and a user's own model.
+
+The made-up kind is a family that transformers has and raypp has not: Seed-OSS, Llama with biases on queries, keys and
+values. Its file is all that is added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).parents[2]
+
+FAMILY = '''"""Seed-OSS: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from raypp.families import weights
+from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Only, Weight
+from raypp.spec.models import DecoderOptions
+
+
+def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
+    return [*weights.attention(options, qkv_bias=True), *weights.layer_norms(options), *weights.gated(options)]
+
+
+def build_layer(options: DecoderOptions, index: int):
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+
+    attention = Attention(options, qkv_bias=True)
+    return DecoderLayer(options, attention, GatedFeedForward(options.hidden_size, options.ffn_size))
+
+
+FAMILY = Family(
+    name="made_up",
+    summary="a family of a test",
+    weights=layer_weights,
+    layer=build_layer,
+    hf=HfFormat(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        defaults={**DEFAULTS, "head_dim": 128},
+        exact={
+            **EXACT,
+            "attention_bias": Only((None, True)),
+            "attention_out_bias": NO,
+            "mlp_bias": NO,
+            "residual_dropout": Only((None, 0.0)),
+        },
+    ),
+)
+'''
+OWN = '''"""A model of a user's own: Llama with twice the feed-forward width, and a key of its own."""
+
+from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+from raypp.models.stage import DecoderStage
+
+
+def layer(options, index):
+    inner = options.times * options.ffn_size
+    return DecoderLayer(options, Attention(options), GatedFeedForward(options.hidden_size, inner))
+
+
+def build(options, layers, first, last):
+    return DecoderStage(options, layers, first, last, layer)
+'''
+JOB = """
+name: recipe
+model: {{kind: "{kind}", num_layers: 3, hidden_size: 32, num_heads: 4, num_kv_heads: 2, ffn_size: 48, vocab_size: 97}}
+data: {{kind: synthetic, num_documents: 200, document_len: [3, 30], seq_len: 32}}
+mesh: {{pp: 2}}
+pipeline: {{microbatches: 4, lookahead: 0}}
+train: {{steps: 3, micro_batch_size: 2}}
+checkpoint: {{url: {place}/store, every_steps: 0, memory_tier: false}}
+resources: {{device: cpu}}
+"""
+
+
+def python_in(place: Path, *arguments: str) -> str:
+    """Runs Python with the raypp and the modules of a folder; its standard output."""
+    variables = {"PYTHONPATH": str(place), "COLUMNS": "120", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=place, env=os.environ | variables, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with one file more."""
+    place = tmp_path_factory.mktemp("family")
+    for folder in ("raypp", "tests"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", place)
+    (place / "raypp/families/made_up.py").write_text(FAMILY, encoding="utf-8")
+    (place / "job.yaml").write_text(JOB.format(kind="made_up", place=place), encoding="utf-8")
+    return place
+
+
+def test_a_plan_counts_a_new_family(tree: Path) -> None:
+    plan = json.loads(python_in(tree, "-m", "raypp", "plan", "job.yaml", "--json"))
+    attention = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 32 + 2 * 16
+    assert plan["parameters"] == 2 * 97 * 32 + 32 + 3 * (attention + 2 * 32 + 3 * 32 * 48)
+    assert "remarks" not in plan
+    assert "made_up" in python_in(tree, "-m", "raypp", "list-kinds", "model.kind")
+
+
+def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
+    answer = json.loads(python_in(tree, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json"))
+    assert answer["bitwise"] and answer["compared"] >= 30, answer
+
+
+def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.train")
+    python_in(tree, *ranks, "--job", "job.yaml")
+    python_in(tree, "-m", "raypp", "checkpoints", "export", f"{tree}/store/recipe", "exported")
+    model, notes = transformers.AutoModelForCausalLM.from_pretrained(tree / "exported", output_loading_info=True)
+    assert type(model).__name__ == "SeedOssForCausalLM"
+    assert not notes["missing_keys"] and not notes["unexpected_keys"] and not notes["mismatched_keys"]
+
+
+def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) -> None:
+    contracts = ("tests/unit/families", "tests/unit/models/test_families_against_transformers.py", "tests/unit/hf")
+    done = python_in(tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "made_up", *contracts)
+    for test in (
+        "test_every_stage_has_the_parameters_that_are_declared[[2, 3]-plain-made_up]",
+        "test_flops_are_those_that_torch_counts[plain-made_up]",
+        "test_what_a_family_does_not_compute_is_refused_by_name[made_up]",
+        "test_logits_and_gradients_are_those_of_transformers[plain-made_up]",
+        "test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logits[plain-made_up]",
+    ):
+        assert f"{test}\n" in done, done[-5000:]
+
+
+def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_process(tmp_path: Path) -> None:
+    (tmp_path / "my_models.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "job.yaml").write_text(JOB.format(kind="my_models:build", place=tmp_path), encoding="utf-8")
+    wider = ("--set", "model.times=2")
+    plan = json.loads(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml", "--json", *wider))
+    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 2 * 32 + 3 * 32 * 96
+    assert plan["parameters"] == 2 * 97 * 32 + 32 + 3 * layer
+    assert sum(rank["weights"] for rank in plan["memory"]) == 4 * plan["parameters"]
+    assert plan["flops_per_token"] == 6 * (3 * (layer - 2 * 32) + 97 * 32) + 3 * 3 * 2 * 32 * 32
+    assert "counted from the model it builds" in plan["remarks"][0]
+    answer = json.loads(python_in(tmp_path, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json", *wider))
+    assert answer["bitwise"] and answer["compared"] >= 30, answer
+
+
+def test_a_plan_says_of_a_model_that_cannot_be_built_that_it_is_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def build(options, layers, first, last):\n    raise ValueError('not yet')\n")
+    (tmp_path / "job.yaml").write_text(JOB.format(kind="broken:build", place=tmp_path), encoding="utf-8")
+    said = " ".join(python_in(tmp_path, "-m", "raypp", "plan", "job.yaml").split())
+    assert "broken:build is not counted (ValueError: not yet): parameters, memory" in said

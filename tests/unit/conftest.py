@@ -1,0 +1,43 @@
+"""Tests of this tier start no process: what needs one belongs into tests/processes or tests/ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
+_watching = False
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watching and event in STARTS:
+        raise AssertionError(f"a unit test starts a process ({event} {arguments[:1]}): move it to tests/processes")
+
+
+sys.addaudithook(_refuse)  # cannot be taken back: it looks at unit tests only
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    global _watching
+    _watching = True
+    try:
+        yield
+    finally:
+        _watching = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _watched():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _watched():
+        return (yield)

@@ -1,0 +1,84 @@
+"""What ranks say to each other before a step: the vector, and what its maximum over the ranks means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.errors import DataError
+from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, pack, unpack
+from raypp.records import Requests
+
+UNSAID = -(2**62)
+
+
+def agreed(proposals: list[tuple[int, StepProposal]], replicas: int) -> list[StepPlan]:
+    """Each rank's plan, from the replica and the proposal of every rank."""
+    vectors = torch.stack([pack(proposal, replica, replicas) for replica, proposal in proposals])
+    return [unpack(vectors.amax(0), proposal, replica, replicas) for replica, proposal in proposals]
+
+
+def proposal(lengths: list[int], tokens: int, digest: int, **other: object) -> StepProposal:
+    return StepProposal(lengths, tokens, digest, **{"requests": Requests(), **other})  # type: ignore[arg-type]
+
+
+def test_every_number_has_its_place_on_the_wire() -> None:
+    snapshots = SnapshotState(every=4, own=7, arrived=-1, trouble=1, unready=True)
+    asked = Requests(save=True, stop=True, save_before_stop=True)
+    one = StepProposal([16, 24], 30, 99, asked, saving=True, snapshots=snapshots, compute_us=(0, 5000))
+    slots = [*[UNSAID] * 5, 16, 24, 30, 99, -99]
+    assert pack(one, 1, 2).tolist() == [*slots, 1, 1, 1, 1, 4, -7, 1, 1, 1, 0, 5000]
+    assert pack(proposal([16, 24], 30, 99), 0, 1).tolist() == [16, 24, 30, 99, -99, 0, 0, 0, 0]
+    assert pack(one, 1, 2).dtype == torch.int64
+
+
+def test_replicas_keep_their_own_lengths_and_count_all_tokens() -> None:
+    first, second = agreed([(0, proposal([16, 24], 30, 1)), (1, proposal([8, 40], 11, 2))], 2)
+    assert (first.seq_lens, second.seq_lens) == ((16, 24), (8, 40))
+    assert first.global_tokens == second.global_tokens == 41
+    assert first.snapshots is None and first.compute_us == ()
+
+
+def test_what_one_rank_was_asked_for_all_do() -> None:
+    quiet = proposal([8], 1, 1)
+    for asked in (
+        Requests(save=True),
+        Requests(stop=True),
+        Requests(stop=True, save_before_stop=False),
+        Requests(save=True, stop=True),
+    ):
+        plans = agreed([(0, proposal([8], 1, 1, requests=asked)), (0, quiet)], 1)
+        assert [plan.requests for plan in plans] == [asked] * 2
+    assert agreed([(0, quiet), (0, quiet)], 1)[0].requests == Requests()
+    both = [Requests(stop=True, save_before_stop=False), Requests(stop=True)]
+    assert agreed([(0, proposal([8], 1, 1, requests=one)) for one in both], 1)[0].requests == both[1]
+
+
+def test_a_save_that_one_rank_has_not_finished_is_known_to_all() -> None:
+    plans = agreed([(0, proposal([8], 1, 1, saving=True)), (0, proposal([8], 1, 1))], 1)
+    assert [plan.saving for plan in plans] == [True, True]
+    assert not agreed([(0, proposal([8], 1, 1))], 1)[0].saving
+
+
+def test_snapshots_are_as_old_as_the_oldest_and_as_troubled_as_the_worst() -> None:
+    states = [SnapshotState(3, 12, 10, 0, False), SnapshotState(5, 11, -1, 2, False), SnapshotState(4, 13, 9, 1, True)]
+    plans = agreed([(0, proposal([8], 1, 1, snapshots=state)) for state in states], 1)
+    assert [plan.snapshots for plan in plans] == [SnapshotState(5, 11, -1, 2, True)] * 3
+    assert not any(plan.compute_us for plan in plans)
+
+
+@pytest.mark.parametrize("with_snapshots", [False, True])
+def test_every_rank_hears_how_long_each_computed(with_snapshots: bool) -> None:
+    state = SnapshotState(1, -1, -1, 0, True) if with_snapshots else None
+    seconds = [(700, 0, 0), (0, 800, 0), (0, 0, 900)]
+    plans = agreed([(0, proposal([8], 1, 1, snapshots=state, compute_us=own)) for own in seconds], 1)
+    assert [plan.compute_us for plan in plans] == [(700, 800, 900)] * 3
+    assert all(plan.snapshots == state for plan in plans)
+
+
+def test_ranks_of_one_replica_that_read_different_rows_are_told_so_alike() -> None:
+    said = [(0, proposal([8], 1, 5)), (1, proposal([8], 1, 6)), (1, proposal([8], 1, 7))]
+    vectors = torch.stack([pack(one, replica, 2) for replica, one in said]).amax(0)
+    for replica, one in said:
+        with pytest.raises(DataError, match="the ranks of replica 1 read different rows"):
+            unpack(vectors, one, replica, 2)

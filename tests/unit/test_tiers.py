@@ -1,0 +1,22 @@
+"""`make test` runs every folder of tests, each in one tier."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_folder_of_tests_belongs_to_one_tier_that_make_test_runs() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text()
+    tiers = dict(re.findall(r"^([A-Z0-9]+) := (tests/.+)$", makefile, re.MULTILINE))
+    folders = [Path(folder).name for tier in tiers.values() for folder in tier.split()]
+    with_tests = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    assert sorted(folders) == sorted(with_tests)
+    (targets,) = re.findall(r"^test: (test-.+)$", makefile, re.MULTILINE)
+    for target in targets.split():
+        (recipe,) = re.findall(rf"^{target}: venv\n\t(.+)$", makefile, re.MULTILINE)
+        for tier in re.findall(r"\$\(([A-Z0-9]+)\)", recipe):
+            tiers.pop(tier, None)
+    assert not tiers, "in no target of `make test`"

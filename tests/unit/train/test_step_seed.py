@@ -1,0 +1,16 @@
+"""What stages draw in a step depends on seed, step and replica alone."""
+
+from __future__ import annotations
+
+from raypp.train.step import step_seed
+
+
+def test_the_seed_of_a_step_never_changes() -> None:
+    # A run that goes on with another version of raypp draws what it would have drawn.
+    assert step_seed(0, 1, 0) == 65_537
+    assert step_seed(7, 12, 3) == (7 * 1_000_003 + 12) * 65_537 + 3
+
+
+def test_no_two_steps_or_replicas_draw_alike() -> None:
+    seeds = [step_seed(seed, step, replica) for seed in range(3) for step in range(1, 30) for replica in range(20)]
+    assert len(set(seeds)) == len(seeds)
