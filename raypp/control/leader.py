@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _POLL_S_PER_RANK = 0.0005
 _LONGEST_POLL_S = 1.0
-_STORE_RETRY = Backoff(timeout_s=30.0, first_s=2.0, longest_s=2.0)
+_STORE_RETRY = Backoff(timeout_s=150.0, first_s=2.0, longest_s=2.0)
 
 T = TypeVar("T")
 

@@ -109,9 +109,9 @@ def test_the_stacks_of_this_process_begin_with_the_asked_thread_and_are_bounded(
 
 def test_only_the_log_of_the_process_in_question_is_read(tmp_path: Path) -> None:
     (tmp_path / "worker-ab-7.err").write_text("Fatal Python error: Bus error")
-    assert "Bus error" in process_evidence.death_evidence(7, str(tmp_path / "worker-ab-7.err"), 0).words
-    assert process_evidence.death_evidence(8, str(tmp_path / "worker-ab-7.err"), 0).words == ""
-    assert process_evidence.death_evidence(7, "/etc/passwd", 0).words == ""
+    assert "Bus error" in process_evidence.death_evidence(7, str(tmp_path / "worker-ab-7.err"), 0).log_tail
+    assert process_evidence.death_evidence(8, str(tmp_path / "worker-ab-7.err"), 0).log_tail == ""
+    assert process_evidence.death_evidence(7, "/etc/passwd", 0).log_tail == ""
 
 
 def test_a_host_that_refuses_is_there_and_its_process_is_not() -> None:
