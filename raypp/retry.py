@@ -20,7 +20,8 @@ class Backoff:
         first_s: The first pause.
         longest_s: The longest pause.
         factor: Each pause is this many times as long as the one before.
-        jitter: Share of each pause that is drawn at random, so that many processes do not retry at the same moment.
+        jitter: Share of each pause that is drawn at random, so that many processes do not retry at
+            the same moment.
     """
 
     timeout_s: float
@@ -30,7 +31,8 @@ class Backoff:
     jitter: float = 0.0
 
     def pauses(self) -> Iterator[float]:
-        """Yields the seconds to wait before each further try until the timeout, which counts from the first `next`."""
+        """Yields the seconds to wait before each further try until the timeout, which counts from
+        the first `next`."""
         begun, pause = time.monotonic(), self.first_s
         while (left := self.timeout_s - (time.monotonic() - begun)) > 0:
             yield min(left, pause * random.uniform(1.0 - self.jitter, 1.0))

@@ -1,4 +1,5 @@
-"""One attempt: fills every bundle with a process, gives out the seats, and awaits the ends. Driven by polling."""
+"""One attempt: fills every bundle with a process, gives out the seats, and awaits the ends. Driven
+by polling."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _START_TIMEOUT_S = 180.0
 _REUSED_TIMEOUT_S = 10.0
 _LEAVE_S = 5.0
 _IMPORT_S = 40.0
-"""A rank that has not begun cannot leave before its imports are done; those of a new process would take as long."""
+"""A rank that has not begun cannot leave before its imports are done; those of a new process would
+take as long."""
 _KILL_TIMEOUT_S = 15.0
 """How long to wait for a process after it was killed."""
 
@@ -82,7 +84,8 @@ class Attempt:
 
         Args:
             found: Its living workers. A rank without one has failed.
-            seated: The events that record each rank's seat, by rank: all that is known of the dead ones.
+            seated: The events that record each rank's seat, by rank: all that is known of the dead
+                ones.
             step: The last step known to be done.
         """
         self._to(AttemptPhase.RUNNING)
@@ -114,7 +117,8 @@ class Attempt:
         rank.actor = actor
 
     def poll(self, timeout_s: float) -> list[AttemptEvent]:
-        """Returns what happened since the last poll; waits up to `timeout_s` for something to happen."""
+        """Returns what happened since the last poll; waits up to `timeout_s` for something to
+        happen."""
         match self.phase:
             case AttemptPhase.PLACING:
                 return self._poll_placing(timeout_s)
@@ -131,8 +135,8 @@ class Attempt:
         """Ends the attempt in every process; `poll` returns `AttemptEnded` when that is done.
 
         Args:
-            keep: Asks processes that can take part in the next attempt to leave, and ends only those that do not leave
-                in time. Otherwise all are ended.
+            keep: Asks processes that can take part in the next attempt to leave, and ends only
+                those that do not leave in time. Otherwise all are ended.
             suspects: Ranks whose processes are ended in any case.
         """
         if self.phase in (AttemptPhase.ENDING, AttemptPhase.ENDED):
@@ -246,8 +250,8 @@ class Attempt:
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:
         """Waits until no process is in this attempt any more.
 
-        Reports failures that are found late: the cause where only lost peers are known, and ranks that died together
-        with the first one.
+        Reports failures that are found late: the cause where only lost peers are known, and ranks
+        that died together with the first one.
         """
         self._ends.examine = not (self._killed or self._ends.explained)
         late = [
@@ -263,7 +267,8 @@ class Attempt:
         leave_s = _IMPORT_S if any(rank.state == "starting" for rank in waiting) else _LEAVE_S
         if waiting and waited > leave_s and not self._killed:
             return self._kill_silent(waiting, leave_s)
-        # A lost node answers nothing; the claim of the next attempt keeps its processes from committing.
+        # A lost node answers nothing; the claim of the next attempt keeps its processes from
+        # committing.
         if waiting and not (self._killed and waited >= _KILL_TIMEOUT_S):
             return []
         for rank in self.ranks:
@@ -274,7 +279,8 @@ class Attempt:
         return [AttemptEnded()]
 
     def _kill_silent(self, waiting: Sequence[Rank], leave_s: float) -> list[AttemptEvent]:
-        """Kills the ranks that did not leave; they have failed, too, where no other cause is known."""
+        """Kills the ranks that did not leave; they have failed, too, where no other cause is
+        known."""
         silent = [] if self._ends.explained else [self._silent_failure(rank, leave_s) for rank in waiting]
         self._killed = self._ends.explained = True
         self._since = time.monotonic()

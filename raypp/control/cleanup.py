@@ -1,4 +1,5 @@
-"""Finds a run's processes by the run's name, ends them, and removes their snapshots from the nodes' memory."""
+"""Finds a run's processes by the run's name, ends them, and removes their snapshots from the nodes'
+memory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def is_relay(name: str) -> bool:
 
 
 def actors_of(run: str) -> tuple[list[Any], list[Any]]:
-    """Returns the living workers and the living relays of a run, no matter which controller started them."""
+    """Returns the living workers and the living relays of a run, no matter which controller started
+    them."""
     workers: list[Any] = []
     relays: list[Any] = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
@@ -62,7 +64,8 @@ def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:
 
 
 def end_workers(run: str, timeout_s: float = 20.0) -> int:
-    """Ends every worker and relay of a run and waits until they are gone; returns how many workers there were."""
+    """Ends every worker and relay of a run and waits until they are gone; returns how many workers
+    there were."""
     workers, relays = actors_of(run)
     waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # fails when the process is gone
     waiting += [relay.stay.remote() for relay in relays]
@@ -74,9 +77,11 @@ def end_workers(run: str, timeout_s: float = 20.0) -> int:
 
 
 def remove_snapshots(run: str, before: int | None = None) -> None:
-    """Removes a run's snapshots from the memory of every living node. The processes that wrote them must have ended.
+    """Removes a run's snapshots from the memory of every living node. The processes that wrote them
+    must have ended.
 
-    A node that does not answer in time keeps them until the next job that starts there, or until it is shut down.
+    A node that does not answer in time keeps them until the next job that starts there, or until it
+    is shut down.
 
     Args:
         before: Only those of attempts before this one, without waiting for the nodes.
@@ -95,7 +100,8 @@ def remove_snapshots(run: str, before: int | None = None) -> None:
 
 
 def remove_local_snapshots(run: str, before: int | None = None) -> None:
-    """Removes a run's snapshots from this node; waits a few seconds for processes that are about to end.
+    """Removes a run's snapshots from this node; waits a few seconds for processes that are about to
+    end.
 
     Args:
         before: Only those of attempts before this one.

@@ -1,4 +1,5 @@
-"""The controller: a detached, restartable, named actor. Others call its methods; `leader` leads the run."""
+"""The controller: a detached, restartable, named actor. Others call its methods; `leader` leads the
+run."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """Returns the current status, this process' id, and how many relay reports it has processed."""
+        """Returns the current status, this process' id, and how many relay reports it has
+        processed."""
         leader = self._leader
         return {
             **leader.record.status().as_dict(),
@@ -106,7 +108,8 @@ class Controller:
         }
 
     def over_for_another(self, submission_id: str) -> bool:
-        """Returns whether this controller has ended its run and the caller is the Ray job of a newer submission."""
+        """Returns whether this controller has ended its run and the caller is the Ray job of a
+        newer submission."""
         return self._leader.outcome is not None and submission_id != self._request.submission_id
 
     def dismiss(self) -> None:
@@ -114,7 +117,8 @@ class Controller:
         self._read.set()
 
     def _go(self) -> None:
-        """Exits after the run, once a follower has read the outcome; waits only briefly when nobody follows."""
+        """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
+        follows."""
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
         time.sleep(0.2)  # let the answer to `dismiss` get out

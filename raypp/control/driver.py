@@ -1,10 +1,11 @@
 """`python -m raypp.control.driver`: the entrypoint of a run's Ray job.
 
-It starts the run's controller (or finds it), prints its lines, and exits with the run's exit code. `raypp-run.json` in
-the working directory names the run. SIGTERM (`ray job stop`) ends the run without a checkpoint.
+It starts the run's controller (or finds it), prints its lines, and exits with the run's exit code.
+`raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
+without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now RUN` sends a command to a running run's controller and prints the
-answer as one JSON object on the last line.
+`python -m raypp.control.driver save|stop|stop-now RUN` sends a command to a running run's
+controller and prints the answer as one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
         name: save | stop | stop-now | facts.
 
     Returns:
-        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`, `step`,
-        `checkpoint`; for facts the status.
+        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
+        `step`, `checkpoint`; for facts the status.
     """
     import ray
 
@@ -79,7 +80,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 
 
 def _controller(request: RunRequest) -> Any:
-    """Returns the run's controller: a new one, or the existing one when this driver is not its first."""
+    """Returns the run's controller: a new one, or the existing one when this driver is not its
+    first."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -65,7 +65,8 @@ class ElasticSizing:
         return Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, each)
 
     def resume(self, shape: Shape) -> None:
-        """Sets the mesh of the last attempt of an earlier controller process, which has recorded it already."""
+        """Sets the mesh of the last attempt of an earlier controller process, which has recorded it
+        already."""
         self._last = shape
 
     def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> bool:
@@ -101,7 +102,8 @@ class ElasticSizing:
         return None
 
     def is_full_size(self, machine: m.Machine) -> bool:
-        """Returns whether the run has every rank it can have. Only then may devices be held as spares."""
+        """Returns whether the run has every rank it can have. Only then may devices be held as
+        spares."""
         return self.shape(machine).world >= self.largest().world
 
     def _smaller(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:

@@ -1,8 +1,8 @@
 """Detects that an attempt hangs, and names the rank it waits for.
 
-Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and reports how long
-ago the last mark was. A frozen rank, or one on a frozen host, reports nothing. `raypp.recovery.hang_analysis` works out
-which rank is to blame.
+Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and
+reports how long ago the last mark was. A frozen rank, or one on a frozen host, reports nothing.
+`raypp.recovery.hang_analysis` works out which rank is to blame.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class HangWatch:
 
     Args:
         ranks: In rank order.
-        timeout_s: recovery.hang_timeout_s: how long a step may make no progress. It grows with slow steps, and does
-            not hold before the first step, which builds, loads, compiles and connects.
+        timeout_s: recovery.hang_timeout_s: how long a step may make no progress. It grows with slow
+            steps, and does not hold before the first step, which builds, loads, compiles and
+            connects.
         now: Seconds of a monotonic clock.
         rank_of_stage: Pipeline rank of every stage.
     """
@@ -80,7 +81,8 @@ class HangWatch:
         return max(self._timeout_s, _SLOW_STEPS * statistics.median(self._steps))
 
     def stalled(self, now: float) -> Stall | None:
-        """Returns the hang: no rank has made progress for too long, or one is silent; None when there is none."""
+        """Returns the hang: no rank has made progress for too long, or one is silent; None when
+        there is none."""
         limit = self.limit_s()
         silent = [rank for rank, last in enumerate(self._heartbeats) if now - last.at > limit + _HEARTBEAT_DUE_S]
         idle = [rank for rank in range(len(self._heartbeats)) if self._is_idle(rank, now, limit)]
@@ -98,10 +100,11 @@ class HangWatch:
         return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", activity_table(activities))
 
     def _is_idle(self, rank: int, now: float, limit: float) -> bool:
-        """Returns whether a rank reports that it has been idle for longer than the limit, or its heartbeat is overdue.
+        """Returns whether a rank reports that it has been idle for longer than the limit, or its
+        heartbeat is overdue.
 
-        Between the two its activity is unknown: its last mark may be old, and a verdict would take a frozen rank for
-        one that waits where it last reported.
+        Between the two its activity is unknown: its last mark may be old, and a verdict would take
+        a frozen rank for one that waits where it last reported.
         """
         return self._heartbeats[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
 

@@ -1,4 +1,5 @@
-"""The thread that leads a run: collects events, asks the state machine, and carries out its commands."""
+"""The thread that leads a run: collects events, asks the state machine, and carries out its
+commands."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ T = TypeVar("T")
 
 
 class Leader:
-    """Leads one run to its end. `run` is the thread; other threads use `intake`, and read `record` and `outcome`.
+    """Leads one run to its end. `run` is the thread; other threads use `intake`, and read `record`
+    and `outcome`.
 
     Args:
         request: The run.
@@ -75,7 +77,8 @@ class Leader:
         self._end_is_recorded = False
         """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
-        # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a second.
+        # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
+        # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
         self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
@@ -153,7 +156,8 @@ class Leader:
         self._apply(m.Start(last, newest, shape=self._sizing.largest()))
 
     def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
-        """Takes over the living ranks of the last attempt; without any, starts the next attempt or ends the run."""
+        """Takes over the living ranks of the last attempt; without any, starts the next attempt or
+        ends the run."""
         events = self.record.resume(newest, earlier)
         self.machine = replace(self.machine, error=earlier.error if earlier else None)
         finish = run_events.recorded_end(events)
@@ -189,7 +193,8 @@ class Leader:
             self._apply(m.StopAsked(found.stop.save_before_stop))
 
     def _adopt_standbys(self, others: list[Found]) -> None:
-        """Keeps one standby per node; ends the other workers without a seat, which would hold resources."""
+        """Keeps one standby per node; ends the other workers without a seat, which would hold
+        resources."""
         for actor, status in others:
             node = status.info.facts.node_id
             if status.standby and status.seat is None and node not in self._workers.standbys:
@@ -201,7 +206,8 @@ class Leader:
         wanted = self._job.resources.device
         if wanted != "auto":
             return wanted
-        # Not chosen again after a restart: with a lost node, the devices counted at first may be gone.
+        # Not chosen again after a restart: with a lost node, the devices counted at first may be
+        # gone.
         known = run_events.last_device(self.record.earlier_events()) if self._restarted else None
         if known is not None:
             return known
@@ -326,7 +332,8 @@ class Leader:
         self._process_event(m.RankFailed(failure))
 
     def _check_preemption(self, attempt: Attempt) -> None:
-        """Asks for a last checkpoint when a rank is preempted, then ends the attempt, without counting it as failed."""
+        """Asks for a last checkpoint when a rank is preempted, then ends the attempt, without
+        counting it as failed."""
         now = time.monotonic()
         notice = self._preemption.check_nodes(attempt.ranks, now)
         if notice is not None:
@@ -382,8 +389,9 @@ class Leader:
     # The end --------------------------------------------------------------------------------------
 
     def _finish(self, finish: m.Finish) -> None:
-        """Ends the run in an order that stays clear wherever this process is killed: the event and all records, then
-        the processes, then the status, which says that nothing of the run is left."""
+        """Ends the run in an order that stays clear wherever this process is killed: the event and
+        all records, then the processes, then the status, which says that nothing of the run is
+        left."""
         state, record, run = finish.state, self.record, self._request.run
         if not self._end_is_recorded:
             record.event(run_events.end_event(finish, self.machine.attempt, record.step))
@@ -398,7 +406,8 @@ class Leader:
         self.outcome = Outcome(run, str(state), finish.exit_code, record.step, record.checkpoint_url(), finish.reason)
 
     def _end_processes(self) -> None:
-        """Ends every process of the run and releases its devices; when that fails, by the run's name."""
+        """Ends every process of the run and releases its devices; when that fails, by the run's
+        name."""
         self._attempt = None
         for end in (self._end_by_handle, self._end_by_name) if self._has_resources else (self._end_by_name,):
             try:

@@ -1,7 +1,7 @@
 """The state machine of a run, pure: `step(machine, event) -> (machine, commands)`.
 
-It decides; `leader.py` carries out. Whatever the order of events, at most one attempt is alive, nothing starts after
-the end, and every run ends.
+It decides; `leader.py` carries out. Whatever the order of events, at most one attempt is alive,
+nothing starts after the end, and every run ends.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cau
 class RunPhase(StrEnum):
     """What the run does, as decided here.
 
-    The progress of one attempt is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is PLACING or STARTING,
-    it is ENDING until the attempt has ENDED, and while it is WAITING there is no attempt.
+    The progress of one attempt is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
+    PLACING or STARTING, it is ENDING until the attempt has ENDED, and while it is WAITING there is
+    no attempt.
     """
 
     IDLE = "idle"
@@ -50,8 +51,8 @@ class Machine:
         shape: The mesh of the current or next attempt; None: that of the job.
         reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
-        adopted: An earlier controller process started the current attempt, and may have asked it to end for a larger
-            mesh.
+        adopted: An earlier controller process started the current attempt, and may have asked it to
+            end for a larger mesh.
     """
 
     policy: Policy = field(default_factory=DefaultPolicy)
@@ -71,19 +72,21 @@ class Machine:
     adopted: bool = False
 
 
-# Events ---------------------------------------------------------------------------------------------
+# Events -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Start:
-    """The controller is up. `attempt` is the number of the last attempt that an earlier controller process started."""
+    """The controller is up. `attempt` is the number of the last attempt that an earlier controller
+    process started."""
 
     attempt: int = 0
     committed_step: int | None = None
     interrupted: bool = False
     """The controller was killed and no rank is left: the next attempt is a restart."""
     adopted: bool = False
-    """The controller was killed and its attempt is still running: the run continues without a restart."""
+    """The controller was killed and its attempt is still running: the run continues without a
+    restart."""
     history: tuple[AttemptEnd, ...] = ()
     """How attempts failed under earlier controller processes."""
     shape: Shape | None = None
@@ -172,7 +175,7 @@ MachineEvent: TypeAlias = (
     | StopAsked
 )
 
-# Commands -------------------------------------------------------------------------------------------
+# Commands -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,8 @@ _ALIVE = (RunPhase.LAUNCHING, RunPhase.RUNNING, RunPhase.ENDING)
 
 
 def step(machine: Machine, event: MachineEvent) -> Step:
-    """Returns the state and the commands that follow from an event. Events that come too late change nothing."""
+    """Returns the state and the commands that follow from an event. Events that come too late
+    change nothing."""
     if machine.phase is RunPhase.DONE:
         return machine, ()
     match event:
@@ -273,15 +277,17 @@ def _start(machine: Machine, event: Start) -> Step:
 
 
 def _continues(machine: Machine) -> bool:
-    """Returns whether ranks that stopped did so for the next attempt. The operator's stop request is always known: it
-    is recorded as an event."""
+    """Returns whether ranks that stopped did so for the next attempt. The operator's stop request
+    is always known: it is recorded as an event."""
     return not machine.stop and (machine.reshaping or machine.adopted)
 
 
 def _reshape(machine: Machine, event: Reshape) -> Step:
-    """Shrinks at once, and only before ranks have seats; grows only when ranks train, after a save and after progress.
+    """Shrinks at once, and only before ranks have seats; grows only when ranks train, after a save
+    and after progress.
 
-    Every change but the first therefore follows a failure or newer commits, so the changes come to an end.
+    Every change but the first therefore follows a failure or newer commits, so the changes come to
+    an end.
     """
     smaller = event.shape.world < event.world
     if smaller and machine.phase is RunPhase.LAUNCHING:

@@ -11,8 +11,8 @@ _INTERVAL_S_PER_RANK = 0.03
 
 
 def ask_interval_s(ranks: int) -> float:
-    """Returns the seconds between two checks of one process, so that all processes of a run together cost the
-    controller the same whatever their number."""
+    """Returns the seconds between two checks of one process, so that all processes of a run
+    together cost the controller the same whatever their number."""
     return max(_INTERVAL_S, _INTERVAL_S_PER_RANK * ranks)
 
 
@@ -24,8 +24,8 @@ class OrphanWatch:
         timeout_s: Silence after which the process counts as orphaned.
         on_orphaned: Called once, in this object's thread.
         interval_s: Seconds between two checks, at most a quarter of `timeout_s`.
-        last_answer: Returns when the controller last answered something else (`time.monotonic`); a recent answer
-            saves the check.
+        last_answer: Returns when the controller last answered something else (`time.monotonic`); a
+            recent answer saves the check.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The devices of a run: its placement group, and a second one for spares. Both outlive attempts and controllers."""
+"""The devices of a run: its placement group, and a second one for spares. Both outlive attempts and
+controllers."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class SpareDevices:
 
 @dataclass
 class Placement:
-    """The run's placement group, kept from one attempt to the next. Ray itself moves the bundles of a lost node.
+    """The run's placement group, kept from one attempt to the next. Ray itself moves the bundles of
+    a lost node.
 
     Args:
         name: Of the group; `name/spares` is that of the spares.

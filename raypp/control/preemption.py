@@ -29,7 +29,8 @@ class PreemptionNotices:
     _checked_at: float = field(default_factory=time.monotonic)
 
     def check_nodes(self, ranks: Sequence[Rank], now: float) -> tuple[Rank, str, float] | None:
-        """Returns the first rank on a node that Ray drains, the reason, and the seconds it has left.
+        """Returns the first rank on a node that Ray drains, the reason, and the seconds it has
+        left.
 
         Asks Ray every two seconds, until there is a notice.
         """
@@ -55,7 +56,8 @@ class PreemptionNotices:
             self._rank, self._why, self._deadline, self._committed = rank, why, deadline, committed
 
     def due_failure(self, now: float, committed: int | None) -> RankFailure | None:
-        """Returns the failure that ends the attempt, once the last checkpoint exists or the deadline has passed."""
+        """Returns the failure that ends the attempt, once the last checkpoint exists or the
+        deadline has passed."""
         if self._rank is None or self._rank.ended:
             return None
         saved = committed is not None and committed != self._committed
@@ -65,7 +67,7 @@ class PreemptionNotices:
         return self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}")
 
     def reset(self) -> bool:
-        """Forgets the notice at the end of the attempt; returns whether a node of it drains and its bundles must
-        move."""
+        """Forgets the notice at the end of the attempt; returns whether a node of it drains and its
+        bundles must move."""
         drained, self._rank, self._node_drained = self._node_drained, None, False
         return drained

@@ -28,7 +28,8 @@ class RunRequest:
         job: The resolved job, as plain JSON.
         submission_id: The Ray job that started the run.
         environment: Settings for all processes of the run; nothing secret.
-        rank_function: `module:function` to run instead of the real rank; for tests of the control plane.
+        rank_function: `module:function` to run instead of the real rank; for tests of the control
+            plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
     """
 
@@ -103,7 +104,8 @@ class BatchAnswer:
 
     Attributes:
         requests: What the operator wants.
-        incarnation: Identifies the controller process; one that was killed may have lost what it had not written.
+        incarnation: Identifies the controller process; one that was killed may have lost what it
+            had not written.
         durable: Steps and events of this rank's batches up to this number are in the store.
         age_s: Seconds since the controller answered; above 0 only when a relay answers.
     """
@@ -135,8 +137,10 @@ class RelayReport:
     Attributes:
         attempt: Attempt of the heartbeats.
         heartbeats: The newest one of each rank that has sent one since the last relay report.
-        batches: Batches with steps, events or log lines; their phase and idle time are in `heartbeats`.
-        unwritten: By rank: the last batch with steps or events that is not known to be in the store.
+        batches: Batches with steps, events or log lines; their phase and idle time are in
+            `heartbeats`.
+        unwritten: By rank: the last batch with steps or events that is not known to be in the
+            store.
     """
 
     attempt: int

@@ -58,7 +58,8 @@ class RankEnds:
     def failures(self, timeout_s: float) -> list[RankFailure]:
         """Returns new failures, waiting up to `timeout_s` for one.
 
-        Failures of ranks that only lost a peer are held back for a while: the cause is often known a little later.
+        Failures of ranks that only lost a peer are held back for a while: the cause is often known
+        a little later.
         """
         self._held += self.collect(timeout_s)
         if not self._held:
@@ -118,7 +119,8 @@ class RankEnds:
         return dataclasses.replace(end.result, step=end.result.step or rank.step)
 
     def _lost_with_raylet(self, rank: Rank) -> RankFailure | None:
-        """Returns the failure of an unreachable rank whose node's raylet has ended; Ray reports that seconds later."""
+        """Returns the failure of an unreachable rank whose node's raylet has ended; Ray reports
+        that seconds later."""
         probed_at = self._probed.get(rank.node_id)
         if probed_at is not None and time.monotonic() - probed_at < _PROBE_NODE_S:
             return None
@@ -132,8 +134,10 @@ class RankEnds:
 
 
 def outcome_timeout_s(ranks: int) -> float:
-    """Returns how long each rank may leave the call for its end unanswered before it is called again.
+    """Returns how long each rank may leave the call for its end unanswered before it is called
+    again.
 
-    An answer costs the controller a turn, and with it a look at every rank. Ray reports a death without being asked.
+    An answer costs the controller a turn, and with it a look at every rank. Ray reports a death
+    without being asked.
     """
     return max(_OUTCOME_S, _OUTCOME_S_PER_RANK * (ranks - _FEW_RANKS))

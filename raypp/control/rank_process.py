@@ -18,7 +18,8 @@ log = logging.getLogger("raypp")
 
 
 def set_seat_environment(seat: Seat) -> None:
-    """Sets the variables that torchrun sets, starts logging to this process' log, and logs the seat."""
+    """Sets the variables that torchrun sets, starts logging to this process' log, and logs the
+    seat."""
     environment = {
         "RANK": seat.rank,
         "WORLD_SIZE": seat.world_size,
@@ -55,11 +56,12 @@ def process_title(title: str) -> Iterator[None]:
 
 
 def on_sigterm(save: Callable[[], bool]) -> None:
-    """Installs a SIGTERM handler: clouds and operators announce with it that a machine is about to end.
+    """Installs a SIGTERM handler: clouds and operators announce with it that a machine is about to
+    end.
 
     Args:
-        save: Called on SIGTERM; returns whether a rank is running, which then saves and leaves. Otherwise the handler
-            that was there before (Ray's) runs.
+        save: Called on SIGTERM; returns whether a rank is running, which then saves and leaves.
+            Otherwise the handler that was there before (Ray's) runs.
     """
     try:
         before = signal.getsignal(signal.SIGTERM)

@@ -63,7 +63,8 @@ def draining_nodes() -> dict[str, int]:
 
 @dataclass
 class LostNodes:
-    """Nodes that an attempt has lost while Ray still lists them as alive, which it does for seconds to minutes.
+    """Nodes that an attempt has lost while Ray still lists them as alive, which it does for seconds
+    to minutes.
 
     No rank is started on such a node. A node that answers again is trusted again.
     """

@@ -1,4 +1,5 @@
-"""Takes the reports of ranks and relays in any thread, answers them, and queues them for the leader."""
+"""Takes the reports of ranks and relays in any thread, answers them, and queues them for the
+leader."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Item = ReportBatch | RelayReport | Requests
 
 
 class ReportIntake:
-    """The queue between the controller's callers and its leader, and what answers to callers are made of.
+    """The queue between the controller's callers and its leader, and what answers to callers are
+    made of.
 
     Args:
         incarnation: Identifies this controller process.
@@ -37,7 +39,8 @@ class ReportIntake:
     # In any thread --------------------------------------------------------------------------------
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
-        """Takes a rank's batch; returns what the operator wants, and which of its batches are in the store."""
+        """Takes a rank's batch; returns what the operator wants, and which of its batches are in
+        the store."""
         self._queue.put(batch)
         durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
         save = False
@@ -79,7 +82,8 @@ class ReportIntake:
         """Answers for this attempt from now on.
 
         Args:
-            keep_stop: False withdraws the stop request that ended the last attempt for a larger one.
+            keep_stop: False withdraws the stop request that ended the last attempt for a larger
+                one.
         """
         for numbers in (self._processed, self._durable, self._unwritten):
             numbers.clear()
@@ -92,7 +96,8 @@ class ReportIntake:
         self._attempt = 0
 
     def is_new(self, batch: ReportBatch) -> bool:
-        """Returns whether a batch comes for the first time: it may come directly and through a slow relay."""
+        """Returns whether a batch comes for the first time: it may come directly and through a slow
+        relay."""
         if batch.number <= self._processed.get(batch.rank, 0):
             return False
         self._processed[batch.rank] = batch.number
@@ -103,7 +108,8 @@ class ReportIntake:
         self._unwritten.append((count, batch.rank, batch.number))
 
     def acknowledge(self, written: int) -> None:
-        """Lets answers acknowledge the batches that are in the store, given how many steps and events are."""
+        """Lets answers acknowledge the batches that are in the store, given how many steps and
+        events are."""
         while self._unwritten and self._unwritten[0][0] <= written:
             _, rank, number = self._unwritten.popleft()
             self._durable[rank] = number

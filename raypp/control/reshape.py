@@ -9,7 +9,8 @@ from raypp.spec.job import Job
 
 
 def best_for(job: Job, room: int) -> Shape | None:
-    """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is none."""
+    """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is
+    none."""
     wanted, options = shape_of(job), job.recovery.elastic_options
     if options is None:
         return wanted if room >= wanted.world else None

@@ -1,4 +1,5 @@
-"""The events of a run that the controller records, and what a restarted controller reads back from them."""
+"""The events of a run that the controller records, and what a restarted controller reads back from
+them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
 
 
 def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
-    """A new attempt follows. Its ranks find out from which step, and report it (`restored`, `resumed`).
+    """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
+    `resumed`).
 
     Args:
         kept: How many of the `world` processes are reused.
@@ -94,16 +96,18 @@ def stop_event(requests: Requests, attempt: int) -> Event:
 
 
 def end_event(finish: Finish, attempt: int, step: int) -> Event:
-    """The run has ended; holds the exit code for commands that ask when no process of the run is left."""
+    """The run has ended; holds the exit code for commands that ask when no process of the run is
+    left."""
     details = {"exit_code": finish.exit_code}
     return Event(finish.state.lower(), finish.reason or _end_message(step), attempt=attempt, step=step, details=details)
 
 
-# Reading back ---------------------------------------------------------------------------------------
+# Reading back -------------------------------------------------------------------------------------
 
 
 def recorded_end(events: Iterable[Event]) -> Finish | None:
-    """Returns the end that `end_event` recorded since the run was last submitted; None when it has not ended."""
+    """Returns the end that `end_event` recorded since the run was last submitted; None when it has
+    not ended."""
     end = None
     for event in events:
         if event.kind == "submitted":

@@ -1,4 +1,5 @@
-"""Records of a run: events, steps, logs and status for the store, and lines of text for `submit`."""
+"""Records of a run: events, steps, logs and status for the store, and lines of text for
+`submit`."""
 
 from __future__ import annotations
 
@@ -81,8 +82,9 @@ class RunRecord:
     def resume(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
         """Continues the records of an earlier controller process, which was killed.
 
-        Ranks report again what may not have been written, so all that is written counts as known. The earlier status
-        may be older than the history, because a round of writes ends with the status.
+        Ranks report again what may not have been written, so all that is written counts as known.
+        The earlier status may be older than the history, because a round of writes ends with the
+        status.
 
         Args:
             earlier: The last status of that process.
@@ -109,7 +111,8 @@ class RunRecord:
         return events
 
     def recover_from_commits(self, events: Sequence[Event]) -> None:
-        """Records commits and steps that only the checkpoints know, when rank 0, which would report them, is gone.
+        """Records commits and steps that only the checkpoints know, when rank 0, which would report
+        them, is gone.
 
         Args:
             events: Those recorded so far.
@@ -140,11 +143,12 @@ class RunRecord:
         return self._status.checkpoint
 
     def add_step(self, report: StepReport, reported_in: int = 0) -> bool:
-        """Records a finished step. Older ones may follow newer ones: a rank reports again what was not written.
+        """Records a finished step. Older ones may follow newer ones: a rank reports again what was
+        not written.
 
         Args:
-            reported_in: The attempt whose rank reports it; after loading a checkpoint, a rank reports steps of earlier
-                attempts.
+            reported_in: The attempt whose rank reports it; after loading a checkpoint, a rank
+                reports steps of earlier attempts.
 
         Returns:
             Whether it is the run's current step.
@@ -176,7 +180,8 @@ class RunRecord:
     def update_status(
         self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
     ) -> None:
-        """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they ended."""
+        """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
+        ended."""
         shown = _rank_status(ranks, self._status.ranks)
         if not shown:
             over = {"done": "done"}
@@ -208,7 +213,8 @@ class RunRecord:
         return durable
 
     def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
-        """Returns the lines after the first `cursor` ones, waiting for the first of them, and the next cursor."""
+        """Returns the lines after the first `cursor` ones, waiting for the first of them, and the
+        next cursor."""
         end = time.monotonic() + patience_s
         with self._changed:
             while self._dropped + len(self._lines) <= cursor:
@@ -224,7 +230,8 @@ class RunRecord:
         )
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
-        """Returns whether this was not recorded before: ranks report again what may not have been written."""
+        """Returns whether this was not recorded before: ranks report again what may not have been
+        written."""
         if key in self._known:
             return False
         self._known[key] = None
@@ -245,7 +252,8 @@ class RunRecord:
 
 
 def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
-    """Returns the status of each rank. Reuses unchanged objects: every turn asks for up to thousands of ranks."""
+    """Returns the status of each rank. Reuses unchanged objects: every turn asks for up to
+    thousands of ranks."""
     if len(before) != len(ranks):
         return tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
     return tuple(

@@ -20,7 +20,8 @@ class Rank:
         bundle: The bundle whose resources it uses.
         actor: Its process, once there is one.
         node_id: Of the bundle's node.
-        pending: The pending call to its process: `info` while starting, then `begin`, then `outcome`.
+        pending: The pending call to its process: `info` while starting, then `begin`, then
+            `outcome`.
         info: Where its process runs, once known.
         result: Its result when it has ended normally.
         failed: It ended with a failure.

@@ -1,4 +1,5 @@
-"""What a restarted controller finds of its run: records, living workers, and how the run may have ended meanwhile."""
+"""What a restarted controller finds of its run: records, living workers, and how the run may have
+ended meanwhile."""
 
 from __future__ import annotations
 
@@ -71,14 +72,15 @@ class Takeover:
         return run_events.last_shape(self.events) or sizing.largest()
 
     def needs_commits(self) -> bool:
-        """Returns whether the records must be completed from the checkpoints: rank 0, which reports steps and commits,
-        is gone or ends at once."""
+        """Returns whether the records must be completed from the checkpoints: rank 0, which reports
+        steps and commits, is gone or ends at once."""
         ranks = {status.seat.rank for _, status in self.workers if status.seat is not None}
         stop = self.stop
         return COMMITTING_RANK not in ranks or (stop is not None and not stop.save_before_stop)
 
     def finish_without_ranks(self, newest: int | None, steps: int, step: int) -> Finish | None:
-        """Returns how a run without ranks ended while the controller was down; None when it must continue.
+        """Returns how a run without ranks ended while the controller was down; None when it must
+        continue.
 
         Args:
             newest: The newest committed step.

@@ -1,4 +1,5 @@
-"""The actor of one rank, which takes one seat after the other. The only module of `control` that reaches torch."""
+"""The actor of one rank, which takes one seat after the other. The only module of `control` that
+reaches torch."""
 
 from __future__ import annotations
 
@@ -45,10 +46,12 @@ _LASTING_THREADS = "raypp-memory"
 
 
 class Worker:
-    """One process of a run. Ray calls its methods in their own threads; the rank runs in another one.
+    """One process of a run. Ray calls its methods in their own threads; the rank runs in another
+    one.
 
-    It has one seat at a time, and none between two attempts, so imports and connections are paid for once. Without a
-    controller for `orphan_timeout_s` it saves, exits, and removes the run's placement groups.
+    It has one seat at a time, and none between two attempts, so imports and connections are paid
+    for once. Without a controller for `orphan_timeout_s` it saves, exits, and removes the run's
+    placement groups.
 
     Args:
         run: The run's name.
@@ -56,8 +59,8 @@ class Worker:
         environment: The job's `resources.env`.
         controller: Handle of the run's controller.
         orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
-        rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when there is one,
-            interrupts it.
+        rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when
+            there is one, interrupts it.
         ask_interval_s: Seconds between two checks of a controller that has not answered.
     """
 
@@ -139,9 +142,11 @@ class Worker:
             self._thread.start()
 
     def outcome(self, attempt: int, timeout_s: float = 30.0) -> RankEnd | None:
-        """Returns how the rank of an attempt ended; None when it is still running after `timeout_s`.
+        """Returns how the rank of an attempt ended; None when it is still running after
+        `timeout_s`.
 
-        May be called again, also by a restarted controller; an earlier call for the same seat then returns None.
+        May be called again, also by a restarted controller; an earlier call for the same seat then
+        returns None.
         """
         self._orphan_watch.answered(time.monotonic())
         with self._changed:
@@ -157,7 +162,8 @@ class Worker:
             return self._end if self._is_in(attempt) else None
 
     def leave(self, attempt: int, timeout_s: float = 10.0) -> None:
-        """Makes the rank of that attempt end soon, whatever it waits for; `outcome` returns how it ended."""
+        """Makes the rank of that attempt end soon, whatever it waits for; `outcome` returns how it
+        ended."""
         seat, thread = self._seat, self._thread
         if seat is None or thread is None or seat.attempt < attempt:
             self._leaving = attempt  # Ray may deliver this call before the seat itself
@@ -224,7 +230,8 @@ class Worker:
             return failure
 
     def _reusable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
-        """Returns whether nothing of this seat is left that could disturb the next one, and if not, why."""
+        """Returns whether nothing of this seat is left that could disturb the next one, and if not,
+        why."""
         if isinstance(result, RankFailure) and not result.kind.traits.keeps_process:
             return False, f"the rank failed ({result.kind})"
         left = [
@@ -265,7 +272,8 @@ class Worker:
     # Preemption and loss of the controller --------------------------------------------------------
 
     def _report_preemption(self) -> bool:
-        """Reports SIGTERM when a rank is running; the controller then asks for a last checkpoint."""
+        """Reports SIGTERM when a rank is running; the controller then asks for a last
+        checkpoint."""
         reporter, seat = self._reporter, self._seat
         if reporter is None or seat is None or self._end is not None:
             return False
@@ -287,7 +295,8 @@ class Worker:
             if busy and self._reporter is not None:
                 self._reporter.request_stop()
                 self._changed.wait_for(lambda: self._end is not None, _LAST_SAVE_S)
-        # Removing the groups kills workers that still save, so an idle worker gives the others time to do it first.
+        # Removing the groups kills workers that still save, so an idle worker gives the others time
+        # to do it first.
         end = time.monotonic() + (_OTHERS_LAST_SAVE_S if busy else _LAST_SAVE_S + 2 * _OTHERS_LAST_SAVE_S)
         with contextlib.suppress(Exception):
             while time.monotonic() < end and holds_devices(self._run):

@@ -1,4 +1,5 @@
-"""The processes of a run: one per bundle and one standby per node, kept from one attempt to the next."""
+"""The processes of a run: one per bundle and one standby per node, kept from one attempt to the
+next."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from raypp.control.report.relay import Relays
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
 
-# Every device stays visible and each rank sets its own: one visible device per process cripples NCCL. Ray removes
-# this variable from a job's own settings, so it is set per actor.
+# Every device stays visible and each rank sets its own: one visible device per process cripples
+# NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
 _ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _THREADS = 16
 
@@ -42,8 +43,8 @@ class Member:
 class WorkerGroup:
     """Every process of a run.
 
-    A standby reserves no resources: when it replaces a dead process it uses that one's, which the placement group
-    still holds.
+    A standby reserves no resources: when it replaces a dead process it uses that one's, which the
+    placement group still holds.
 
     Args:
         controller: Handle the workers report to.
@@ -71,7 +72,8 @@ class WorkerGroup:
 
         Args:
             nodes: The node of each bundle.
-            labels: The seat planned for each, for the name of a new actor; Ray's names cannot change later.
+            labels: The seat planned for each, for the name of a new actor; Ray's names cannot
+                change later.
         """
         self.relays.start(nodes)
         for bundle, node in enumerate(nodes):
@@ -115,7 +117,8 @@ class WorkerGroup:
         self.standbys[node] = Member(actor, node, fresh=False)
 
     def device_index(self, bundle: int, node: str, reported: int) -> int:
-        """Returns the device of a bundle. A standby in it does not know it: Ray gave it no device."""
+        """Returns the device of a bundle. A standby in it does not know it: Ray gave it no
+        device."""
         return self.devices.setdefault(bundle, (node, reported))[1]
 
     def kill(self, bundle: int) -> None:
@@ -135,7 +138,8 @@ class WorkerGroup:
             helper.end_process.remote(pid)
 
     def helper(self, node_id: str, except_bundle: int | None = None) -> Any:
-        """Returns a worker of a node that can examine or end another one there; None when there is none.
+        """Returns a worker of a node that can examine or end another one there; None when there is
+        none.
 
         Args:
             except_bundle: The bundle of the worker to be examined.

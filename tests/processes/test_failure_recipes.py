@@ -89,7 +89,7 @@ def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy
         ("paitent", "there is no 'paitent'; there are: default"),
         ("no_such_module:build", "cannot import 'no_such_module'"),
         (f"{own}:missing", f"module '{own}' has no 'missing'"),
-        (f"{own}:broken", f"{own}:broken returned int, which is no policy"),
+        (f"{own}:broken", f"{own}:broken returned int, which is not a policy"),
         (f"{own}:failing", f"{own}:failing raised AttributeError"),
     ):
         capsys.readouterr()

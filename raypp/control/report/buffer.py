@@ -11,15 +11,16 @@ from raypp.observe.json_lines import LogLine
 from raypp.records import Event, Seat, StepReport
 
 MOST_KEPT = 20_000
-"""Most steps, events and log lines (each) that are kept while the controller is away; the oldest are dropped."""
+"""Most steps, events and log lines (each) that are kept while the controller is away; the oldest
+are dropped."""
 
 
 class ReportBuffer:
     """Steps, events and log lines of one rank in one seat, sent in batches.
 
-    A controller that is killed loses what it had not written. Therefore the buffer keeps steps and events until an
-    answer says that they are in the store, and sends them again to a restarted controller. It keeps log lines until
-    they are sent.
+    A controller that is killed loses what it had not written. Therefore the buffer keeps steps and
+    events until an answer says that they are in the store, and sends them again to a restarted
+    controller. It keeps log lines until they are sent.
 
     Thread-safe; one thread at a time sends.
     """
@@ -51,7 +52,8 @@ class ReportBuffer:
             self._logs.extend(lines)
 
     def next_batch(self, phase: str, idle_s: float) -> ReportBatch:
-        """Takes everything that waits as the next batch; the caller then calls `sent` or `requeue`."""
+        """Takes everything that waits as the next batch; the caller then calls `sent` or
+        `requeue`."""
         with self._lock:
             self._number += 1
             seat = self._seat
@@ -67,7 +69,8 @@ class ReportBuffer:
             self._logs = deque((*batch.logs, *self._logs), self._most)
 
     def sent(self, batch: ReportBatch, answer: BatchAnswer) -> None:
-        """Drops what the answer to a batch says is in the store; after a controller restart, queues the rest again."""
+        """Drops what the answer to a batch says is in the store; after a controller restart, queues
+        the rest again."""
         with self._lock:
             if answer.incarnation != self._incarnation:
                 self._put_first(*self._sent_unwritten())
@@ -79,7 +82,8 @@ class ReportBuffer:
                 self._sent.append(batch)
 
     def unwritten(self) -> ReportBatch | None:
-        """Returns everything that is not known to be in the store, in order; None when there is nothing."""
+        """Returns everything that is not known to be in the store, in order; None when there is
+        nothing."""
         with self._lock:
             steps, events = self._sent_unwritten()
             steps, events, logs = (*steps, *self._steps), (*events, *self._events), tuple(self._logs)

@@ -1,9 +1,10 @@
 """Relays: one process per node that forwards the reports of its ranks in few calls.
 
-An actor call costs the controller the same whatever it carries. A relay therefore takes the batches of its node's
-ranks and forwards them in one relay report. A batch with steps, events or log lines is answered when the controller
-has taken it; a mere heartbeat is answered at once, with the controller's last answer. A relay keeps nothing that nobody
-else has: when it dies, the ranks whose batches it held get no answer and send the same batches to the controller.
+An actor call costs the controller the same whatever it carries. A relay therefore takes the batches
+of its node's ranks and forwards them in one relay report. A batch with steps, events or log lines
+is answered when the controller has taken it; a mere heartbeat is answered at once, with the
+controller's last answer. A relay keeps nothing that nobody else has: when it dies, the ranks whose
+batches it held get no answer and send the same batches to the controller.
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ class RelayQueue:
 
 
 class Relay:
-    """The actor around a `RelayQueue`. Like every process of a run it exits when the run has lost its controller.
+    """The actor around a `RelayQueue`. Like every process of a run it exits when the run has lost
+    its controller.
 
     Args:
         run: The run's name.
@@ -218,7 +220,8 @@ class Relay:
 
 @dataclass
 class Relays:
-    """The relays of a run, one per node, kept from one attempt to the next while the nodes are the same.
+    """The relays of a run, one per node, kept from one attempt to the next while the nodes are the
+    same.
 
     Args:
         run: The run's name.
@@ -257,7 +260,8 @@ class Relays:
         return self._by_node[self._nodes[bundle]] if self._nodes else None
 
     def take_over(self) -> None:
-        """Finds the relays that an earlier controller process started; `start` replaces them, `stop` ends them."""
+        """Finds the relays that an earlier controller process started; `start` replaces them,
+        `stop` ends them."""
         self._found += actors_of(self.run)[1]
 
     def stop(self) -> None:
@@ -286,6 +290,7 @@ class Relays:
 def relay_pace_s(relays: int) -> float:
     """Returns the seconds between two heartbeat reports of one relay.
 
-    A report costs the controller the same whatever it carries, so each of many relays reports less often.
+    A report costs the controller the same whatever it carries, so each of many relays reports less
+    often.
     """
     return min(max(HEARTBEAT_S, _PACE_S_PER_RELAY * relays), _LONGEST_PACE_S)

@@ -1,4 +1,5 @@
-"""The reporter of a rank under Ray: collects reports, and sends them from a thread a few times a second."""
+"""The reporter of a rank under Ray: collects reports, and sends them from a thread a few times a
+second."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _RAY_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
 class ControllerReporter:
     """A `Reporter` that reports to the run's controller.
 
-    Each call carries what is new and returns what the operator wants, so the controller never has to call a worker that
-    computes.
+    Each call carries what is new and returns what the operator wants, so the controller never has
+    to call a worker that computes.
 
     Args:
         controller: Handle of the controller actor.
@@ -76,7 +77,8 @@ class ControllerReporter:
         self._wake.set()
 
     def requests(self) -> Requests:
-        # A save request is passed on once: the ranks take the maximum over all of them, and act once.
+        # A save request is passed on once: the ranks take the maximum over all of them, and act
+        # once.
         with self._lock:
             save, self._save_once = self._save_once, False
             stop = self._stop
@@ -84,10 +86,11 @@ class ControllerReporter:
             return Requests(save=save)
         return Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
 
-    # Sending and the end --------------------------------------------------------------------------------
+    # Sending and the end --------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Requests a last checkpoint and a stop, as an operator would; for a process that has lost its controller."""
+        """Requests a last checkpoint and a stop, as an operator would; for a process that has lost
+        its controller."""
         with self._lock:
             self._stop = Requests(stop=True, save_before_stop=True)
 
@@ -153,15 +156,18 @@ class ControllerReporter:
 
 
 def interval_s(world: int) -> float:
-    """Returns the seconds between two reports of a rank without a new step or event; those are sent at once.
+    """Returns the seconds between two reports of a rank without a new step or event; those are sent
+    at once.
 
-    A report costs the controller the same whatever it carries, so each of many ranks reports less often.
+    A report costs the controller the same whatever it carries, so each of many ranks reports less
+    often.
     """
     return min(max(_INTERVAL_S, _INTERVAL_S_PER_RANK * world), _LONGEST_INTERVAL_S)
 
 
 class LogTail:
-    """Reads back what this process writes to one of its standard streams, from the file to which Ray redirects it.
+    """Reads back what this process writes to one of its standard streams, from the file to which
+    Ray redirects it.
 
     This includes the output of native libraries.
     """

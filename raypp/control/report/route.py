@@ -1,4 +1,5 @@
-"""Chooses how a rank's reports reach the controller: through its relay, or directly when the relay fails."""
+"""Chooses how a rank's reports reach the controller: through its relay, or directly when the relay
+fails."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ import ray
 from raypp.control.protocol import BatchAnswer, ReportBatch
 
 HEARTBEAT_S = 1.0
-"""Seconds between two reports of a rank that has a relay, when it has only a heartbeat to report."""
+"""Seconds between two reports of a rank that has a relay, when it has only a heartbeat to
+report."""
 _RELAY_TIMEOUT_S = 3.0
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 
 
 class ReportRoute:
-    """Sends batches through the relay; when that fails, directly, and leaves the relay alone for a while.
+    """Sends batches through the relay; when that fails, directly, and leaves the relay alone for a
+    while.
 
     The pause doubles with every failure, from 5 s to 5 min.
 
@@ -44,7 +47,8 @@ class ReportRoute:
         """Seconds until the next report, unless something happens before."""
 
     def send(self, batch: ReportBatch) -> BatchAnswer:
-        """Sends a batch. When it arrives over both routes, the controller recognises the second one by its number.
+        """Sends a batch. When it arrives over both routes, the controller recognises the second one
+        by its number.
 
         Raises:
             Exception: Whatever the direct route raised; nobody is known to have taken the batch.
@@ -72,8 +76,8 @@ class ReportRoute:
 def report_route(controller: Any, relay: Any, rank: int, direct_pace_s: float, timeout_s: float) -> ReportRoute:
     """Returns a rank's route through Ray.
 
-    Rank 0 reports the steps and receives save requests, so it always reports directly: a relay that died could lose a
-    save request.
+    Rank 0 reports the steps and receives save requests, so it always reports directly: a relay that
+    died could lose a save request.
 
     Args:
         relay: Handle of the rank's relay; None in a run without relays.

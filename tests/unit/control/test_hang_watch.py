@@ -29,9 +29,9 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does() -> None:
         watch.add_heartbeat(rank, phase, idle_s, 200.0, "all_gather" if rank == 1 else "")
     stall = watch.stalled(200.0)
     assert stall is not None and stall.rank == 1
-    assert "pp1 (rank 1, node node-1, pid 101), which is in all_gather since 75 s (`step 1F7`)" in stall.cause
+    assert "pp1 (rank 1, node node-1, pid 101), which has been in all_gather for 75 s (`step 1F7`)" in stall.cause
     assert "allowed: 60 s" in stall.cause
-    assert stall.details.splitlines()[0] == "pp0: `step 0B2 waits` since 80 s"
+    assert stall.details.splitlines()[0] == "pp0: `step 0B2 waits` for 80 s"
 
 
 def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
@@ -49,7 +49,7 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
         watch.add_heartbeat(rank, "step 0B2", 64.0, 166.0)
     stall = watch.stalled(166.0)
     assert stall is not None and stall.rank == 1
-    assert "told nothing" in stall.cause
+    assert "has not reported" in stall.cause
 
 
 def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
@@ -65,7 +65,7 @@ def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
     assert after(4.6) is None
     stall = after(5.1)
     assert stall is not None and stall.rank == 1
-    assert "told nothing" in stall.cause
+    assert "has not reported" in stall.cause
 
 
 def test_slow_steps_are_given_more_time() -> None:
