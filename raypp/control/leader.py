@@ -22,11 +22,12 @@ from raypp.control.cleanup import end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.metrics import RunGauges
-from raypp.control.placement import Placement, group_name, remove_groups_of
+from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.postmortem import collect_stacks
 from raypp.control.preemption import LAST_SAVE_S, PreemptionNotices
-from raypp.control.protocol import Heartbeat, Outcome, RelayReport, ReportBatch, RunRequest
+from raypp.control.protocol import Outcome, RunRequest
 from raypp.control.report_intake import ReportIntake
+from raypp.control.report_processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
 from raypp.control.takeover import Found, Takeover, earlier_outcome
 from raypp.control.worker_group import WorkerGroup
@@ -69,7 +70,6 @@ class Leader:
         self._restarted = restarted
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
-        self._watch: HangWatch | None = None
         self._preemption = PreemptionNotices()
         self._launch_now = False
         self._has_resources = False
@@ -83,6 +83,7 @@ class Leader:
         self._store = open_store(self._job.checkpoint.url)
         self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
         self._gauges = RunGauges(request.run)
+        self._reports = ReportProcessing(self.intake, self.record, self._gauges)
         self._sizing = ElasticSizing(self._job, self.record.event)
 
     def run(self) -> None:
@@ -136,13 +137,10 @@ class Leader:
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good
         self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
-        device = self._choose_device()
-        bundle = {"CPU": float(self._job.resources.cpus_per_rank)}
-        if device == "cuda":
-            bundle["GPU"] = 1.0
-        elastic = self._job.recovery.elastic_options
-        world, spares = self._sizing.largest().world, self._job.resources.spares
-        self._placement = Placement(group_name(run), world, bundle, spares, elastic.grace_s if elastic else 0.0)
+        # Not chosen again after a restart: the devices counted at first may be gone with a lost node.
+        chosen = run_events.last_device(self.record.earlier_events()) if self._restarted else None
+        device = choose_device(self._job, chosen, self.record.event)
+        self._placement = Placement.of(self._job, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
@@ -202,22 +200,6 @@ class Leader:
             else:
                 ray.kill(actor, no_restart=True)
 
-    def _choose_device(self) -> str:
-        wanted = self._job.resources.device
-        if wanted != "auto":
-            return wanted
-        # Not chosen again after a restart: with a lost node, the devices counted at first may be
-        # gone.
-        known = run_events.last_device(self.record.earlier_events()) if self._restarted else None
-        if known is not None:
-            return known
-        gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-        elastic = self._job.recovery.elastic_options
-        device = "cuda" if gpus >= (elastic.min_ranks if elastic else self._job.mesh.world) else "cpu"
-        message = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {self._job.mesh.world} ranks"
-        self.record.event(Event("device_chosen", message, details={"device": device}))
-        return device
-
     def _ask_store(self, question: Callable[[], T]) -> T:
         """Asks the store, and retries while it does not answer."""
         return _STORE_RETRY.call(question, lambda error: isinstance(error, StoreError))
@@ -225,68 +207,20 @@ class Leader:
     # Processing reports and events ----------------------------------------------------------------
 
     def _process_reports(self, wait_s: float) -> None:
-        for item in self.intake.items(wait_s):
-            if isinstance(item, ReportBatch):
-                self._process_batch(item)
-            elif isinstance(item, RelayReport):
-                self._process_relay_report(item)
-            else:
-                self._process_stop(item)
-
-    def _process_batch(self, batch: ReportBatch) -> None:
-        attempt = self._attempt
-        if attempt is None or batch.attempt != attempt.number:
-            return
-        heartbeat = Heartbeat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside)
-        self._process_heartbeat(attempt, heartbeat, time.monotonic())
-        self._record_batch(attempt, batch)
-
-    def _process_relay_report(self, report: RelayReport) -> None:
-        attempt, now = self._attempt, time.monotonic()
-        self.intake.relay_reports += 1
-        if attempt is None:
-            return
-        if report.attempt == attempt.number:
-            for heartbeat in report.heartbeats:
-                self._process_heartbeat(attempt, heartbeat, now)
-        for batch in report.batches:
-            if batch.attempt == attempt.number:
-                self._record_batch(attempt, batch)
-
-    def _process_heartbeat(self, attempt: Attempt, heartbeat: Heartbeat, now: float) -> None:
-        rank = attempt.ranks[heartbeat.rank] if attempt.ranks else None
-        if rank is not None and rank.state not in ("dead", "done"):
-            rank.state = heartbeat.phase.partition(" ")[0]
-        if self._watch is not None:
-            sent = now - heartbeat.age_s
-            self._watch.add_heartbeat(heartbeat.rank, heartbeat.phase, heartbeat.idle_s, sent, heartbeat.inside)
-
-    def _record_batch(self, attempt: Attempt, batch: ReportBatch) -> None:
-        if not self.intake.is_new(batch):
-            return
-        for line in batch.logs:
-            self.record.log(line)
-        for report in batch.steps:
-            if self._watch is not None:
-                self._watch.add_step(report.step_s)
-            if self.record.add_step(report, batch.attempt):
-                for rank in attempt.ranks:
-                    rank.step = report.step
-                self._gauges.step(report)
-            self._workers.start_standbys()  # not before the first step: ranks that start need the processors
-            if self._sizing.is_full_size(self.machine):
-                self._placement.hold_spares()
-        for event in batch.events:
-            self.record.event(event)
-            if event.kind == "committed" and event.step is not None:
-                self._apply(m.Committed(event.step))
-            elif event.kind == "preemption_notice" and attempt.ranks:
-                deadline = time.monotonic() + LAST_SAVE_S
-                rank = attempt.ranks[batch.rank]
-                self._preemption.add(rank, "it received SIGTERM", deadline, self.machine.committed_step)
-                self.intake.save_wanted = True
-        if batch.steps or batch.events:
-            self.intake.recorded(batch, self.record.taken)
+        for found in self._reports.process(self._attempt, wait_s):
+            match found:
+                case StepDone():
+                    self._workers.start_standbys()  # not before the first step: starting ranks need the processors
+                    if self._sizing.is_full_size(self.machine):
+                        self._placement.hold_spares()
+                case Preempted():
+                    deadline = time.monotonic() + LAST_SAVE_S
+                    self._preemption.add(found.rank, "it received SIGTERM", deadline, self.machine.committed_step)
+                    self.intake.save_wanted = True
+                case m.Committed():
+                    self._apply(found)
+                case Requests():
+                    self._process_stop(found)
 
     def _process_stop(self, requests: Requests) -> None:
         if not self.machine.stop:
@@ -307,7 +241,7 @@ class Leader:
                 lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.lost_nodes.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
-            self._watch = None
+            self._reports.watch = None
             self.intake.end_attempt()
             if self._preemption.reset():
                 self._workers.empty_bundles()
@@ -319,13 +253,13 @@ class Leader:
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
+        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
     def _check_hang(self, attempt: Attempt) -> None:
-        stall = self._watch.stalled(time.monotonic()) if self._watch is not None else None
+        stall = self._reports.watch.stalled(time.monotonic()) if self._reports.watch is not None else None
         if stall is None or self.machine.phase is not m.RunPhase.RUNNING:
             return
-        self._watch = None
+        self._reports.watch = None
         for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank).items():
             self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
         failure = attempt.ranks[stall.rank].failure(FailureKind.HUNG, stall.cause, stall.details)

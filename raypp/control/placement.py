@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, count_places
+from raypp.records import Event
+from raypp.spec.job import Job
 
 _NODE_LABEL = "ray.io/node-id"
 _PLACEMENT_TIMEOUT_S = 300.0
@@ -136,6 +138,20 @@ class Placement:
     _infeasible_since: float | None = None
     _used: set[str] = field(default_factory=set)
 
+    @classmethod
+    def of(cls, job: Job, world: int, device: str) -> Placement:
+        """Returns the placement of a job.
+
+        Args:
+            world: Ranks of its mesh now.
+            device: cpu or cuda.
+        """
+        bundle = {"CPU": float(job.resources.cpus_per_rank)}
+        if device == "cuda":
+            bundle["GPU"] = 1.0
+        elastic = job.recovery.elastic_options
+        return cls(group_name(job.name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
+
     def __post_init__(self) -> None:
         self.spares = SpareDevices(f"{self.name}/spares", self.spare_count, self.bundle)
 
@@ -209,6 +225,24 @@ class Placement:
 
     def _table(self) -> dict[str, Any]:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
+
+
+def choose_device(job: Job, chosen: str | None, record_event: Callable[[Event], None]) -> str:
+    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs.
+
+    Args:
+        chosen: The choice of an earlier controller process; it stands.
+    """
+    if job.resources.device != "auto":
+        return job.resources.device
+    if chosen is not None:
+        return chosen
+    gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    elastic = job.recovery.elastic_options
+    device = "cuda" if gpus >= (elastic.min_ranks if elastic else job.mesh.world) else "cpu"
+    message = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {job.mesh.world} ranks"
+    record_event(Event("device_chosen", message, details={"device": device}))
+    return device
 
 
 def make_group(name: str, bundles: int, bundle: Mapping[str, float], avoided: Collection[str] = ()) -> PlacementGroup:

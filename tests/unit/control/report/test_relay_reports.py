@@ -25,7 +25,7 @@ def leader(tmp_path: Path) -> Leader:
     attempt = leader._attempt = leader._new_attempt(3)
     attempt.ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", state="starting") for n in range(4)]
     leader.intake.start_attempt(3)
-    leader._watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
+    leader._reports.watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
     return leader
 
 
@@ -52,11 +52,11 @@ def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Lead
 
 
 def test_signs_of_life_count_from_when_they_were_given_and_older_ones_change_nothing(leader: Leader) -> None:
-    assert leader._watch is not None and leader._attempt is not None
+    assert leader._reports.watch is not None and leader._attempt is not None
     leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
     leader.intake.relay_report(RelayReport(3, (Heartbeat(0, "step 2F1", 1.0, 10.0), Heartbeat(1, "step 8", 0.0, 4.0))))
     leader._process_reports(wait_s=0.0)
-    signs, now = leader._watch._heartbeats, time.monotonic()
+    signs, now = leader._reports.watch._heartbeats, time.monotonic()
     assert (signs[0].phase, signs[0].idle_s) == ("step 2F1", 1.0) and 10.0 <= now - signs[0].at < 12.0
     assert signs[1].phase == "step 9" and now - signs[1].at < 2.0
     assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
