@@ -1,4 +1,4 @@
-"""An attempt that stands still is noticed, and the rank that stopped first is named."""
+"""A hang is detected, and the rank that stopped first is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of this process, and exceptions told apart."""
+"""Stacks of this process, and the classification of exceptions."""
 
 from __future__ import annotations
 

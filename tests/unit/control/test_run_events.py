@@ -1,4 +1,4 @@
-"""What a later life of the controller reads from the events of an earlier one."""
+"""What a restarted controller reads back from the events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traces a death leaves are told apart."""
+"""The cause of death is found from the evidence a process leaves."""
 
 from __future__ import annotations
 

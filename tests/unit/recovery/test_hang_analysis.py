@@ -16,7 +16,7 @@ STAGES = [0, 1, 2, 3]
 def ranks(
     *phases: str, still: Iterable[float] = (), inside: dict[int, str] | None = None, **more: object
 ) -> list[RankActivity]:
-    """A pipeline with one rank per stage; `silent` names ranks that tell nothing."""
+    """A pipeline with one rank per stage; `silent` names ranks that do not report."""
     seconds = list(still) or [70.0] * len(phases)
     silent = more.get("silent", ())
     assert isinstance(silent, tuple)

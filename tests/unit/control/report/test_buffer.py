@@ -1,4 +1,4 @@
-"""What a rank tells reaches the store, whichever lives of the controller take it and die."""
+"""A rank's reports reach the store, however often the controller is killed."""
 
 from __future__ import annotations
 

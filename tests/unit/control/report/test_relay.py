@@ -1,4 +1,4 @@
-"""Relays merge what many ranks tell, and whatever fails on the way, nothing is lost and nobody is misled."""
+"""Relays merge the reports of many ranks; whatever fails, no report is lost and no answer is wrong."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_relay(
     asyncio.run(both())
 
 
-def test_what_many_ranks_tell_at_once_comes_in_few_parcels_and_all_are_answered() -> None:
+def test_simultaneous_batches_travel_in_few_relay_reports_and_all_are_answered() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 1, f"e{rank}")) for rank in range(32)))
         assert [answer.incarnation for answer in answers] == ["first"] * 32
@@ -75,14 +75,14 @@ def test_what_many_ranks_tell_at_once_comes_in_few_parcels_and_all_are_answered(
     with_relay(scenario)
 
 
-def test_signs_of_life_are_answered_at_once_and_handed_on_together_with_their_age() -> None:
+def test_heartbeats_are_answered_at_once_and_forwarded_together_with_their_age() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
-        await relay.report(batch(0, 1))  # the first word has to come from the controller
+        await relay.report(batch(0, 1))  # the first answer has to come from the controller
         before = len(controller.relay_reports)
         for number in (2, 3):
             for rank in range(20):
                 await relay.report(batch(rank, number, idle_s=float(rank)))
-        assert len(controller.relay_reports) == before, "a sign of life waited for the controller"
+        assert len(controller.relay_reports) == before, "a heartbeat waited for the controller"
         await asyncio.sleep(0.45)
         assert len(controller.relay_reports) == before + 1
         report = controller.relay_reports[-1]

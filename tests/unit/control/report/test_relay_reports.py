@@ -51,7 +51,7 @@ def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Lead
     assert leader.record.taken == 4
 
 
-def test_signs_of_life_count_from_when_they_were_given_and_older_ones_change_nothing(leader: Leader) -> None:
+def test_heartbeats_count_from_when_they_were_sent_and_older_ones_change_nothing(leader: Leader) -> None:
     assert leader._reports.watch is not None and leader._attempt is not None
     leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
     leader.intake.relay_report(RelayReport(3, (Heartbeat(0, "step 2F1", 1.0, 10.0), Heartbeat(1, "step 8", 0.0, 4.0))))
@@ -62,7 +62,7 @@ def test_signs_of_life_count_from_when_they_were_given_and_older_ones_change_not
     assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
 
 
-def test_the_word_says_what_is_written_of_whom_is_asked_for_and_that_the_run_is_to_stop(leader: Leader) -> None:
+def test_the_answer_names_the_written_batches_and_passes_on_the_stop_request(leader: Leader) -> None:
     leader.intake.report(_news(2, 4, "b"))
     leader.intake.relay_report(RelayReport(3, (), (_news(1, 7, "a"),)))
     _written(leader)
