@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
+from raypp.retry import Backoff
 from raypp.train.network import Chosen, interface_to
 
 _PAYLOAD = 256 * 1024
@@ -145,13 +146,7 @@ def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dic
 
 def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
     """Asks, because a store's own wait may not end before its timeout of minutes."""
-    end, pause = time.monotonic() + patience_s, 0.002
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(0.1, pause * 1.5)
-    return True
+    return Backoff(patience_s, first_s=0.002, longest_s=0.1, factor=1.5).wait(lambda: store.check([key]))
 
 
 def _try(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> LinkReport:

@@ -217,7 +217,7 @@ class StepRunner:
         torch.manual_seed(step_seed(self.job.train.seed, step, self.seat.replica))
 
     def _mark(self, what: str) -> None:
-        """Says what this rank does next, in the words of `raypp.recovery.waiting`."""
+        """Says what this rank does next, in the words of `raypp.recovery.hang_analysis`."""
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 

@@ -7,7 +7,7 @@ from markdown_pages import REPOSITORY
 
 from raypp.checkpoint.compatibility import check_resume
 from raypp.records import Coordinates
-from raypp.recovery.waiting import Blame, Doing, find_culprit
+from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
 from raypp.spec.load import job_document, load_job
 
 PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
@@ -15,8 +15,8 @@ PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="ut
 
 def blame(first: str, second: str, still: tuple[float, float], inside: str = "", silent: bool = False) -> Blame:
     """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or silent."""
-    one = Doing(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
-    two = Doing(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
+    one = RankActivity(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
+    two = RankActivity(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
     return find_culprit([one, two], (0, 1, 2))
 
 
