@@ -42,7 +42,7 @@ def test_the_choice_says_what_was_measured() -> None:
 def test_memory_limits_the_depth_and_it_is_said() -> None:
     choice = choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=6))
     assert choice.best.lookahead == 0
-    assert choice.words().endswith("more does not pay; 1 would need more memory")
+    assert choice.words().endswith("a deeper warm-up does not pay off; 1 needs more memory")
     assert choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
 
 
