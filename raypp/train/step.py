@@ -199,7 +199,7 @@ class StepRunner:
         return self._report(step, read.plan, sums, rate, watch)
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
-        """Runs the forwards and backwards; returns a scalar loss per microbatch, on the last stage."""
+        """Runs the forwards and backwards; the last stage returns each microbatch's loss `[]`."""
         clock = self._pace.clock if self._pace is not None else None
         if clock is not None and self.built.runtime.clock is None:
             self.built.runtime.clock = clock
