@@ -1,4 +1,4 @@
-"""The agreement before a step: the vector each rank packs, and the plan unpacked from its maximum."""
+"""The agreement before a step: the vector each rank packs, and the plan from its maximum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wire formats: their precision and size, and that a restarted run repeats their random numbers."""
+"""Wire formats: their precision and size, and that a restarted run repeats them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_int8_is_within_one_step_of_its_rows_scale() -> None:
 def test_int8_is_right_on_average() -> None:
     tensor = torch.linspace(-1, 1, 64).repeat(400, 1)
     mean = through(Int8(), tensor).mean(0)
-    # One quantization step is 1/127; rounding deviates by at most half of it, 0.0039. Over 400 samples
-    # one standard error is 0.0039 / sqrt(400).
+    # One quantization step is 1/127. The standard deviation of the rounding is at most half of it,
+    # 0.0039, so the standard error over 400 rows is 0.0039 / sqrt(400).
     assert float((mean - tensor[0]).abs().max()) < 5 * 0.0039 / 20
 
 
