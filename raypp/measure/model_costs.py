@@ -1,15 +1,15 @@
 """Measures the costs of a model's parts on one device of this machine, for `raypp plan --costs`.
 
 `main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON
-object. Three stages are timed on the job's own rows: two layers, two layers with the embedding, two layers
-with the head. The costs of the parts are their differences. The rank's other work in a step
+object. Three stages are timed on the job's own rows: two layers, two layers with the embedding, two
+layers with the head. The costs of the parts are their differences. The rank's other work in a step
 (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs the cores that compute
 also copy (`measure.copy_costs`).
 
 On CPUs the parts are compared by the thread's CPU time, which a momentary disturbance does not
 change. All of them are then scaled by the ratio of wall time to CPU time of the whole measurement:
-a host that gives its virtual machines only 90 % of a core does so in training, too. The ratio is part
-of the answer, because another program may have caused it.
+a host that gives its virtual machines only 90 % of a core does so in training, too. The ratio is
+part of the answer, because another program may have caused it.
 
 Legend: B rows of a microbatch, T tokens, C hidden size.
 """

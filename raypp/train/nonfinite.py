@@ -111,8 +111,8 @@ class FiniteGuard:
             raise NonFiniteError(f"{words} (recovery.on_nonfinite: {policy})")
         if self._in_a_row >= _MOST_IN_A_ROW:
             raise NonFiniteError(f"{words}; {self._in_a_row} steps in a row were not finite, so skipping does not help")
-        told = f"{words}; the weights are unchanged"
-        tell(Event("step_skipped", told, attempt=self._seat.attempt, step=step))
+        message = f"{words}; the weights are unchanged"
+        tell(Event("step_skipped", message, attempt=self._seat.attempt, step=step))
 
     def _weights_are_broken(self) -> bool:
         """Whether some rank holds a weight that is not finite. Collective over the world."""

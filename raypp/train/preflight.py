@@ -173,7 +173,7 @@ def _measure(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) ->
             answer = _receive(link, _HELLO)
             seconds = time.perf_counter() - start
             if answer != _hello(str(place["identity"])):
-                raise _link_error(seat, chosen, place, "somebody else answers at this address")
+                raise _link_error(seat, chosen, place, "another process answers at this address")
             start = time.perf_counter()
             link.sendall(bytes(payload))
             _receive(link, payload)

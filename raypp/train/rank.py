@@ -208,8 +208,8 @@ def _train(
             if done == restored + 1:
                 seconds = {name: round(value, 4) for name, value in start.parts.items()}
                 seconds["first step"] = round(report.step_s, 4)
-                told = {"seconds": seconds}
-                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=told))
+                details = {"seconds": seconds}
+                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=details))
         if evaluator is not None and evaluation_due(done, job):
             evaluation = evaluator.run()
             if seat.rank == 0:

@@ -1,4 +1,4 @@
-"""The choice of the warm-up's depth from what ranks measured."""
+"""The choice of the warm-up depth from the ranks' measurements."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_interleaved_1f1b_looks_ahead_where_it_pays() -> None:
 
 def test_split_backwards_are_simulated_with_their_two_parts() -> None:
     numbers = figures(4, 0.0)
-    numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage has no input to give gradients to
+    numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage's input needs no gradient
     times = choose(pipeline_of(schedule="zbv", stages_per_rank=2), numbers).times
     assert times.input_share == pytest.approx(0.25) and times.first_whole
 

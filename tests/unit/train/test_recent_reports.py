@@ -7,7 +7,7 @@ from raypp.train.recent_reports import RecentReports
 
 
 class Listener:
-    """A reporter that keeps the steps it is told."""
+    """A reporter that keeps the reported steps."""
 
     def __init__(self) -> None:
         self.steps: list[StepReport] = []

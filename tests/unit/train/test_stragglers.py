@@ -1,4 +1,4 @@
-"""Slow ranks, jumping losses, checksums and injected faults: the pure parts."""
+"""Stragglers, loss spikes, checksums and injected faults: the parts without processes."""
 
 from __future__ import annotations
 
