@@ -132,9 +132,11 @@ class ChunkStage(PipelineStage):
         return output
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
+        """Returns the input `[B, T, C]` to torch's forward."""
         return (self.take_activations(fwd_chunk_id),)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+        """Returns the output's gradient `[B, T, C]` to torch's backward."""
         return (self.take_gradients(bwd_chunk_id),)
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
@@ -166,10 +168,10 @@ Since 2.8.
 """
 
 foreach_norm = torch._foreach_norm
-"""Returns the norms of many tensors (any shapes) at once, each `[]`. Since 2.4."""
+"""Returns the norms of many tensors `[...]` at once, each norm `[]`. Since 2.4."""
 
 foreach_mul_ = torch._foreach_mul_
-"""Multiplies many tensors (any shapes) in place at once. Since 2.4."""
+"""Multiplies many tensors `[...]` in place at once. Since 2.4."""
 
 # Process groups (train.process_group, train.abort).
 

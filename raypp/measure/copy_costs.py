@@ -91,7 +91,7 @@ class _Weights(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds every weight's sum to `x` (any shape)."""
+        """Adds every weight's sum to `x`, `[...]`."""
         for weight in self.weights:
             x = x + weight.sum()
         return x

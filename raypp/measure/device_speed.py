@@ -44,7 +44,7 @@ def _flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def _finish(device: torch.device, _product: torch.Tensor) -> None:
-    """Waits until the device has computed a product (any shape)."""
+    """Waits until the device has computed a product `[...]`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -45,7 +45,7 @@ Tensors = dict[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Copies a tensor (any shape) to the CPU, whole. Collective over its mesh if it is sharded."""
+    """Copies a whole tensor `[...]` to the CPU. Collective over its mesh if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
@@ -121,6 +121,7 @@ def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: st
         writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
 
         def keep(name: str, tensors: Tensors) -> None:
+            """Writes whole tensors `[...]` to a file of this rank."""
             if writes:
                 save_file(tensors, place / f"{name}.{rank}.safetensors")
 
@@ -175,7 +176,7 @@ def _run_ranks(job: Job, steps: int, folder: Path) -> None:
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
-    """Returns |found - reference| / |reference| by 2-norms, for tensors of equal, any shape.
+    """Returns |found - reference| / |reference| by 2-norms, for two tensors `[...]` of one shape.
 
     Infinity if the reference is zero and the other is not, or if a norm is not finite.
     """

@@ -154,7 +154,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 3) + 4 + 5 + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.

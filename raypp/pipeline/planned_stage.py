@@ -143,14 +143,14 @@ class PlannedStage(ChunkStage):
         self.received_grads[microbatch] = self.gradients.decode(message, self.shapes[microbatch], self.boundary_dtype)
 
     def _buffer(self, form: WireFormat, microbatch: int) -> Tensor:
-        """Allocates a receive buffer; marks its last number, to detect a short message."""
+        """Allocates a receive buffer for a message `[...]`; marks its last number as unwritten."""
         buffer = form.buffer(self.shapes[microbatch], self.device)
         if buffer.device.type == "cpu":
             _last_number(buffer).fill_(form.unwritten)
         return buffer
 
     def _filled(self, buffer: Tensor, form: WireFormat, microbatch: int, from_stage: int, what: str) -> Tensor:
-        """Returns a buffer whose receive is done, after checking that the message filled it.
+        """Returns a received buffer `[...]`, after checking that the message filled it.
 
         gloo accepts a shorter message silently and leaves the rest of the buffer unwritten. The
         check would block the host on CUDA, so only CPU buffers are checked.
@@ -171,12 +171,14 @@ class PlannedStage(ChunkStage):
             )
 
     def _receive(self, buffer: Tensor, from_stage: int) -> dist.Work:
+        """Posts the receive of a message `[...]` into a buffer."""
         source, own = self.rank_of_stage[from_stage], self.rank_of_stage[self.stage_index]
         work = dist.irecv(buffer, group=self.up_group if own > source else self.down_group, group_src=source)
         assert work is not None
         return work
 
     def _send(self, tensor: Tensor | None, microbatch: int, to_stage: int, form: WireFormat, what: str) -> dist.Work:
+        """Encodes a tensor `[B, T, C]` and posts its send."""
         if tensor is None:
             raise PlanMismatch(
                 f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}"

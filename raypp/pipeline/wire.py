@@ -49,7 +49,7 @@ class WireFormat(Protocol):
         ...
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Decodes a message to `shape` and `dtype`; may return the message itself."""
+        """Decodes a message to `shape`, `[..., H]`, and `dtype`; may return the message itself."""
         ...
 
 
@@ -66,12 +66,15 @@ class AsIs:
         self.name = str(dtype).removeprefix("torch.")
 
     def buffer(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Allocates `[..., H]` of the format's dtype."""
         return torch.empty(shape, dtype=self.dtype, device=device)
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        """Casts `[..., H]` to the format's dtype."""
         return tensor.to(self.dtype).contiguous()
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Casts `[..., H]` to `dtype`."""
         return message.to(dtype)
 
 
@@ -85,11 +88,13 @@ class Int8:
     unwritten = 0x80  # -128
 
     def buffer(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Allocates uint8 `[N · (H + 4)]`."""
         rows = _rows(shape)
         return torch.empty(rows * (shape[-1] + 4), dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        """Quantizes `[..., H]` to a uint8 message `[N · (H + 4)]`."""
         rows_NH = tensor.reshape(-1, tensor.shape[-1]).float()
         scale_N1 = rows_NH.abs().amax(dim=1, keepdim=True) / _STEPS
         message = self.buffer(tuple(tensor.shape), tensor.device)
@@ -104,6 +109,7 @@ class Int8:
 
     @torch.no_grad()
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Dequantizes a uint8 message `[N · (H + 4)]` to `shape`, `[..., H]`."""
         scales, numbers = _parts(message, _rows(shape), shape[-1])
         return (numbers.float() * scales).to(dtype).view(shape)
 

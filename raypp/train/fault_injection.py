@@ -177,7 +177,7 @@ class Injection:
         return output
 
     def gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Injects faults into a step's gradients: local parts, any shape, changed in place."""
+        """Injects faults into a step's gradients, local parts `[...]`, in place."""
         for fault in self._due("backward", numbers=True):
             if fault.kind == "nan":
                 next(iter(gradients)).fill_(float("nan"))

@@ -119,7 +119,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = group["momentum"]
 
         def ahead(index: int) -> Tensor:
-            """Returns this rank's part of the Nesterov momentum, of its shard's shape."""
+            """Returns this rank's part `[...]` of the Nesterov momentum, of its shard's shape."""
             parameter = parameters[index]
             state = self.state[parameter]
             if "momentum_buffer" not in state:

@@ -23,7 +23,7 @@ from raypp.train.reduce import GlobalSums
 
 _MOST_IN_A_ROW = 3
 """Consecutive skipped steps that end the run: the weights themselves are then probably bad."""
-_LETTER_BYTES = 512
+_MESSAGE_BYTES = 512
 _NAMES_SHOWN = 3
 
 
@@ -79,14 +79,14 @@ class FiniteGuard:
         self._job, self._seat, self._stages, self._runtime, self._names = job, seat, stages, runtime, names
         self._in_a_row = 0
 
-    def fine(self, sums: GlobalSums) -> bool:
+    def is_finite(self, sums: GlobalSums) -> bool:
         """Whether a step's sums are finite, the same on all ranks. If so, resets the skip count."""
         if math.isfinite(sums.loss) and math.isfinite(sums.grad_norm):
             self._in_a_row = 0
             return True
         return False
 
-    def met(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
+    def handle(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
         """Handles a step that is not finite; returns if it is to be skipped.
 
         Collective over the world.
@@ -105,7 +105,7 @@ class FiniteGuard:
         if self._weights_are_broken():
             what = f"step {step}: {self._what(sums)}, because weights are not finite: an earlier update broke them"
             raise BrokenWeightsError(what)
-        words = f"step {step}: {self._what(sums)}; {self._origin_in_words(again)}"
+        words = f"step {step}: {self._what(sums)}; {self._describe_origin(again)}"
         policy = self._job.recovery.on_nonfinite
         if policy != "skip":
             raise NonFiniteError(f"{words} (recovery.on_nonfinite: {policy})")
@@ -134,7 +134,7 @@ class FiniteGuard:
             found.append(f"the gradients of {shown}{more} are not finite")
         return " and ".join(found) or "the gradient norm is not finite"
 
-    def _origin_in_words(self, again: Callable[[], None]) -> str:
+    def _describe_origin(self, again: Callable[[], None]) -> str:
         if self._job.train.compile:
             return "its origin cannot be found in compiled blocks (train.compile)"
         with _watched(self._stages, self._runtime, self._seat) as seen:
@@ -172,6 +172,7 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
             seen.append(Origin(what, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
 
     def back(name: str) -> Callable[[Tensor], None]:
+        """Returns a hook for the gradient `[...]` of a module's output."""
         return lambda gradient: None if _finite(gradient) else note("gradient", name)
 
     def look(name: str) -> Callable[..., None]:
@@ -193,6 +194,7 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
 
 
 def _finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor `[...]` are finite."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
@@ -202,9 +204,9 @@ def _gathered(own: Origin | None) -> list[Origin]:
     Sent as JSON in uint8 tensors `[512]`: nothing that a peer sends is unpickled.
     """
     text = json.dumps(asdict(own)).encode() if own is not None else b""
-    letter = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
-    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else letter[:0]
-    letters = [torch.empty_like(letter) for _ in range(dist.get_world_size())]
-    dist.all_gather(letters, letter)
-    texts = (bytes(one.tolist()).rstrip(b"\0") for one in letters)
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(messages, message)
+    texts = (bytes(one.tolist()).rstrip(b"\0") for one in messages)
     return [Origin(**json.loads(text)) for text in texts if text]

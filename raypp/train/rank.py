@@ -54,7 +54,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     """
     try:
         with ExitStack() as stack:
-            return _live(job, seat, reporter, stack, rendezvous)
+            return _run_attempt(job, seat, reporter, stack, rendezvous)
     except Exception as error:
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
@@ -64,7 +64,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
         raise
 
 
-def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
+def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
     start = Stopwatch()
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
@@ -208,8 +208,8 @@ def _train(
             if done == restored + 1:
                 seconds = {name: round(value, 4) for name, value in start.parts.items()}
                 seconds["first step"] = round(report.step_s, 4)
-                details = {"seconds": seconds}
-                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=details))
+                parts = {"seconds": seconds}
+                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=parts))
         if evaluator is not None and evaluation_due(done, job):
             evaluation = evaluator.run()
             if seat.rank == 0:

@@ -60,7 +60,7 @@ class GradientReducer:
         self._counted = torch.tensor(counted, dtype=torch.float64)
 
     def gradients(self) -> list[Tensor]:
-        """Returns the local part of every gradient, of its shard's shape; zeros if it has none."""
+        """Returns the local part `[...]` of every gradient; zeros if a parameter has none."""
         found = []
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -74,7 +74,7 @@ class GradientReducer:
         Collective over the world: every rank must call it once per step.
 
         Args:
-            gradients: From `gradients()`: local shards, any shape.
+            gradients: From `gradients()`: local shards `[...]`.
             loss_sum: Sum of this rank's token losses; 0 on ranks without the last stage, and on all
                 but one of the ranks that computed the same loss.
             extra: `[N]`, fp64: more numbers to sum over the world; N is the same on every rank.
@@ -106,6 +106,6 @@ def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiplies every local gradient (any shape) by `factor`, in place."""
+    """Multiplies every local gradient `[...]` by `factor`, in place."""
     if gradients:
         foreach_mul_(list(gradients), factor)

@@ -117,7 +117,7 @@ def checksum(tensor: Tensor) -> int:
     One pass over the memory, in pieces.
 
     Args:
-        tensor: Any shape; any dtype of 1, 2, 4 or 8 bytes.
+        tensor: `[...]`, of a dtype with 1, 2, 4 or 8 bytes.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS[flat.element_size()])
@@ -133,7 +133,7 @@ def shard_of(parameter: Tensor) -> tuple[int, int]:
     """Returns the index and the number of a parameter's shards; replicated axes do not count.
 
     Args:
-        parameter: A DTensor, or a whole tensor of any shape: (0, 1).
+        parameter: A DTensor, or a whole tensor `[...]`, which gives (0, 1).
     """
     if not isinstance(parameter, DTensor):
         return 0, 1

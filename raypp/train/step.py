@@ -188,11 +188,11 @@ class StepRunner:
         rate = learning_rate(step, self.job.train)
         self._mark("update")
         with watch.part("optimizer"):
-            if self.guard.fine(sums):
+            if self.guard.is_finite(sums):
                 self._update(gradients, sums, read.plan.global_tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
-                self.guard.met(step, sums, lambda: self._again(step, read, batches), self._tell)
+                self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
         if self._injection is not None:
             self._injection.updated(self.built.modules)
@@ -232,7 +232,7 @@ class StepRunner:
             self.built.runtime.mark(what)
 
     def _update(self, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
-        """Scales the gradients (local shards, any shape) in place and runs the optimizer."""
+        """Scales the gradients, local shards `[...]`, in place and runs the optimizer."""
         if tokens:
             scale(gradients, coefficient(sums.grad_norm, tokens, self.job.train.clip_norm))
             set_learning_rate(self.optimizer, rate)

@@ -37,7 +37,7 @@ class StragglerWatch:
     work: Sequence[float]
     factor: float
     _slow: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
 
     def seen(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
         """Takes the seconds of every rank in a step.
@@ -48,8 +48,8 @@ class StragglerWatch:
         found = []
         for rank, ratio in enumerate(self._ratios(seconds)):
             self._slow[rank] = self._slow[rank] + 1 if ratio > self.factor else 0
-            if self._slow[rank] >= _IN_A_ROW and rank not in self._told:
-                self._told.add(rank)
+            if self._slow[rank] >= _IN_A_ROW and rank not in self._reported:
+                self._reported.add(rank)
                 found.append((rank, ratio))
         return found
 

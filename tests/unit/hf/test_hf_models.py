@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face models of every family, with weights that transformers wrote."""
+"""Import and export of Hugging Face models, with weights of every family by transformers."""
 
 from __future__ import annotations
 
