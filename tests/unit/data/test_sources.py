@@ -230,4 +230,4 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
     assert "cannot read" in refused(**data, tokenizer=f"{tmp_path}/none.json")
     file = Path(a_tokenizer(tmp_path))
     file.write_text(file.read_text().replace("<eos>", "four"))
-    assert "no token that ends a text" in refused(**data, tokenizer=str(file))
+    assert "has no end-of-text token" in refused(**data, tokenizer=str(file))

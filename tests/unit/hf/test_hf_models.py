@@ -197,7 +197,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path
     with pytest.raises(CheckpointError) as caught:
         import_hf(HfFiles(str(tmp_path / "theirs")), DirectoryStore(tmp_path / "store"), "run", options, {})
     assert "model.embed_tokens.weight: has shape [97, 32] in" in str(caught.value)
-    assert "the job's model has [97, 64]" in str(caught.value) and "more tensors" in str(caught.value)
+    assert "the job's model needs [97, 64]" in str(caught.value) and "more tensors" in str(caught.value)
     assert not (tmp_path / "store").exists()
 
 

@@ -141,7 +141,7 @@ def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to
 
 def test_a_node_that_does_not_come_is_named() -> None:
     (outcome,) = _together([(SEAT, _chosen("127.0.0.1"))], patience_s=0.2)
-    assert "ranks of node 127.0.0.9 did not come" in str(outcome)
+    assert "ranks of node 127.0.0.9 did not reach the network check" in str(outcome)
 
 
 def test_one_node_tries_nothing() -> None:
