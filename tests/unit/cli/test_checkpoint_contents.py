@@ -137,7 +137,7 @@ def test_import_into_a_job_wants_the_jobs_own_model(tmp_path: Path, capsys: pyte
     model(tmp_path / "hf")
     assert run(["checkpoints", "import", "hf", str(job(tmp_path, hidden_size=32))]) == 1
     err = capsys.readouterr().err
-    assert "model.embed_tokens.weight: has shape [300, 16] in" in err and "the job's model has [300, 32]" in err
+    assert "model.embed_tokens.weight: has shape [300, 16] in" in err and "the job's model needs [300, 32]" in err
     assert run(["checkpoints", "import", "hf", str(job(tmp_path, num_layers=1))]) == 2
     assert "model.num_layers: is 1, but" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()

@@ -1,4 +1,4 @@
-"""Selective recomputation where it cannot work."""
+"""Selective recomputation is refused where it cannot work."""
 
 from __future__ import annotations
 
