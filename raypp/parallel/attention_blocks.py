@@ -20,7 +20,7 @@ from torch import Tensor
 from raypp.torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 TILE = 1024
-"""Queries per tile where attention is computed with matrix products (limits the scores in memory)."""
+"""Queries per tile in attention with matrix products. Limits the scores held at once."""
 
 
 def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

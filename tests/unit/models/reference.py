@@ -17,7 +17,7 @@ STACKED = re.compile(r"(.*\.experts)\.(\w+)")
 
 
 def whole_model(options: DecoderOptions, seed: int = 7) -> torch.nn.Module:
-    """Builds the whole model as one stage, with weights so large that each part affects the logits."""
+    """Builds the whole model as one stage; its weights let each part affect the logits visibly."""
     model = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
