@@ -58,7 +58,7 @@ class DecoderStage(nn.Module):
         self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if untied else None
         copied = last and not first and options.tie_embeddings
         self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
-        """Tied parameters that another stage holds first. That stage counts, saves, reports them."""
+        """Tied parameters whose first copy is on another stage, which counts and saves them."""
         self._projection: Tensor | None = None
         self._separate = False
 
