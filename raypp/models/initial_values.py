@@ -37,7 +37,7 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
         seed: train.seed.
 
     Returns:
-        A tensor of shape `shape` on the CPU, in torch's default dtype (fp32).
+        A tensor `[*shape]` on the CPU, in torch's default dtype (fp32).
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)

@@ -96,7 +96,7 @@ def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tens
 def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
     """Runs all experts with one kernel per matrix, without synchronising with the CPU.
 
-    Arguments and result are those of `one_by_one`, in bf16.
+    Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`.
     """
     ends = counts_E.cumsum(0).to(torch.int32)
     inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)

@@ -61,7 +61,7 @@ class LateSums:
         self._under_way: list[_Sum] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates a buffer of shape `size` for FSDP."""
+        """Allocates a buffer `[*size]` for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

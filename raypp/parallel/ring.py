@@ -44,8 +44,8 @@ class Ring:
     def exchange(self, tensor: Tensor, distance: int) -> tuple[Tensor, list[dist.Work]]:
         """Starts sending `tensor` `distance` places to the right.
 
-        Also starts receiving from the rank as far to the left. Collective over the ring. The shape
-        is the same on all ranks.
+        Also starts receiving from the rank as far to the left. Collective over the ring. The tensor
+        `[...]` has the same shape on all ranks.
 
         Returns:
             The receive buffer, of the shape of `tensor`, and the work to wait for. `tensor` must
@@ -67,8 +67,8 @@ class Ring:
     def travelling(self, own: Tensor, hops: int) -> Iterator[Tensor]:
         """Yields `own`, then the tensors of the ranks further to the left: `hops` in all.
 
-        All have the same shape. The next tensor arrives while the caller works on the current one.
-        Collective over the ring.
+        All have the shape `[...]` of `own`. The next tensor arrives while the caller works on the
+        current one. Collective over the ring.
         """
         current = own
         for hop in range(hops):

@@ -11,7 +11,7 @@ from raypp.torch_private import compute_local_shape_and_global_offset
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns the local shard of a DTensor, or the tensor itself if it is not one. Any shape."""
+    """Returns the local shard of a DTensor `[...]`, or the tensor itself if it is not one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -20,8 +20,8 @@ def write_whole(parameter: Tensor, value: Tensor) -> None:
     """Copies this rank's slice of a whole tensor into a parameter. Not collective.
 
     Args:
-        parameter: A plain tensor or a DTensor, of any global shape.
-        value: The whole value, of the global shape, on the CPU.
+        parameter: A plain tensor or a DTensor, of global shape `[...]`.
+        value: The whole value `[...]`, of the same global shape, on the CPU.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
@@ -35,7 +35,7 @@ def write_whole(parameter: Tensor, value: Tensor) -> None:
 
 
 def counts_here(parameter: Tensor) -> bool:
-    """Returns whether this rank counts its part of a parameter (any shape) in a sum over the world.
+    """Returns whether this rank counts its part of a parameter `[...]` in a sum over the world.
 
     Along replicated axes, several ranks hold the same part. Only the first of them counts it.
     """

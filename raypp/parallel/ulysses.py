@@ -71,18 +71,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchanges `x_R`; the shape stays the same. Collective over the group."""
+        """Exchanges `x_R` `[R, N, h, D]`; keeps the shape. Collective over the group."""
         ctx.group = group
         return _all_to_all(x_R, group)
 
     @staticmethod
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
-        """Exchanges gradients back; the shape stays the same. Collective over the group."""
+        """Exchanges gradients `[R, N, h, D]` back. Collective over the group."""
         return _all_to_all(grad_R, ctx.group), None
 
 
 def _all_to_all(x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges the R parts of the first dim; keeps the shape. Collective over the group."""
+    """Exchanges the R parts of `[R, N, h, D]`; keeps the shape. Collective over the group."""
     # Input and output must be contiguous: gloo silently ignores the strides of the output.
     x_R = x_R.contiguous()
     out = torch.empty(x_R.shape, dtype=x_R.dtype, device=x_R.device)

@@ -97,8 +97,8 @@ def _one_each(
     Args:
         layout: How all of these tensors are sharded.
         shapes: The whole shape of each tensor.
-        parts: This rank's part of each tensor.
-        function: From a whole tensor to one of the same shape.
+        parts: This rank's part of each tensor, `[..., m, n]`.
+        function: From a whole tensor `[..., M, N]` to one of the same shape.
 
     Returns:
         This rank's part of each result, shaped like `parts`.

@@ -70,8 +70,7 @@ def test_every_message_is_sent_once_and_received_once_before_it_is_needed(name: 
 
 
 def test_a_receive_is_posted_a_backward_and_a_forward_before_its_use() -> None:
-    # As torch's pass places them, rank 0 posts the receive of a gradient one forward before it
-    # needs it.
+    # With torch's placement, rank 0 posts the receive of a gradient one forward before it needs it.
     lines, _ = lines_of("1f1b", 2, 1, 16, 1)
     line = lines[0]
     for microbatch in range(4, 16):
@@ -82,8 +81,8 @@ def test_a_receive_is_posted_a_backward_and_a_forward_before_its_use() -> None:
 
 
 def test_one_group_for_all_activations_would_hang_nccl() -> None:
-    # Two ranks with two stages each send activations both ways; in one group a posted receive
-    # blocks the send behind.
+    # Two ranks with two stages each send activations both ways. In a single group, a posted receive
+    # blocks the send behind it.
     lines, ranks = lines_of("interleaved_1f1b", 2, 2, 4, 0)
     assert find_hangs(lines, ranks, "nccl", group_of=lambda message, source, to: message.kind)
     assert not find_hangs(lines, ranks, "nccl")
