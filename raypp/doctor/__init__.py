@@ -1,1 +1,1 @@
-"""`raypp doctor`: measures a cluster and says what is wrong with it."""
+"""`raypp doctor`: examines a cluster and reports problems."""

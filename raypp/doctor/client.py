@@ -1,4 +1,4 @@
-"""Sends `raypp doctor`'s examination to a cluster and brings the report back."""
+"""Runs the examination of `raypp doctor` on a cluster and returns its report."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from raypp.clusters.find import Cluster
 from raypp.control.client import answer_in, collect_secrets, python_of
 from raypp.control.credentials import SETTINGS, collect
 from raypp.control.package import build_package
-from raypp.doctor.driver import TOLD, ProbeOptions
+from raypp.doctor.driver import PROGRESS, ProbeOptions
 from raypp.errors import Problem, UnreachableError
 
-_PATIENCE_S = 1800.0
+_TIMEOUT_S = 1800.0
 _POLL_S = 0.5
 
 
 def examine(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The report of `probe.Examination`.
+    """Examines a cluster and returns the report of `raypp.doctor.driver.Examination`.
 
     Args:
-        tell: Hears each line of progress.
+        cluster: The cluster to examine.
+        options: What to examine.
+        tell: Called with each line of progress.
 
     Raises:
-        UnreachableError: The cluster does not answer, or ended the examination.
+        UnreachableError: The cluster does not answer, or stopped the examination.
     """
     if cluster.embedded is not None:
         return _by_process(cluster, options, tell)
@@ -57,9 +59,9 @@ def _by_process(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], N
 
 
 def _pass_on(line: str, tell: Callable[[str], None]) -> None:
-    """Progress only: a Ray job's log has other lines, too."""
-    if line.startswith(TOLD) and line.endswith("\n"):
-        tell(line.removeprefix(TOLD).rstrip())
+    """Passes on a line of progress. The log of a Ray job also contains other lines."""
+    if line.startswith(PROGRESS) and line.endswith("\n"):
+        tell(line.removeprefix(PROGRESS).rstrip())
 
 
 def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
             "metadata": {"job_name": "doctor", "raypp_command": "doctor"},
         }
     )
-    end, told = time.monotonic() + _PATIENCE_S, 0
+    end, told = time.monotonic() + _TIMEOUT_S, 0
     try:
         while time.monotonic() < end:
             job = dashboard.job(submission_id)
@@ -91,4 +93,5 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
         dashboard.stop_job(submission_id)
         raise
     dashboard.stop_job(submission_id)
-    raise UnreachableError(Problem("address", f"the examination did not end within {_PATIENCE_S / 60:.0f} minutes"))
+    what = f"the examination did not finish within {_TIMEOUT_S / 60:.0f} minutes"
+    raise UnreachableError(Problem("address", what))

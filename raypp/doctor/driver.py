@@ -1,6 +1,7 @@
-"""`python -m raypp.doctor.driver OPTIONS`: the driver of `raypp doctor`, inside the cluster.
+"""`python -m raypp.doctor.driver OPTIONS`: the driver of `raypp doctor`, which runs in the cluster.
 
-One actor per node, pinned to it. Prints what it does, line by line, and the report as one JSON object at the end.
+It starts one actor on each node. It prints lines of progress, and at the end the report as one JSON
+object.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from raypp.doctor.node import NodeProbe
 _START_S = 60.0
 _DEVICES_S = 150.0
 _STORE_S = 300.0
-TOLD = "> "
-"""Begins each line of progress."""
+PROGRESS = "> "
+"""The prefix of each line of progress."""
 MANY_NODES = 16
-"""Up to so many nodes one pair is measured at a time; with more, pairs without a common node at once."""
+"""Up to this many nodes, pairs are measured one at a time. With more, pairs without a common node
+are measured at the same time."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class ProbeOptions:
     """What to examine.
 
     Attributes:
-        store_url: A store every node is to try; empty: none.
+        store_url: The store that every node tries; empty: none.
         paths: Files that every node needs.
-        seconds: Of each bandwidth measurement.
+        seconds: Duration of each bandwidth measurement.
         devices: Whether to run a matrix product on every device.
-        share_environment: Every node uses the store settings and keys of the driver's environment. On the embedded
-            cluster no Ray job carries them.
+        share_environment: Whether every node uses the store settings and keys of the driver's
+            environment. The embedded cluster needs it, because no Ray job carries them there.
     """
 
     store_url: str = ""
@@ -47,11 +49,15 @@ class ProbeOptions:
     share_environment: bool = False
 
     def as_argument(self) -> str:
+        """Encodes the options as one command-line argument."""
         return json.dumps(asdict(self))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` nodes in rounds; the pairs of a round share no node and may be measured at once."""
+    """Returns all pairs of `count` nodes in rounds.
+
+    The pairs of a round have no node in common, so they can be measured at the same time.
+    """
     if count <= MANY_NODES:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
     seats = [*range(count), *([-1] if count % 2 else [])]
@@ -65,7 +71,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 class Examination:
-    """Every living node of the cluster, examined from inside it."""
+    """Examines all live nodes of the cluster from inside."""
 
     def __init__(self, options: ProbeOptions) -> None:
         import ray
@@ -89,11 +95,11 @@ class Examination:
         self._report: list[dict[str, Any]] = []
 
     def report(self) -> dict[str, Any]:
-        """All there is to tell; nothing raises, what fails is told in `error`s."""
+        """Runs all measurements and returns the report. Failures become `error` entries."""
         self._look_around()
         working = [index for index, one in enumerate(self._report) if "error" not in one]
         if self._options.devices:
-            _say("devices: a matrix product on each")
+            _print_progress("devices: running a matrix product on each")
             asked = {index: self._actors[index].devices.remote() for index in working}
             for index, answer in self._gather(asked, _DEVICES_S).items():
                 self._report[index]["torch"] = answer
@@ -104,7 +110,7 @@ class Examination:
         return {"measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "nodes": self._report, "links": links, "store": store}
 
     def _look_around(self) -> None:
-        _say(f"{len(self._nodes)} node{'' if len(self._nodes) == 1 else 's'}")
+        _print_progress(f"{len(self._nodes)} node{'' if len(self._nodes) == 1 else 's'}")
         asked = {
             index: actor.facts.remote(node["NodeManagerAddress"])
             for index, (actor, node) in enumerate(zip(self._actors, self._nodes, strict=True))
@@ -135,7 +141,7 @@ class Examination:
                 asked[one, other] = self._actors[one].measure.remote(self._ip(other), ports[other], seconds)
             for (one, other), answer in self._gather(asked, 60 + 4 * self._options.seconds).items():
                 found.append({"from": self._ip(one), "to": self._ip(other), **answer})
-                _say(f"link {self._ip(one)} – {self._ip(other)}: {_link_words(answer)}")
+                _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_link_text(answer)}")
         return found
 
     def _store(self, working: list[int]) -> dict[str, Any]:
@@ -145,7 +151,7 @@ class Examination:
         for index in working:
             asked = {index: self._actors[index].try_store.remote(url, marks[index])}
             results |= self._gather(asked, _STORE_S)
-            _say(f"store from {self._ip(index)}: {_store_words(results[index])}")
+            _print_progress(f"store from {self._ip(index)}: {_store_text(results[index])}")
         written = [marks[index] for index in working if "error" not in results[index]]
         seen = self._gather({index: self._actors[index].sees.remote(url, written) for index in working}, _START_S)
         for index in working:
@@ -158,31 +164,31 @@ class Examination:
     def _ip(self, index: int) -> str:
         return str(self._nodes[index]["NodeManagerAddress"])
 
-    def _gather(self, asked: dict[Any, Any], patience_s: float) -> dict[Any, Any]:
-        """The answers by key; `{"error": …}` for whoever raised or did not answer in time."""
-        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=patience_s)
+    def _gather(self, asked: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
+        """Waits for answers and returns them by key; `{"error": …}` for a failure or timeout."""
+        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
         answers = {}
         for key, reference in asked.items():
             try:
                 answers[key] = self._ray.get(reference, timeout=0.1)
             except self._ray.exceptions.GetTimeoutError:
-                answers[key] = {"error": f"no answer within {patience_s:.0f} s"}
+                answers[key] = {"error": f"no answer within {timeout_s:.0f} s"}
             except self._ray.exceptions.RayError as error:
                 answers[key] = {"error": str(error).strip().splitlines()[-1][:400]}
         return answers
 
 
-def _say(text: str) -> None:
-    print(f"{TOLD}{text}", flush=True)  # noqa: T201
+def _print_progress(text: str) -> None:
+    print(f"{PROGRESS}{text}", flush=True)  # noqa: T201
 
 
-def _link_words(answer: dict[str, Any]) -> str:
+def _link_text(answer: dict[str, Any]) -> str:
     if "error" in answer:
         return str(answer["error"])
     return f"{answer['gbps_out']:.3g} and {answer['gbps_in']:.3g} Gbit/s, {answer['latency_ms']:.3g} ms"
 
 
-def _store_words(answer: dict[str, Any]) -> str:
+def _store_text(answer: dict[str, Any]) -> str:
     return (
         str(answer["error"])
         if "error" in answer
@@ -191,6 +197,7 @@ def _store_words(answer: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    """Examines the cluster, prints the report and returns the exit status."""
     import ray
 
     load_private_environment()

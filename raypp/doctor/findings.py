@@ -1,4 +1,4 @@
-"""From what `raypp doctor` measured to what is wrong, and what to do about it. Pure."""
+"""Turns the measurements of `raypp doctor` into problems and fixes, without side effects."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from raypp.errors import Problem
 
 SKEW_BREAKS_S = 300.0
-SKEW_TOLD_S = 1.0
-LOOKUP_TOLD_S = 1.0
+SKEW_REPORTED_S = 1.0
+LOOKUP_REPORTED_S = 1.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 2 << 30
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
 
 class Severity(StrEnum):
-    """breaks: a run will fail or hang. slows: it will be slower, or fail later. note: good to know."""
+    """breaks: runs fail or hang. slows: runs are slower, or fail later. note: information."""
 
     BREAKS = "breaks"
     SLOWS = "slows"
@@ -28,17 +28,18 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found."""
+    """A problem that the examination found."""
 
     severity: Severity
     problem: Problem
 
     def as_dict(self) -> dict[str, str]:
+        """Returns the finding as `raypp doctor --json` prints it."""
         return {"severity": str(self.severity), "what": self.problem.what, "fix": self.problem.fix}
 
 
 def findings(report: dict[str, Any]) -> list[Finding]:
-    """Everything worth telling, the worst first."""
+    """Returns all findings of a report, the most severe first."""
     found: list[Finding] = []
     for look in (_silent_nodes, _versions, _missing, _links, _rates, _clocks, _machines, _store, _devices):
         found += look(report)
@@ -56,7 +57,10 @@ def _found(severity: Severity, what: str, fix: str) -> Finding:
 def _silent_nodes(report: dict[str, Any]) -> Iterator[Finding]:
     for node in report["nodes"]:
         if "error" in node:
-            fix = "look at Ray's logs there; are Python and raypp's dependencies installed as on the others?"
+            fix = (
+                "read Ray's logs on that node, and check that Python and raypp's dependencies are installed as on "
+                "the other nodes"
+            )
             yield _found(Severity.BREAKS, f"no worker answers on node {node['ip']}: {node['error']}", fix)
     if not report["nodes"]:
         yield _found(Severity.BREAKS, "the cluster has no node", "start one: ray start --address=HEAD:6379")
@@ -70,20 +74,20 @@ def _versions(report: dict[str, Any]) -> Iterator[Finding]:
             if version:
                 by_version[version].append(node["ip"])
         if len(by_version) > 1:
-            told = ", ".join(f"{version} on {_some(nodes)}" for version, nodes in sorted(by_version.items()))
-            fix = f"install the same {name} on every node (constraints.txt has the versions raypp is tested with)"
-            yield _found(Severity.BREAKS, f"the nodes have different versions of {name}: {told}", fix)
+            listed = ", ".join(f"{version} on {_some(nodes)}" for version, nodes in sorted(by_version.items()))
+            fix = f"install the same {name} on every node (constraints.txt lists the versions raypp is tested with)"
+            yield _found(Severity.BREAKS, f"the nodes have different versions of {name}: {listed}", fix)
     for name in ("torch", "boto3", "safetensors", "pydantic"):
         without = [node["ip"] for node in _working(report) if not node["packages"].get(name)]
         if without:
-            fix = "install raypp's dependencies there, in the Python that runs Ray"
+            fix = "install raypp's dependencies there, into the Python that runs Ray"
             yield _found(Severity.BREAKS, f"{name} is not installed on {_some(without)}", fix)
 
 
 def _version_of(node: dict[str, Any], name: str) -> str | None:
     if name in ("cuda", "nccl"):
         return (node.get("torch") or {}).get(name)
-    # A patch of Python makes no difference to Ray's workers; its minor version does.
+    # Ray's workers need the same minor version of Python; the patch version may differ.
     return ".".join(node["python"].split(".")[:2]) if name == "python" else node["packages"].get(name)
 
 
@@ -93,18 +97,18 @@ def _missing(report: dict[str, Any]) -> Iterator[Finding]:
         for path in node.get("missing", ()):
             by_path[path].append(node["ip"])
     for path, nodes in by_path.items():
-        fix = "copy it to the same place on every node, share the directory, or put it into the store (s3://…)"
-        yield _found(Severity.BREAKS, f"the training data {path} are not on {_some(nodes)}", fix)
+        fix = "copy it to the same path on every node, share the directory, or put it into the store (s3://…)"
+        yield _found(Severity.BREAKS, f"the training data {path} is missing on {_some(nodes)}", fix)
 
 
 def _links(report: dict[str, Any]) -> Iterator[Finding]:
     for link in report["links"]:
         if "error" in link:
             over = f" over {link['interface']}" if link.get("interface") else ""
-            what = f"{link['from']} does not reach {link['to']}{over}: {link['error']}"
+            what = f"{link['from']} cannot reach {link['to']}{over}: {link['error']}"
             fix = (
-                "allow TCP on all ports between the nodes; if they share another network, start Ray with "
-                "--node-ip-address of that one on every node"
+                "allow TCP on all ports between the nodes; if they share another network, start Ray on every node "
+                "with --node-ip-address set to its address in that network"
             )
             yield _found(Severity.BREAKS, what, fix)
 
@@ -116,8 +120,8 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
         out, back = link["gbps_out"], link["gbps_in"]
         pair = f"{link['from']} – {link['to']}"
         if min(out, back) < 0.5 * max(out, back):
-            what = f"the link {pair} is lopsided: {out:.3g} Gbit/s there, {back:.3g} back"
-            yield _found(Severity.SLOWS, what, "look for a duplex mismatch, a bad cable, or other traffic")
+            what = f"the link {pair} is asymmetric: {out:.3g} Gbit/s one way, {back:.3g} back"
+            yield _found(Severity.SLOWS, what, "check for a duplex mismatch, a bad cable, or other traffic")
         used = interfaces[link["from"]].get(link["interface"])
         speed = (used or {}).get("mbps", 0) / 1000
         if speed and max(out, back) < 0.5 * speed:
@@ -125,7 +129,7 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
                 f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {link['interface']} has {speed:g}"
             )
             yield _found(
-                Severity.SLOWS, what, "look for a slower switch port, a bad cable, Wi-Fi on the way, or other traffic"
+                Severity.SLOWS, what, "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic"
             )
     for ip, known in interfaces.items():
         used_names = {link["interface"] for link in good if link["from"] == ip}
@@ -133,20 +137,23 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
         for one in known.values():
             if fastest and one["up"] and one["mbps"] > fastest and one["name"] not in used_names:
                 what = (
-                    f"node {ip} talks over {', '.join(sorted(used_names))} ({fastest / 1000:g} Gbit/s), "
-                    f"and has {one['name']} with {one['mbps'] / 1000:g}"
+                    f"node {ip} uses {', '.join(sorted(used_names))} ({fastest / 1000:g} Gbit/s), "
+                    f"but also has {one['name']} with {one['mbps'] / 1000:g}"
                 )
-                fix = f"start Ray there with --node-ip-address={one['address']} (every node in that network)"
+                fix = f"start Ray there with --node-ip-address={one['address']} (and every node in that network)"
                 yield _found(Severity.SLOWS, what, fix)
 
 
 def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
     for link in report["links"]:
         skew = abs(link.get("skew_s", 0.0))
-        if skew > SKEW_TOLD_S:
+        if skew > SKEW_REPORTED_S:
             severity = Severity.BREAKS if skew > SKEW_BREAKS_S else Severity.SLOWS
             what = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
-            fix = "run an NTP client on every node (chrony, systemd-timesyncd); stores refuse requests 15 minutes off"
+            fix = (
+                "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests whose clock is "
+                "15 minutes off"
+            )
             yield _found(severity, what, fix)
 
 
@@ -154,22 +161,22 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
     def those(test: Callable[[dict[str, Any]], bool]) -> list[str]:
         return [node["ip"] for node in _working(report) if test(node)]
 
-    if slow := those(lambda node: node["lookup_s"] > LOOKUP_TOLD_S):
-        what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for that"
-        yield _found(Severity.SLOWS, what, "put all nodes' addresses and names into /etc/hosts of every node")
+    if slow := those(lambda node: node["lookup_s"] > LOOKUP_REPORTED_S):
+        what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for this"
+        yield _found(Severity.SLOWS, what, "add the addresses and names of all nodes to /etc/hosts on every node")
     if small := those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES):
         what = f"less than 1 GiB of /dev/shm is free on {_some(small)}"
-        yield _found(Severity.SLOWS, what, "give containers --shm-size; delete what dead processes left there")
+        yield _found(Severity.SLOWS, what, "start containers with --shm-size; delete files that dead processes left")
     if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
         what = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
-        yield _found(Severity.BREAKS, what, "make room, or start Ray with --temp-dir on another disk")
+        yield _found(Severity.BREAKS, what, "free disk space, or start Ray with --temp-dir on another disk")
     if torchless := those(lambda node: "error" in (node.get("torch") or {})):
         node = next(one for one in _working(report) if one["ip"] == torchless[0])
-        what = f"torch does not start on {_some(torchless)}: {node['torch']['error']}"
-        yield _found(Severity.BREAKS, what, "install it anew there, for the driver that is there")
+        what = f"torch does not work on {_some(torchless)}: {node['torch']['error']}"
+        yield _found(Severity.BREAKS, what, "reinstall torch there, in a build that fits the GPU driver")
     if blind := those(lambda node: "torch" in node and node["gpus"] > len(node["torch"].get("devices", ()))):
         what = f"Ray counts more GPUs than torch sees on {_some(blind)}"
-        yield _found(Severity.BREAKS, what, "install a CUDA build of torch that fits the driver (nvidia-smi tells it)")
+        yield _found(Severity.BREAKS, what, "install a CUDA build of torch that fits the driver (see nvidia-smi)")
 
 
 def _store(report: dict[str, Any]) -> Iterator[Finding]:
@@ -178,11 +185,13 @@ def _store(report: dict[str, Any]) -> Iterator[Finding]:
         return
     for node in store["nodes"]:
         if "error" in node:
-            fix = node.get("fix") or "check address, keys and rights of the store from that node"
+            fix = node.get("fix") or "check the store's address, keys and permissions from that node"
             yield _found(Severity.BREAKS, f"the store {store['url']} from {node['ip']}: {node['error']}", fix)
         elif node["hidden_from_it"]:
             what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
-            yield _found(Severity.BREAKS, what, "use a shared directory (NFS) or s3://: every node must see one store")
+            yield _found(
+                Severity.BREAKS, what, "use a shared directory (NFS) or s3://: all nodes must see the same store"
+            )
 
 
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:
@@ -191,22 +200,26 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         if device["node"] not in kinds[device["kind"]]:
             kinds[device["kind"]].append(device["node"])
     if len(kinds) > 1:
-        told = "; ".join(f"{kind} on {_some(nodes)}" for kind, nodes in kinds.items())
-        fix = "`raypp doctor --out links.json`, then `raypp plan JOB --links links.json` cuts the layers accordingly"
-        yield _found(Severity.NOTE, f"the devices are unequal: {told}", fix)
+        listed = "; ".join(f"{kind} on {_some(nodes)}" for kind, nodes in kinds.items())
+        fix = (
+            "run `raypp doctor --out links.json`, then `raypp plan JOB --links links.json`: it cuts the layers "
+            "according to device speed"
+        )
+        yield _found(Severity.NOTE, f"the devices are unequal: {listed}", fix)
     gpus = [one for one in _measured_devices(report) if one["gpu"]]
     for kind in dict.fromkeys(one["kind"] for one in gpus):
         best = max(one["flops"] for one in gpus if one["kind"] == kind)
-        tired = list(dict.fromkeys(one["node"] for one in gpus if one["kind"] == kind and one["flops"] < 0.7 * best))
-        if tired:
-            what = f"a {kind} on {_some(tired)} computes less than 70 % of what the fastest {kind} does"
-            yield _found(Severity.SLOWS, what, "look for heat, a power limit, or another process (nvidia-smi)")
+        slow = list(dict.fromkeys(one["node"] for one in gpus if one["kind"] == kind and one["flops"] < 0.7 * best))
+        if slow:
+            what = f"a {kind} on {_some(slow)} reaches less than 70 % of the speed of the fastest {kind}"
+            yield _found(Severity.SLOWS, what, "check for overheating, a power limit, or another process (nvidia-smi)")
 
 
 def devices(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per device (a CPU slot is one where a node has no GPU): `node`, `kind`, `flops_rel` (fastest = 1).
+    """Returns one entry per device: `node`, `kind`, `flops_rel` (fastest = 1).
 
-    Devices of one kind count as fast as the fastest of them: what else runs there only ever makes one look slower.
+    On a node without GPUs, each CPU slot is a device. All devices of a kind count as fast as the
+    fastest of them: other processes on a node can only make a device look slower.
     """
     found = _measured_devices(report)
     best: dict[str, float] = {}
@@ -231,7 +244,10 @@ def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def links_document(report: dict[str, Any]) -> dict[str, Any]:
-    """What `raypp plan --links` reads: nodes, links in each direction, devices, and when it was measured."""
+    """Returns the document that `raypp plan --links` reads.
+
+    It has the nodes, the links in each direction, the devices, and the time of the measurement.
+    """
     links = []
     for link in report["links"]:
         if "error" not in link:

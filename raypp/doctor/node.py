@@ -1,4 +1,4 @@
-"""What `raypp doctor` does on a node: looks around, measures its links to the others and its way to the store."""
+"""The actor of `raypp doctor` on a node: collects facts, measures links, devices and the store."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _TOKEN = 32
 _CONNECT_S = 5.0
 _PINGS = 40
 _CHUNK = bytes(1 << 18)
-_DEVICES_PATIENCE_S = 120.0
+_DEVICES_TIMEOUT_S = 120.0
 _STORE_BYTES = 24 << 20
 
 
 class NodeProbe:
-    """One node. Ray calls its methods; it serves the other nodes' measurements in threads.
+    """Probes one node. Ray calls its methods; threads serve the measurements of other nodes.
 
     Args:
-        token: Known to all probes of this examination; a connection without it is closed.
+        token: A secret that all probes of an examination share. Connections without it are closed.
         environment: Variables for this process, such as the store's settings and keys.
-        clock: What the node's clock says, seconds since 1970.
+        clock: Returns the node's time in seconds since 1970.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NodeProbe:
         self._listener: socket.socket | None = None
 
     def facts(self, ip: str) -> dict[str, Any]:
-        """Versions, memory, interfaces; takes no time to speak of, except where names are looked up in vain."""
+        """Returns versions, memory and network interfaces. Fast, unless name lookups time out."""
         memory = psutil.virtual_memory()
         return {
             "hostname": socket.gethostname(),
@@ -80,23 +80,23 @@ class NodeProbe:
         }
 
     def devices(self) -> dict[str, Any]:
-        """What torch sees here, and how fast it is; `error` when torch cannot be imported."""
+        """Returns the devices that torch sees and their speed, or `error` if torch fails."""
         command = [sys.executable, "-m", "raypp.measure.device_speed"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_DEVICES_PATIENCE_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_DEVICES_TIMEOUT_S, check=False)
             return dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-            told = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
-            return {"error": told[0] if told else f"{type(error).__name__}: {error}", "devices": []}
+            last = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
+            return {"error": last[0] if last else f"{type(error).__name__}: {error}", "devices": []}
 
     def missing(self, paths: list[str]) -> list[str]:
-        """Those of the files (or patterns) that are not here."""
+        """Returns the files (or patterns) that do not exist on this node."""
         return [path for path in paths if not (Path(path).exists() or glob.glob(path, recursive=True))]  # noqa: PTH207
 
     # Links ----------------------------------------------------------------------------------------
 
     def listen(self, ip: str) -> int:
-        """Serves measurements at an address of this node; returns the port."""
+        """Starts serving measurements at an address of this node and returns the port."""
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind((ip, 0))
@@ -112,12 +112,12 @@ class NodeProbe:
             self._listener.close()
 
     def measure(self, ip: str, port: int, seconds: float) -> dict[str, Any]:
-        """The link to another node's probe.
+        """Measures the link to the probe of another node.
 
         Returns:
-            `gbps_out` and `gbps_in` (Gbit/s of payload, one direction at a time), `latency_ms` (half of the median
-            round trip), `skew_s` (its clock less ours, to within half of the shortest round trip), `interface`; or
-            `error`.
+            `gbps_out` and `gbps_in` (Gbit/s of payload, one direction at a time), `latency_ms`
+            (half of the median round trip), `skew_s` (the other clock minus this one, accurate to
+            half of the shortest round trip), `interface`; or `error`.
         """
         found: dict[str, Any] = {}
         try:
@@ -198,10 +198,11 @@ class NodeProbe:
     # Store ----------------------------------------------------------------------------------------
 
     def try_store(self, url: str, mark: str) -> dict[str, Any]:
-        """Everything raypp needs of a store, from here, and the rates of one larger object.
+        """Tries every operation that raypp needs of a store, and times one larger object.
 
         Args:
-            mark: Key of an object that stays until `forget`, so that the other nodes can look for it.
+            url: The store.
+            mark: Key of an object that stays until `forget`, so that other nodes can look for it.
 
         Returns:
             `up_mbps` and `down_mbps` in MB/s, `bytes`; or `error` and `fix`.
@@ -219,22 +220,22 @@ class NodeProbe:
             store.delete([key])
         except RayppError as error:
             return {"error": error.problems[0].what, "fix": error.problems[0].fix}
-        except Exception as error:  # noqa: BLE001  a store's library may raise anything; the report tells it
+        except Exception as error:  # noqa: BLE001  a store's library may raise anything: report it
             return {"error": in_words(error), "fix": ""}
         if size != _STORE_BYTES:
-            return {"error": f"gave back {size} of {_STORE_BYTES} bytes", "fix": "use another store"}
+            return {"error": f"returned {size} of {_STORE_BYTES} bytes", "fix": "use another store"}
         up, down = _STORE_BYTES / (written - start) / 1e6, _STORE_BYTES / (read - written) / 1e6
         return {"up_mbps": up, "down_mbps": down, "bytes": _STORE_BYTES}
 
     def sees(self, url: str, marks: list[str]) -> list[str]:
-        """Those of the objects that this node finds in the store."""
+        """Returns the objects that this node finds in the store."""
         with contextlib.suppress(Exception):
             store = open_store(url)
             return [mark for mark in marks if store.head(mark) is not None]
         return []
 
     def forget(self, url: str, mark: str) -> None:
-        """Removes what `try_store` left."""
+        """Deletes the objects that `try_store` left."""
         with contextlib.suppress(Exception):
             open_store(url).delete([mark, f"{mark}-large"])
 
@@ -250,7 +251,7 @@ def _exactly(link: socket.socket, count: int) -> bytes:
 
 
 def _drain(link: socket.socket) -> tuple[int, float]:
-    """Reads to the end; bytes and seconds after the first ones have come."""
+    """Reads to the end; returns the bytes after the first read, and the seconds they took."""
     buffer = bytearray(1 << 20)
     count = link.recv_into(buffer)
     start, after = time.perf_counter(), 0
@@ -276,7 +277,7 @@ def _free(path: str) -> int | None:
 
 
 def _lookup_seconds(ip: str) -> float:
-    """How long the node takes to look up its own address: every rendezvous waits for it."""
+    """Returns how long the node takes to look up its own address. Every rendezvous waits for it."""
     start = time.perf_counter()
     with contextlib.suppress(OSError):
         socket.gethostbyaddr(ip)

@@ -1,1 +1,4 @@
-"""Geometry: ranks and coordinates, groups, layers to stages to ranks, ranks to nodes. Standard library only."""
+"""Ranks and coordinates, layers to stages, stages to ranks, ranks to nodes.
+
+Uses the standard library only.
+"""

@@ -1,4 +1,4 @@
-"""Layers to stages: cuts whose stages cost about the same."""
+"""Assigns layers to stages so that the stages cost about the same."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from raypp.errors import JobError, Problem
 _Combine = Callable[[int, int, int, float], float]
 _NEVER = float("inf")
 _SAME_COST = 1e-9
-"""Relative difference below which two costs are the same: sums of floats differ by their order."""
+"""Relative difference below which two costs are equal: the order of a sum changes its rounding."""
 
 
 def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, output_weight: float = 1.0) -> list[int]:
-    """Layers of each stage, so that stages cost about the same.
+    """Returns the number of layers of each stage, so that stages cost about the same.
 
-    The embedding counts as `input_weight` layers on the first stage, the final norm, projection and loss as
-    `output_weight` on the last. With whole weights the sum is dealt out evenly, the earlier stages taking what is left
-    over; with fractions, the cut whose costliest stage is cheapest is taken (`balance`).
+    The embedding counts as `input_weight` layers on the first stage; the final norm, projection and
+    loss count as `output_weight` layers on the last. With integer weights, the sum is split evenly,
+    and earlier stages take the remainder. With fractional weights, `balance` minimises the cost of
+    the costliest stage.
 
     Args:
-        num_layers: Decoder layers, at least 1.
-        num_stages: Stages of the whole pipeline, at least 1.
-        input_weight: What the embedding costs, in layers.
-        output_weight: What norm, projection and loss cost, in layers.
+        num_layers: Number of decoder layers, at least 1.
+        num_stages: Number of stages of the whole pipeline, at least 1.
+        input_weight: Cost of the embedding, in layers.
+        output_weight: Cost of norm, projection and loss, in layers.
 
     Raises:
-        JobError: A stage would have no layer; the fix names the largest number of stages that works.
+        JobError: A stage would have no layer. The fix names the largest number of stages that
+            works.
     """
     cut = _cut(num_layers, num_stages, input_weight, output_weight)
     if min(cut) < 1:
@@ -35,7 +37,7 @@ def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, outp
 
 
 def most_stages(num_layers: int, input_weight: float = 1.0, output_weight: float = 1.0) -> int:
-    """The largest number of stages that `cut_layers` can fill; 1 when only the whole model works."""
+    """Returns the most stages that `cut_layers` can fill; 1 if only the whole model works."""
     works = (s for s in range(num_layers, 1, -1) if min(_cut(num_layers, s, input_weight, output_weight)) > 0)
     return next(works, 1)
 
@@ -43,10 +45,14 @@ def most_stages(num_layers: int, input_weight: float = 1.0, output_weight: float
 def no_layer(
     num_layers: int, num_stages: int, input_weight: float, output_weight: float, stages_per_rank: int = 1
 ) -> Problem:
-    """The problem of a stage without a layer, with the largest mesh.pp that works.
+    """Returns the problem of a stage without a layer, with the largest mesh.pp that works.
 
     Args:
-        stages_per_rank: For the fix: mesh.pp is the number of stages divided by it.
+        num_layers: Number of decoder layers.
+        num_stages: Number of stages of the whole pipeline.
+        input_weight: Cost of the embedding, in layers.
+        output_weight: Cost of norm, projection and loss, in layers.
+        stages_per_rank: Converts stages to mesh.pp in the fix.
     """
     cut = _cut(num_layers, num_stages, input_weight, output_weight)
     stage = next((index for index, count in enumerate(cut) if count < 1), num_layers)
@@ -66,14 +72,14 @@ def no_layer(
 def balance(
     costs: Sequence[float], num_stages: int, input_weight: float = 0.0, output_weight: float = 0.0
 ) -> list[int]:
-    """The contiguous cut whose costliest stage is cheapest; every stage gets at least one layer.
+    """Returns the contiguous cut that minimises the cost of the costliest stage.
 
-    Among those, the one with the smallest sum of squared stage costs (the rest is even, too); among those, the one
-    with more layers on the earlier stages.
+    Every stage gets at least one layer. Ties go to the smallest sum of squared stage costs, so that
+    the other stages are even, too; then to the cut with more layers on earlier stages.
 
     Args:
-        costs: What each layer costs, in any unit.
-        num_stages: Stages to cut into.
+        costs: Cost of each layer, in any unit.
+        num_stages: Number of stages.
         input_weight: Cost added to the first stage, in the same unit.
         output_weight: Cost added to the last stage.
 
@@ -112,20 +118,21 @@ def balance(
 def balance_ranks(
     num_layers: int, placement: Sequence[Sequence[int]], input_weight: float = 0.0, output_weight: float = 0.0
 ) -> list[int]:
-    """The cut whose costliest *rank* is cheapest, for placements that put unequal stages together, as a V does.
+    """Returns the cut that minimises the cost of the costliest *rank*.
 
-    Layers are dealt one by one to the rank that has least so far, then those of a rank in the same way to its stages;
-    at equal cost the earlier one takes it. With layers that all cost the same no other cut has a cheaper costliest
-    rank, nor a smaller sum of squares.
+    It serves placements that combine unequal stages on a rank, such as the V. Layers go one by one
+    to the rank with the lowest cost so far, then those of a rank in the same way to its stages.
+    Ties go to the earlier one. All layers cost the same, so no other cut has a cheaper costliest
+    rank or a smaller sum of squares.
 
     Args:
-        num_layers: Decoder layers.
-        placement: Stages of every rank; as many on each.
-        input_weight: What the embedding costs, in layers.
-        output_weight: What norm, projection and loss cost, in layers.
+        num_layers: Number of decoder layers.
+        placement: Stages of every rank; the same number on each.
+        input_weight: Cost of the embedding, in layers.
+        output_weight: Cost of norm, projection and loss, in layers.
 
     Returns:
-        Layers of every stage, at least one each.
+        The number of layers of every stage, at least one each.
 
     Raises:
         ValueError: There are fewer layers than stages.
@@ -145,7 +152,10 @@ def balance_ranks(
 
 
 def _deal_out(layers: int, extra: Sequence[float], least: int) -> list[int]:
-    """Layers to places that each have a cost already, `least` to each, then one by one to the cheapest."""
+    """Distributes layers: `least` to each place, then one by one to the place with the lowest cost.
+
+    `extra` is the initial cost of each place.
+    """
     found = [least] * len(extra)
     for _ in range(layers - least * len(extra)):
         found[min(range(len(extra)), key=lambda i: (round(found[i] + extra[i], 9), i))] += 1
@@ -153,7 +163,10 @@ def _deal_out(layers: int, extra: Sequence[float], least: int) -> list[int]:
 
 
 def _suffixes(total: int, num_stages: int, combine: _Combine) -> list[list[float]]:
-    """best[s][i]: the smallest value of stages s.. holding layers i.., where `combine` adds a stage to the rest."""
+    """Returns best[s][i]: the smallest value for stages from s on that hold the layers from i on.
+
+    `combine` adds a stage to the value of the later ones.
+    """
     best = [[_NEVER] * (total + 1) for _ in range(num_stages + 1)]
     best[num_stages][total] = 0.0
     for stage in range(num_stages - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Ranks and their coordinates. Order: pp slowest, then dp_replicate, fsdp, cp."""
+"""Ranks and their coordinates. Ranks are ordered with pp slowest, then dp_replicate, fsdp, cp."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Mesh:
     """A mesh of ranks.
 
     Attributes:
-        sizes: Length of each axis.
-        ep: Expert-parallel ranks, folded into fsdp · cp.
+        sizes: Size of each axis.
+        ep: Size of an expert-parallel group; it divides fsdp · cp.
     """
 
     sizes: Coordinates
@@ -26,15 +26,17 @@ class Mesh:
 
     @classmethod
     def of(cls, section: MeshSection) -> Mesh:
+        """Builds the mesh of a job's `mesh:` section."""
         return cls(Coordinates(section.pp, section.dp_replicate, section.fsdp, section.cp), section.ep)
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         s = self.sizes
         return s.pp * s.dp_replicate * s.fsdp * s.cp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a rank.
+        """Returns the coordinates of a rank.
 
         Raises:
             IndexError: The rank is outside the mesh.
@@ -48,20 +50,20 @@ class Mesh:
         return Coordinates(*reversed(place))
 
     def labels(self) -> list[str]:
-        """The place of every rank as text: `pp0-fsdp1`."""
+        """Returns the coordinates of every rank as text: `pp0-fsdp1`."""
         return [self.coordinates(rank).label(self.sizes) for rank in range(self.world)]
 
     def rank(self, place: Coordinates) -> int:
-        """The rank at a place."""
+        """Returns the rank at given coordinates."""
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self.sizes, axis) + getattr(place, axis)
         return rank
 
     def groups(self, axis: str | Sequence[str]) -> list[list[int]]:
-        """The ranks that differ only along one axis, or along several taken together.
+        """Returns the groups of ranks that differ only along one axis, or along several.
 
-        Groups are in the order of their first rank; ranks ascend within a group.
+        Groups are ordered by their first rank; ranks ascend within a group.
         """
         along = (axis,) if isinstance(axis, str) else tuple(axis)
         unknown = [name for name in along if name not in AXES]

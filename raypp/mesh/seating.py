@@ -1,4 +1,4 @@
-"""Ranks to nodes: which worker gets which rank."""
+"""Assigns ranks to workers according to their nodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from raypp.mesh.geometry import Mesh
 from raypp.records import NodeFacts
 
 _Block = list[int]
-"""Positions in the sorted list of workers."""
+"""Positions in the sorted list of workers that belong together."""
 
 
 def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
-    """Gives every worker a rank: the pipeline crosses nodes, what talks more stays inside one wherever it fits.
+    """Gives every worker a rank.
 
-    A stage's ranks (dp_replicate · fsdp · cp) are kept on one node where there is room, else its fsdp · cp ranks, else
-    the ranks of an expert group, else those of a cp group. Blocks that fit on no node are put together from what is
-    left. Neighbouring stages come to lie on the same or on neighbouring nodes. The outcome depends on the nodes'
-    addresses and the device indices, not on the order in which workers came.
+    The pipeline may cross nodes; groups that communicate more stay within a node where they fit.
+    The ranks of a stage (dp_replicate · fsdp · cp) stay on one node if it has room, else its fsdp ·
+    cp ranks, else those of an expert group, else those of a cp group. Blocks that fit on no node
+    are built from the remaining workers. Neighbouring stages end up on the same or on neighbouring
+    nodes. The result depends on node addresses and device indices, not on the order of the workers.
 
     Args:
         mesh: The mesh.
@@ -30,11 +31,13 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
         The rank of each worker, in the order of `facts`.
 
     Raises:
-        ResourcesError: There are not as many workers as ranks.
+        ResourcesError: The numbers of workers and ranks differ.
     """
     if len(facts) != mesh.world:
         fix = "use a smaller mesh, or give the cluster more devices"
-        raise ResourcesError(Problem("mesh", f"{mesh.world} ranks, but {len(facts)} workers", fix))
+        raise ResourcesError(
+            Problem("mesh", f"the mesh has {mesh.world} ranks, but there are {len(facts)} workers", fix)
+        )
     workers = sorted(range(len(facts)), key=lambda worker: _place(facts[worker]))
     nodes: dict[str, _Block] = {}
     for position, worker in enumerate(workers):
@@ -46,8 +49,8 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
 
 
 def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
-    """Sorts by address as a number (10.0.0.9 before 10.0.0.10), then device."""
-    version, number = 9, 0  # names come after numbers
+    """Returns a sort key: the address as a number (10.0.0.9 before 10.0.0.10), then the device."""
+    version, number = 9, 0  # host names sort after addresses
     with suppress(ValueError):
         address = ipaddress.ip_address(facts.ip)
         version, number = address.version, int(address)
@@ -55,7 +58,7 @@ def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
 
 
 def _block_sizes(mesh: Mesh) -> list[int]:
-    """Sizes of the groups that belong together, the largest first, each a divisor of the one before."""
+    """Returns the sizes of groups to keep together, largest first; each divides the one before."""
     sizes = mesh.sizes
     shard = sizes.fsdp * sizes.cp
     blocks: list[int] = []
@@ -66,12 +69,12 @@ def _block_sizes(mesh: Mesh) -> list[int]:
 
 
 def _arrange(nodes: list[_Block], sizes: list[int]) -> _Block:
-    """All positions, in rank order."""
+    """Returns all positions in rank order."""
     return [position for block in _blocks(nodes, sizes) for position in block]
 
 
 def _blocks(nodes: list[_Block], sizes: list[int]) -> list[_Block]:
-    """Blocks of `sizes[0]`: those that fit inside a node first, the others from the nodes' remainders."""
+    """Returns blocks of `sizes[0]` positions: within a node if possible, else from remainders."""
     size, *smaller = sizes
     whole: list[_Block] = []
     left: list[_Block] = []

@@ -1,1 +1,1 @@
-"""Decoder families. Each builds one pipeline stage at a time, with Hugging Face's names as global names."""
+"""Decoder models: layers, attention and stages, with Hugging Face's names as global names."""

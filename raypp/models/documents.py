@@ -1,7 +1,7 @@
-"""Where the documents of a packed microbatch begin and end.
+"""The document boundaries of a packed microbatch.
 
-Legend: B rows, T tokens of a row (padded), N documents of the microbatch, S tokens of the microbatch on this rank,
-H query heads, K key/value heads, D head width.
+Legend: B rows, T tokens of a padded row, N documents of the microbatch, S tokens of the microbatch
+on this rank, H query heads, K key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -17,37 +17,50 @@ from torch import Tensor
 
 
 def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
-    """Stretches a row's documents over its padding.
+    """Extends the last document of a row over the padding.
 
-    The padding joins the last document: a document of its own would be empty of labels and would
-    only add a kernel launch, and positions after the last real token influence nothing before them.
+    A separate document for the padding would have no labels and would only add a kernel launch. In
+    causal attention, positions after the last real token do not affect those before.
 
     Args:
         cu_seqlens: Cumulative lengths of the row's documents, from 0.
         target: Padded length of the row, in tokens.
     """
     if cu_seqlens[-1] > target:
-        raise ValueError(f"a row of {cu_seqlens[-1]} tokens does not fit {target}")
+        raise ValueError(f"a row of {cu_seqlens[-1]} tokens does not fit into {target}")
     return [*cu_seqlens[:-1], target] if len(cu_seqlens) > 1 else [0, target]
 
 
 class AttentionAcross(Protocol):
-    """Attention over rows that are cut over several ranks. Collective over them, forward and backward."""
+    """Attention over rows that are cut over several ranks.
+
+    Collective over these ranks, in the forward and in the backward.
+    """
 
     def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
-        """Causal attention within documents; `[S, H, D]`, of this rank's tokens in and out."""
+        """Computes causal attention within documents, for this rank's tokens.
+
+        Args:
+            q_SHD: Queries `[S, H, D]`.
+            k_SKD: Keys `[S, K, D]`.
+            v_SKD: Values `[S, K, D]`.
+
+        Returns:
+            The output `[S, H, D]`.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """The documents of a microbatch of B rows of T tokens, rows laid end to end.
+    """The documents of a microbatch of B rows of T tokens, rows end to end.
 
     Attributes:
-        lengths: Document lengths in tokens; they sum to B · T, and none crosses the end of a row.
-        device: Where `cu_seqlens` is wanted.
-        across: How attention reaches the rest of the rows when this rank computes on a share of them; None: they
-            are here. The lengths are those of whole rows in either case.
+        lengths: Document lengths in tokens. They sum to B · T, and no document crosses the end of a
+            row. They are always those of whole rows.
+        device: The device of `cu_seqlens`.
+        across: Computes attention over the cp group when this rank holds a share of every row.
+            None: this rank holds whole rows.
     """
 
     lengths: tuple[int, ...]
@@ -56,7 +69,7 @@ class PackedDocuments:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[int]], target: int, device: torch.device) -> PackedDocuments:
-        """From each row's document lengths, padded to `target` tokens."""
+        """Builds it from the document lengths of each row, padded to `target` tokens."""
         lengths: list[int] = []
         for documents in rows:
             ends = grow_last([0, *accumulate(documents)], target)
@@ -64,16 +77,17 @@ class PackedDocuments:
         return cls(tuple(lengths), device)
 
     def reaching(self, across: AttentionAcross) -> PackedDocuments:
-        """The same documents, for a rank that has a share of every row."""
+        """Returns the same documents for a rank that holds a share of every row."""
         return replace(self, across=across)
 
     @cached_property
     def uniform(self) -> int | None:
-        """The length all documents share, if they do: then attention is one batched call."""
+        """The common length of all documents, or None. With one, attention is one batched call."""
         return self.lengths[0] if len(set(self.lengths)) == 1 else None
 
     @cached_property
     def max_len(self) -> int:
+        """The length of the longest document, in tokens."""
         return max(self.lengths)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Initial values that depend on the seed and the parameter's global name, and on nothing else.
+"""Initial values that depend only on the seed and the global name of the parameter.
 
-Every parameter is drawn whole, on the CPU, by a generator of its own; a rank keeps the slice it holds. So the
-mesh, the cut, the order of construction and the device do not change a single bit of the initial model.
+Each parameter is drawn whole, on the CPU, with its own generator; a rank keeps the slice it holds.
+So the initial model is bitwise the same for every mesh, cut, construction order and device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ WriteSlice = Callable[[Tensor, Tensor], None]
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.w2")
-"""Names of matrices that write into the residual stream, in models of a user's own factory."""
+"""Suffixes of matrices that write into the residual stream, for models from a user's factory."""
 
 
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
-    """The whole initial value of one parameter, on the CPU in torch's default dtype (fp32).
+    """Returns the whole initial value of one parameter.
 
-    Norm gains are 1 and biases 0; matrices are normal with `options.init_std`, those that write into the residual
-    stream with init_std / sqrt(2 · num_layers) (GPT-2, section 2.3).
+    Norm gains are 1 and biases 0. Matrices are normal with standard deviation `options.init_std`.
+    Those that write into the residual stream use init_std / sqrt(2 · num_layers) (GPT-2, section
+    2.3).
+
+    Args:
+        name: The global name of the parameter.
+        shape: Its whole shape.
+        options: The `model:` section.
+        seed: train.seed.
+
+    Returns:
+        A tensor `[*shape]` on the CPU, in torch's default dtype (fp32).
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
@@ -40,7 +50,7 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
 
 
 def _writes_residual(name: str, options: DecoderOptions) -> bool:
-    """Whether a parameter writes into the residual stream, as its family declares."""
+    """Returns whether a parameter writes into the residual stream, as its family declares."""
     family, match = family_of(options), _LAYER.fullmatch(name)
     if family is None:
         return name.endswith(_RESIDUAL)
@@ -50,13 +60,14 @@ def _writes_residual(name: str, options: DecoderOptions) -> bool:
 
 @torch.no_grad()
 def initialise(stage: nn.Module, options: DecoderOptions, seed: int, write: WriteSlice) -> None:
-    """Gives every parameter of a materialised stage its initial value.
+    """Writes the initial value of every parameter of a stage that has memory.
 
     Args:
-        stage: On its device, possibly sharded.
+        stage: The stage on its device, possibly sharded.
         options: The `model:` section.
         seed: train.seed.
-        write: Copies a whole value into a (possibly sharded) parameter; `parallel.shard.write_whole`.
+        write: Copies a whole value into a parameter that may be sharded; see
+            `parallel.shard.write_whole`.
     """
     for name, parameter in stage.named_parameters():
         write(parameter, initial_value(name, parameter.shape, options, seed))

@@ -1,6 +1,7 @@
 """The parts of a decoder layer, named as Hugging Face names them.
 
-Legend: B rows, T tokens, S = B · T, H query heads, K key/value heads, D head width, C residual width.
+Legend: B rows, T tokens, S = B · T, H query heads, K key/value heads, D head width, C residual
+width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from raypp.spec.models import DecoderOptions
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned gain, computed in fp32 or the input's own wider dtype."""
+    """Root-mean-square norm with a learned gain, in fp32, or in the input's dtype if wider."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -23,13 +24,24 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dim: `[..., width]` to `[..., width]`."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary encoding, `[S, 1, D]` each (RoFormer, arXiv:2104.09864, half-split layout).
+    """Computes the table of the rotary encoding (RoFormer, arXiv:2104.09864, half-split layout).
 
-    Computed in fp32 or a wider `dtype`, then cast: a table in half precision is off by whole positions at length.
+    It is computed in fp32, or in `dtype` if that is wider, then cast. In half precision, angles at
+    high positions would be wrong by whole positions.
+
+    Args:
+        positions_S: Position of every token in its document, int64 `[S]`.
+        width: D.
+        theta: The base of the frequencies.
+        dtype: The dtype of the table.
+
+    Returns:
+        Cosines and sines, `[S, 1, D]` each.
     """
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=wide) / width
@@ -39,7 +51,7 @@ def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dty
 
 
 def rotate(x_SHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary encoding to queries or keys."""
+    """Applies the rotary encoding: queries or keys `[S, H or K, D]`, table `[S, 1, D]` each."""
     low, high = x_SHD.chunk(2, dim=-1)
     return x_SHD * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -49,8 +61,8 @@ class Attention(nn.Module):
 
     Args:
         options: The `model:` section.
-        qkv_bias: Queries, keys and values have biases.
-        head_norms: Queries and keys are normed over the width of a head, with one gain for all heads.
+        qkv_bias: The projections of queries, keys and values have biases.
+        head_norms: Queries and keys are normalised per head, with one gain for all heads.
     """
 
     def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> None:
@@ -65,6 +77,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head, options.norm_eps) if head_norms else None
 
     def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+        """Computes the attention of a microbatch.
+
+        Args:
+            x_BTC: Input `[B, T, C]`.
+            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            documents: The document boundaries.
+
+        Returns:
+            The output `[B, T, C]`.
+        """
         q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -86,6 +108,7 @@ class GatedFeedForward(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
+        """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
         return out
 
@@ -97,7 +120,7 @@ class DecoderLayer(nn.Module):
         options: The `model:` section.
         attention: The attention block.
         mlp: The feed-forward block.
-        mlp_name: What the family calls it.
+        mlp_name: The family's name for the feed-forward block.
     """
 
     def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp") -> None:
@@ -115,10 +138,26 @@ class DecoderLayer(nn.Module):
         documents: PackedDocuments,
         labelled_BT: Tensor | None = None,
     ) -> Tensor:
+        """Runs the layer.
+
+        Args:
+            x_BTC: Residual stream `[B, T, C]`.
+            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            documents: The document boundaries.
+            labelled_BT: Tokens with a label, bool `[B, T]`, for losses within the layer. None: no
+                such losses.
+
+        Returns:
+            The residual stream `[B, T, C]`.
+        """
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
         return x_BTC + self.feed_forward(self.post_attention_layernorm(x_BTC), labelled_BT)
 
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
-        """Where families with experts need to know which tokens have a label."""
+        """Runs the feed-forward block: `[B, T, C]` to `[B, T, C]`.
+
+        Layers with experts override it, because their losses need the tokens with a label, bool
+        `[B, T]`.
+        """
         out: Tensor = self.get_submodule(self.mlp_name)(x_BTC)
         return out

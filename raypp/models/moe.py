@@ -1,11 +1,12 @@
-"""Mixture of experts: a router, experts stacked into one tensor per matrix, no token dropped.
+"""Mixture of experts: a router, experts stacked into one tensor per matrix, no dropped tokens.
 
-Every token goes to its `experts_per_token` most likely experts; their outputs are added up with the router's
-probabilities, made to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1). Rows are sorted by expert by permutations
-only, so that no sum depends on the order in which threads come by.
+Each token goes to its `experts_per_token` most likely experts. Their outputs are summed, weighted
+with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
+Rows are sorted by expert with permutations only, so no sum depends on thread timing.
 
-Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent to experts,
-C residual width, F inner width of an expert.
+Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
+to experts, n rows of one expert, C residual width, F inner width of an expert. With experts spread
+over ranks, a rank holds part of the E experts and N is the number of rows it received.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from raypp.spec.models import MoeOptions
 
 Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
-"""`(experts, rows_NC, counts_E) -> rows_NC`: sends rows, sorted by expert, to the ranks that hold the experts."""
+"""`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
+
+The rows `[N, C]` are sorted by expert. The results have the same shape and order.
+"""
 
 _GROUPED_ALIGNMENT = 8
-"""Widths the grouped kernel takes in bf16 are multiples of 16 bytes."""
+"""The grouped kernel needs widths that are multiples of 16 bytes: 8 in bf16."""
 
 
 class StackedExperts(nn.Module):
-    """E gated feed-forward blocks, each matrix of all of them in one parameter.
+    """E gated feed-forward blocks. One parameter stacks the same matrix of all blocks.
 
     Args:
         count: E.
         width: C.
         inner: F.
-        names: What the family calls the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]` matrices.
+        names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
+            matrices.
     """
 
     def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
@@ -51,10 +56,10 @@ class StackedExperts(nn.Module):
 
         Args:
             rows_NC: Rows sorted by expert, `[N, C]`.
-            counts_E: How many rows each of the experts held here gets, int64; zeros are fine, also all of them.
+            counts_E: Rows for each expert held here, int64 `[E]`. Any may be zero, even all.
 
         Returns:
-            `[N, C]`, in the same order.
+            The results `[N, C]`, in the same order.
         """
         gate, up, down = (_held(getattr(self, name)) for name in self.names)
         way = grouped if _can_group(rows_NC, gate) else one_by_one
@@ -62,33 +67,52 @@ class StackedExperts(nn.Module):
 
 
 def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
-    """Expert after expert, those without a row left out."""
-    # unbind, not indexing: its backward fills the stack's gradient once, where each index would fill a whole one.
+    """Runs one expert after the other, without those that have no rows.
+
+    Args:
+        rows_NC: Rows sorted by expert, `[N, C]`.
+        counts_E: Rows for each expert, int64 `[E]`.
+        gate_EFC: `[E, F, C]`.
+        up_EFC: `[E, F, C]`.
+        down_ECF: `[E, C, F]`.
+
+    Returns:
+        The results `[N, C]`.
+    """
+    # Use unbind: its backward fills the gradient of the stack once. Each index would fill a whole
+    # one.
     parts = torch.split(rows_NC, counts_E.tolist())
     experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
     out = [
         F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
         for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
-        # A rank without any row still runs one expert on none: its backward must meet that of the other ranks.
+        # A rank without rows runs one expert on zero rows: its backward must take part in the
+        # collectives of the other ranks.
         if len(part_nC) or (index == 0 and not len(rows_NC))
     ]
     return torch.cat(out)
 
 
 def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
-    """All experts by one kernel per matrix, without a word to the CPU."""
+    """Runs all experts with one kernel per matrix, without synchronising with the CPU.
+
+    Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`.
+    """
     ends = counts_E.cumsum(0).to(torch.int32)
     inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
     return F.grouped_mm(inner, down_ECF.mT, offs=ends)
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """The experts held here of a parameter that may be spread over ranks."""
+    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
-    """Whether one grouped kernel does all experts: on CUDA, in bf16, with widths it takes."""
+    """Returns whether the grouped kernel can run rows `[N, C]` and matrices `[E, F, C]`.
+
+    It needs CUDA, bf16, at least one row, and aligned widths.
+    """
     return (
         rows_NC.is_cuda
         and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
@@ -101,9 +125,11 @@ class MixtureOfExperts(nn.Module):
     """The feed-forward block of a layer with experts.
 
     Attributes:
-        exchange: Runs experts that are spread over ranks; None: all are here. Set by `parallel.expert`.
-        router_sums: What the router's losses were since they were last taken.
-        microbatch_group: The ranks that share a microbatch (context parallel), for the balance loss; None: this one.
+        exchange: Runs experts that are spread over ranks. None: this rank holds all of them. Set by
+            `parallel.expert`.
+        router_sums: The sums of the router losses since they were last taken.
+        microbatch_group: The ranks that share a microbatch (context parallelism), for the balance
+            loss. None: only this rank.
     """
 
     def __init__(self, options: MoeOptions, names: Names) -> None:
@@ -115,14 +141,20 @@ class MixtureOfExperts(nn.Module):
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
 
-    # Not compiled: how many rows an expert gets is a plain number, and every microbatch would be compiled anew.
+    # Not compiled: row counts per expert are Python ints, so every microbatch would recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_BTC: Tensor, labelled_BT: Tensor | None = None) -> Tensor:
-        """Routes every token, padding too.
+        """Routes every token, including padding, and sums the outputs of its experts.
+
+        Collective over the ep group if `exchange` is set, and over `microbatch_group` for losses.
 
         Args:
-            x_BTC: Input, `[B, T, C]`.
-            labelled_BT: Tokens with a label, bool `[B, T]`: those that the router's losses are over. None: no losses.
+            x_BTC: Input `[B, T, C]`.
+            labelled_BT: Tokens with a label, bool `[B, T]`. The router losses cover these tokens.
+                None: no losses.
+
+        Returns:
+            The output `[B, T, C]`.
         """
         chosen = self.options.experts_per_token
         x_SC = x_BTC.reshape(-1, x_BTC.shape[-1])
@@ -156,19 +188,24 @@ def router_sums(
     labelled_S: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """One layer's balance loss and z-loss of a microbatch, each times its tokens with a label: `[2]`, in the dtype of
-    the probabilities.
+    """Computes the router losses of one layer for a microbatch, times the tokens with a label.
 
-    Balance (Switch Transformer, arXiv:2101.03961, section 2.2, for K choices): E · Σ_e f_e · P_e over those tokens, f_e
-    the choices of expert e per token, P_e its mean probability. Z-loss (ST-MoE, arXiv:2202.08906, section 2.2): the
-    mean of logsumexp(logits)².
+    Balance loss (Switch Transformer, arXiv:2101.03961, section 2.2, for K choices): E · Σ_e f_e ·
+    P_e over the tokens with a label, where f_e is the number of choices of expert e per token and
+    P_e its mean probability. Z-loss (ST-MoE, arXiv:2202.08906, section 2.2): the mean of
+    logsumexp(logits)².
 
     Args:
-        logits_SE: Router logits.
-        probabilities_SE: Their softmax, in fp32 or the logits' own wider dtype.
-        experts_SK: The experts chosen.
-        labelled_S: Tokens with a label, bool.
-        group: The ranks that share the microbatch; collective over them. Each returns its tokens' part of the sum.
+        logits_SE: Router logits `[S, E]`.
+        probabilities_SE: Their softmax `[S, E]`, in fp32, or in the logits' dtype if wider.
+        experts_SK: The chosen experts, int64 `[S, K]`.
+        labelled_S: Tokens with a label, bool `[S]`.
+        group: The ranks that share the microbatch; the call is collective over them. None: only
+            this rank.
+
+    Returns:
+        This rank's part of the balance loss and the z-loss, `[2]`, in the dtype of the
+        probabilities.
     """
     experts, chosen = probabilities_SE.shape[1], experts_SK.shape[1]
     wide = probabilities_SE.dtype
@@ -187,10 +224,11 @@ def router_sums(
 
 
 def weighted(sums_2: Tensor, options: MoeOptions) -> Tensor:
-    """What one layer's `router_sums` add to the loss.
+    """Returns what the `router_sums` `[2]` of one layer add to the loss, a scalar.
 
-    That is a sum over tokens, too, divided by the global count after all microbatches: so the step's losses are
-    token-weighted means over microbatches, whatever ranks they ran on.
+    The loss is also a sum over tokens. It is divided by the global token count after all
+    microbatches, so the losses of a step are token-weighted means over microbatches, regardless of
+    the ranks they ran on.
     """
     balance, z = sums_2
     loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.num_layers
@@ -198,33 +236,39 @@ def weighted(sums_2: Tensor, options: MoeOptions) -> Tensor:
 
 
 class RouterSums:
-    """Adds up one layer's `router_sums`, microbatch by microbatch, without waiting for the device."""
+    """Accumulates the `router_sums` of one layer over microbatches, without a device sync."""
 
     def __init__(self) -> None:
         self._total_2: Tensor | None = None
 
     def add(self, sums_2: Tensor) -> None:
+        """Adds the sums of a microbatch, `[2]`."""
         self._total_2 = sums_2.double() if self._total_2 is None else self._total_2 + sums_2
 
     def take(self) -> Tensor:
-        """The total since the last call, fp64 `[2]` on the CPU: balance, z."""
+        """Returns and clears the total: balance loss and z-loss, fp64 `[2]` on the CPU."""
         total_2, self._total_2 = self._total_2, None
         return torch.zeros(2, dtype=torch.float64) if total_2 is None else total_2.cpu()
 
 
 class _AddLoss(torch.autograd.Function):
-    """Adds a loss to the one being trained, where it arises: its gradient joins in this stage's own backward, so the
-    stage with the main loss need not know of it. Its sums are noted there, too: a forward may be run a second time to
-    recompute activations, a backward never is."""
+    """Adds a loss within a layer.
+
+    Its gradient enters in the backward of this stage, so the stage with the main loss does not need
+    to know of it. The backward also accumulates the sums: activation checkpointing may run a
+    forward twice, but never a backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, sums_2: Tensor, noted: RouterSums) -> Tensor:
-        ctx.one, ctx.sums_2, ctx.noted = torch.ones_like(loss), sums_2, noted
+    def forward(ctx: Any, x: Tensor, loss: Tensor, sums_2: Tensor, router_sums: RouterSums) -> Tensor:
+        """Returns `x` `[S, C]` unchanged; `loss` is a scalar, `sums_2` is `[2]`."""
+        ctx.one, ctx.sums_2, ctx.router_sums = torch.ones_like(loss), sums_2, router_sums
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.noted.add(ctx.sums_2)
+        """Returns the gradient `[S, C]` unchanged, and 1 for the loss."""
+        ctx.router_sums.add(ctx.sums_2)
         return gradient, ctx.one, None, None
 
 
@@ -232,5 +276,6 @@ class MoeDecoderLayer(DecoderLayer):
     """A decoder layer whose feed-forward block has experts."""
 
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
+        """Runs the experts: `[B, T, C]` to `[B, T, C]`; tokens with a label, bool `[B, T]`."""
         out: Tensor = self.get_submodule(self.mlp_name)(x_BTC, labelled_BT)
         return out

@@ -1,8 +1,8 @@
-"""The stage contract: what a family must build, and what the pipeline may count on.
+"""The stage contract: what a family must build, and what the pipeline relies on.
 
-A stage is one `nn.Module` that holds some consecutive layers, the embedding if it is the first, and the
-final norm and output projection if it is the last. Parameters carry their global names (Hugging Face's),
-whatever the cut, so that a checkpoint of any mesh loads on any other.
+A stage is one `nn.Module` that holds consecutive layers, the embedding if it is the first stage,
+and the final norm and output projection if it is the last. Parameters have global names (Hugging
+Face's) that do not depend on the cut, so a checkpoint from any mesh loads on any other.
 
 Legend: B rows, T tokens of a row, C residual width, V vocabulary.
 """
@@ -24,7 +24,7 @@ LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 
 
 class Backbone(nn.Module):
-    """Embedding, layers and norm; the parts a stage does not have are None."""
+    """Embedding, layers and norm. Parts that the stage does not hold are None."""
 
     def __init__(
         self, options: DecoderOptions, layers: range, first: bool, last: bool, make_layer: LayerFactory
@@ -42,9 +42,9 @@ class DecoderStage(nn.Module):
     Args:
         options: The `model:` section.
         layers: Global indices of the layers this stage holds.
-        first: It holds the embedding, and takes token ids.
-        last: It holds the final norm and the output projection, and gives logits.
-        make_layer: Builds the layer of a global index; each family brings its own.
+        first: The stage holds the embedding and takes token ids.
+        last: The stage holds the final norm and the output projection and returns logits.
+        make_layer: The family's function that builds the layer of a global index.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DecoderStage(nn.Module):
         self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if untied else None
         copied = last and not first and options.tie_embeddings
         self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
-        """Parameters whose first copy another stage holds: they are counted, saved and told of there."""
+        """Tied parameters whose first copy is on another stage, which counts and saves them."""
         self._projection: Tensor | None = None
         self._separate = False
 
@@ -70,8 +70,9 @@ class DecoderStage(nn.Module):
         Args:
             x: Token ids int64 `[B, T]` on the first stage, else activations `[B, T, C]`.
             positions_BT: Position of every token in its document, int64 `[B, T]`.
-            documents: The borders of the documents.
-            labelled_BT: Tokens with a label, bool `[B, T]`, for losses that arise within a layer; None: no such losses.
+            documents: The document boundaries.
+            labelled_BT: Tokens with a label, bool `[B, T]`, for losses within a layer. None: no
+                such losses.
 
         Returns:
             Activations `[B, T, C]`, or logits `[B, T, V]` on the last stage.
@@ -86,6 +87,7 @@ class DecoderStage(nn.Module):
         return x
 
     def _logits(self, x_BTC: Tensor) -> Tensor:
+        """Projects `[B, T, C]` to logits `[B, T, V]`."""
         if self.lm_head is not None:
             logits: Tensor = self.lm_head(x_BTC)
             return logits
@@ -98,12 +100,15 @@ class DecoderStage(nn.Module):
         return F.linear(x_BTC, weight)
 
     def separate_projection(self) -> None:
-        """From now on, a stage that is the whole model accumulates the gradient of its tied projection apart from that
-        of the embedding, as the two ends of a pipeline do; `join_projection` adds it. Not with sharded weights."""
+        """Makes a stage that is the whole model keep the gradient of its tied projection separate.
+
+        The gradient then accumulates apart from that of the embedding, as it does at the two ends
+        of a pipeline. `join_projection` adds the two. Does not work with sharded weights.
+        """
         self._separate = True
 
     def join_projection(self) -> None:
-        """Adds what the projection gathered since the last call to the embedding's gradient."""
+        """Adds the gradient `[V, C]` of the projection since the last call to the embedding's."""
         apart, self._projection = self._projection, None
         if apart is None or apart.grad is None or self.model.embed_tokens is None:
             return
@@ -111,17 +116,23 @@ class DecoderStage(nn.Module):
         weight.grad = apart.grad if weight.grad is None else weight.grad.add_(apart.grad)
 
     def blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """The units that activation checkpointing, compilation and FSDP work on: name and module, in order."""
+        """Yields name and module of each layer, in order.
+
+        Activation checkpointing, compilation and FSDP apply per layer.
+        """
         yield from self.model.layers.items()
 
 
 def build_decoder(options: DecoderOptions, layers: range, first: bool, last: bool) -> nn.Module:
-    """A stage of a family in `raypp/families/`, from the layers that it builds."""
+    """Builds a stage of a family in `raypp/families/` from that family's layers."""
     return DecoderStage(options, layers, first, last, FAMILIES[options.kind].layer)
 
 
 def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """Builds one stage of any family on the meta device: it takes no memory; `init` or a checkpoint gives it values."""
+    """Builds one stage of any family on the meta device.
+
+    It takes no memory. `initialise` or a checkpoint sets its values.
+    """
     builder = MODELS.get(options.kind, key="model.kind").build()
     with torch.device("meta"):
         stage: nn.Module = builder(options, layers, first, last)
@@ -129,6 +140,6 @@ def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bo
 
 
 def parameter_names(options: DecoderOptions) -> list[str]:
-    """Global names of all parameters of the whole model, sorted: one order that no cut changes."""
+    """Returns the sorted global names of all parameters of the model, the same for every cut."""
     whole = build_stage(options, range(options.num_layers), first=True, last=True)
     return sorted(name for name, _ in whole.named_parameters())

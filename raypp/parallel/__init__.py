@@ -1,1 +1,1 @@
-"""Parallelism within a stage: the device mesh, FSDP2, activation checkpointing, and the order they are applied in."""
+"""Parallelism within a stage: device mesh, FSDP2, activation checkpointing, experts, context."""

@@ -1,10 +1,10 @@
-"""What is done to a stage between building it and training it, in the one order that works.
+"""Prepares a stage for training. The steps work in this order only.
 
-0. experts are spread over ranks, each keeps its share
-1. torch.compile takes each block's forward
-2. activation checkpointing wraps that (inside FSDP, so that recomputation sees plain modules)
-3. FSDP2 shards each block, then the stage itself, which must be the root that the pipeline calls
-4. memory is taken on the device, and only then
+0. Spread experts over ranks; each rank keeps its share.
+1. Compile the forward of each block with torch.compile.
+2. Wrap that in activation checkpointing (inside FSDP, so that recomputation sees plain modules).
+3. Shard each block with FSDP2, then the stage itself: it must be the root that the pipeline calls.
+4. Allocate memory on the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from raypp.spec.job import Job
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """A stage that can be trained.
+    """A stage that is ready to train.
 
     Attributes:
-        module: Its module.
-        late_sums: Its gradient sums, to be waited for at the end of a step; None where FSDP's own are used.
+        module: The module.
+        late_sums: The stage's gradient sums, which the caller waits for at the end of a step. None
+            where FSDP's own reduce-scatter is used.
     """
 
     module: nn.Module
@@ -38,9 +39,10 @@ class PreparedStage:
 
 
 def compute_dtype(job: Job) -> torch.dtype:
-    """The dtype of activations, also of those sent between stages.
+    """The dtype of activations, including those sent between stages.
 
-    What a job calls fp32 is torch's default dtype. Tests set that to fp64, in which no rounding hides a wrong sum.
+    For a job with precision fp32 this is torch's default dtype. Tests set that default to fp64,
+    where rounding cannot hide a wrong sum.
     """
     return torch.bfloat16 if job.train.precision == "bf16" else torch.get_default_dtype()
 
@@ -48,14 +50,16 @@ def compute_dtype(job: Job) -> torch.dtype:
 def prepare_stage(
     stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device, groups: RankGroups | None = None
 ) -> PreparedStage:
-    """Applies the job's parallelism to a stage built on meta and gives it (uninitialised) memory.
+    """Applies the job's parallelism to a stage on the meta device, then allocates its memory.
+
+    The memory is uninitialised.
 
     Args:
         stage: From `models.stage.build_stage`.
         job: The job.
-        data_mesh: Where weights are sharded; None leaves a plain module (fp32 only).
-        device: Where the weights live.
-        groups: Where experts are spread over, and what shares a microbatch; None: neither.
+        data_mesh: The mesh that weights are sharded over. None leaves a plain module (fp32 only).
+        device: The device that holds the weights.
+        groups: The process groups for expert and context parallelism. None: neither is used.
     """
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
@@ -72,12 +76,16 @@ def prepare_stage(
 
 
 def _compile_blocks(stage: nn.Module) -> None:
-    """Compiles each block's forward (not its call: FSDP's hooks stay outside), for any length from the start on."""
+    """Compiles the forward of each block for any sequence length.
+
+    It leaves `__call__` alone, so FSDP's hooks stay outside the compiled part.
+    """
     for block in stage.get_submodule("model.layers").children():
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
+    """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
     policy = MixedPrecisionPolicy()
     if job.train.precision == "bf16":
         reduce_dtype = torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32
@@ -95,8 +103,8 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
     fully_shard(stage, **settings)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are sums here; the division by the global token count comes once, after the schedule.
-            # gloo has no pre-multiplied sum, so the plain one is asked for by name.
+            # Gradients are sums. They are divided by the global token count once, after the
+            # schedule. gloo has no pre-multiplied sum, so force the plain one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if data_mesh.device_type != "cpu":

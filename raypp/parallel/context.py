@@ -1,6 +1,7 @@
-"""Context parallelism: the ranks of a cp group read the same rows and each computes on its share of every row.
+"""Context parallelism: each rank of a cp group computes on a share of every row.
 
-Everything but attention works on each token by itself; attention gets the share's `across` with the documents.
+All ranks of the group read the same rows. All layers except attention treat each token separately.
+Attention reaches the tokens of other ranks through `PackedDocuments.across`.
 
 Legend: B rows, T tokens of a padded row, R ranks of the cp group.
 """
@@ -24,25 +25,34 @@ from raypp.parallel.zigzag import plan_ring, zigzag
 
 
 class ContextShare(Protocol):
-    """Which tokens of every row a rank computes on, and how its attention reaches the others."""
+    """The tokens of every row that a rank computes on, and how its attention reaches the others."""
 
     @property
     def size(self) -> int:
-        """R; a padded row must be cut into R equal parts."""
+        """R. A padded row is cut into R equal parts."""
         ...
 
     def columns(self, length: int) -> NDArray[np.int64]:
-        """Which tokens of a padded row of `length` this rank has, in the order it has them, `[length / R]`."""
+        """Returns the indices of this rank's tokens in a padded row, int64 `[length / R]`.
+
+        They are in the order in which the rank holds them. `length` is T.
+        """
         ...
 
     def documents(self, rows: Sequence[Sequence[int]], length: int, device: torch.device) -> PackedDocuments:
-        """The documents of whole rows padded to `length`, with attention across the ranks."""
+        """Returns the documents of whole rows padded to `length`, with attention across the ranks.
+
+        Args:
+            rows: The document lengths of each of the B rows, in tokens.
+            length: T.
+            device: The device of `cu_seqlens`.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """No context parallelism."""
+    """No context parallelism: the rank holds whole rows."""
 
     size = 1
 
@@ -55,7 +65,10 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class RingShare:
-    """A chunk from the front of the row and one from its back: see `zigzag`."""
+    """Ring attention: a rank holds one chunk from the front of each row and one from its back.
+
+    See `zigzag`.
+    """
 
     ring: Ring
 
@@ -77,7 +90,7 @@ class RingShare:
 
 @dataclass(frozen=True)
 class UlyssesShare:
-    """The `rank`-th of R contiguous parts of every row."""
+    """Ulysses attention: a rank holds part `rank` of the R contiguous parts of every row."""
 
     rank: int
     group: dist.ProcessGroup

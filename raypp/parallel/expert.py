@@ -1,15 +1,16 @@
-"""Expert parallel: the experts of a layer spread over ranks, tokens sent to them and back.
+"""Expert parallelism: the experts of a layer are spread over ranks; tokens travel to them and back.
 
-The ranks of a stage that share its weights (fsdp · cp, cp fastest) are seen as expert_shard × ep: ep neighbours hold
-the experts among them, E / ep each in order, and what is left shards each expert's matrices by FSDP2. A stacked
-parameter is one tensor with a global name and shape, `Shard(0)` along ep; sums, clipping and checkpoints need to know
-no more. Every rank sends its rows to the experts they chose, whatever the count, and gets them back; none is dropped.
+The ranks that share the weights of a stage (fsdp · cp, cp fastest) form a grid expert_shard × ep.
+Along ep, each rank holds E / ep experts, in order. Along expert_shard, FSDP2 shards the matrices of
+each expert. A stacked parameter is one DTensor with a global name and shape, `Shard(0)` along ep.
+Gradient sums, clipping and checkpoints need no other information. Every rank sends its rows to the
+experts they chose, however many there are, and receives the results. No token is dropped.
 
-Every row is computed on exactly one rank, so an expert's gradient there is complete for its ep group; FSDP2 adds up
-those of the groups, and those of dp_replicate.
+Each row is computed on exactly one rank, so the gradient of an expert is complete for its ep group.
+FSDP2 sums the gradients over expert_shard and dp_replicate.
 
-Legend: N rows sorted by expert (a token is a row for each expert it chose), C width, R ranks of the ep group, E experts
-of a layer.
+Legend: N rows sorted by expert (a token gives one row per expert it chose), M rows received from
+other ranks, C width, R ranks of the ep group, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
 
 
 def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMesh | None:
-    """The same ranks in the same order, with fsdp · cp as expert_shard · ep. Collective over the world.
+    """Builds the expert mesh: the same ranks, with fsdp · cp viewed as expert_shard · ep.
+
+    The order of the ranks stays the same. Collective over the world.
 
     Args:
-        sizes: The mesh's shape.
+        sizes: The shape of the job's mesh.
         ep: mesh.ep; divides fsdp · cp.
+        device_type: cpu or cuda.
 
     Returns:
-        None when ep is 1: then experts are weights like others.
+        The mesh with the axes of `EXPERT_AXES`. None if ep is 1: experts are then ordinary weights.
     """
     if ep == 1:
         return None
@@ -45,15 +49,15 @@ def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMes
 
 
 def moe_blocks(module: nn.Module) -> list[MixtureOfExperts]:
-    """The blocks with experts, in order."""
+    """Returns the blocks with experts, in order."""
     return [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
 
 
 def spread_experts(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves each rank its share of every layer's experts, and lets tokens find them.
+    """Keeps this rank's share of the experts of every layer and installs the token exchange.
 
     Args:
-        stage: On meta, not yet sharded.
+        stage: On the meta device, not sharded yet.
         mesh: From `make_expert_mesh`.
     """
     ep = mesh["ep"]
@@ -68,7 +72,7 @@ def spread_experts(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def expert_fsdp_settings(mesh: DeviceMesh) -> dict[str, Any]:
-    """What `fully_shard` of experts that are spread over ranks needs besides the job's own settings."""
+    """Returns the `fully_shard` settings that spread experts need in addition to the job's own."""
     shards = mesh["expert_shard"].size()
     over: tuple[str, ...] = ("expert_shard",)
     if mesh["dp_replicate"].size() > 1:
@@ -77,9 +81,10 @@ def expert_fsdp_settings(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def shard_dim(shape: torch.Size, shards: int) -> int:
-    """The dimension of a stacked parameter that FSDP2 cuts: dimension 0 is ep's, and the others it cuts evenly only.
+    """Returns the dim of a stacked parameter `[E, F, C]` or `[E, C, F]` that FSDP2 shards: 1 or 2.
 
-    `planning.check` refuses sizes where neither can be cut.
+    Dim 0 is sharded by ep. FSDP2 cuts the other dims only into equal parts. `planning.check`
+    refuses sizes where neither can be cut.
     """
     return 1 if shape[1] % shards == 0 else 2
 
@@ -88,22 +93,24 @@ class ExpertExchange:
     """Runs experts that are spread over the ranks of a group.
 
     Args:
-        group: The ep group; expert e is on its rank e // (E / R).
+        group: The ep group. Expert e is on group rank e // (E / R).
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, experts: StackedExperts, rows_NC: Tensor, counts_E: Tensor) -> Tensor:
-        """Sends rows to their experts and brings the results back. Collective over the group, also its backward.
+        """Sends rows to their experts and returns the results. Collective over the group.
+
+        The backward is collective, too.
 
         Args:
-            experts: Those held here.
+            experts: The experts that this rank holds.
             rows_NC: This rank's rows, sorted by expert, `[N, C]`.
-            counts_E: How many of them each of all E experts gets, int64.
+            counts_E: Rows for each of the E experts of the layer, int64 `[E]`.
 
         Returns:
-            `[N, C]`, in the same order.
+            The results `[N, C]`, in the order of `rows_NC`.
         """
         ranks = self.group.size()
         sent_RE = counts_E.view(ranks, -1)
@@ -112,7 +119,7 @@ class ExpertExchange:
         leave, arrive = torch.stack((sent_RE.sum(1), received_RE.sum(1))).tolist()
 
         arrived_NC = _AllToAll.apply(rows_NC, arrive, leave, self.group)  # type: ignore[no-untyped-call]
-        # They come by rank, then expert; the experts want them by expert, then rank.
+        # Rows arrive sorted by rank, then expert. The experts need them by expert, then rank.
         local = torch.arange(received_RE.shape[1], device=counts_E.device).repeat(ranks)
         order_N = local.repeat_interleave(received_RE.flatten()).argsort(stable=True)
         back_N = torch.empty_like(order_N)
@@ -123,20 +130,26 @@ class ExpertExchange:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; the backward sends the gradients the way back."""
+    """Sends rows to other ranks. The backward sends the gradients back the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows_NC: Tensor, arrive: list[int], leave: list[int], group: dist.ProcessGroup) -> Tensor:
+        """Sends rows `[N, C]` and returns those received, `[M, C]`. Collective over the group."""
         ctx.arrive, ctx.leave, ctx.group = arrive, leave, group
         return _all_to_all(rows_NC, arrive, leave, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Sends gradients `[M, C]` back and returns `[N, C]`. Collective over the group."""
         return _all_to_all(gradient, ctx.leave, ctx.arrive, ctx.group), None, None, None
 
 
 def _all_to_all(rows_NC: Tensor, arrive: list[int], leave: list[int], group: dist.ProcessGroup) -> Tensor:
-    # Both ends contiguous: gloo writes into a strided output as if it were not.
+    """Exchanges rows: `[N, C]`, N the sum of `leave`, to `[M, C]`, M the sum of `arrive`.
+
+    Both lists have one entry per rank. Collective over the group.
+    """
+    # Input and output must be contiguous: gloo ignores the strides of the output.
     out_NC = torch.empty((sum(arrive), *rows_NC.shape[1:]), dtype=rows_NC.dtype, device=rows_NC.device)
     dist.all_to_all_single(out_NC, rows_NC.contiguous(), arrive, leave, group=group)
     return out_NC

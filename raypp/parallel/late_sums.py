@@ -1,9 +1,10 @@
-"""Gradient sums of sharded stages on CPUs: half of gloo's bytes, and waited for at the end of the step.
+"""Reduce-scatter of gradients on CPU: sends half the bytes of gloo's, and can wait late.
 
-gloo's reduce-scatter is an all-reduce of which each rank keeps its part: it sends twice what is needed. Here every rank
-sends the others their parts and adds up what it gets, in the order of the ranks, so that the sum is the same one
-whoever is faster. And where FSDP lets it (`LateSums.late`) all blocks' parts are under way at once while other stages
-of the rank compute, which FSDP does on CUDA with a stream of its own.
+gloo implements reduce-scatter as an all-reduce of which each rank keeps its part, so it sends twice
+the bytes needed. Here, every rank sends each other rank its part and adds what it receives in rank
+order, so the sum does not depend on timing. Where FSDP allows it (`LateSums.late`), the sums of all
+blocks are in flight at once while other stages of the rank compute. On CUDA, FSDP does the same
+with a separate stream.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass(frozen=True)
 class _Sum:
-    """One that is under way: what is sent (which must live until then), what arrives `[ranks · size]`, where to."""
+    """A reduce-scatter in flight.
+
+    Attributes:
+        work: The handle of the all-to-all.
+        sent: The gradients sent, `[ranks · size]`; must stay alive until the work is done.
+        parts: The gradients received, `[ranks · size]`, in rank order.
+        result: Where the sum goes, `[size]`.
+    """
 
     work: dist.Work
     sent: Tensor
@@ -28,6 +36,7 @@ class _Sum:
     result: Tensor
 
     def finish(self) -> None:
+        """Waits for the parts and writes their sum, added in rank order, to `result`."""
         self.work.wait()
         parts = self.parts.view(-1, self.result.numel())
         result = self.result.view(-1)
@@ -37,11 +46,14 @@ class _Sum:
 
 
 class LateSums:
-    """FSDP's reduce-scatter for the modules of one stage, on CPUs. Takes as much memory again as is summed.
+    """The reduce-scatter that FSDP uses for the modules of one stage on CPU.
+
+    It needs extra memory as large as the gradients in flight.
 
     Args:
-        late: A sum may be waited for when `wait` is called. FSDP must not look at it before, which holds when it is
-            reduced in the dtype of the weights (fp32) along one axis. Otherwise it is waited for at once.
+        late: True: sums complete in `wait`. FSDP must not read them before; this holds when
+            gradients are reduced in the dtype of the weights (fp32) along one axis. False: each
+            call waits.
     """
 
     def __init__(self, *, late: bool) -> None:
@@ -49,13 +61,26 @@ class LateSums:
         self._under_way: list[_Sum] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates a buffer `[*size]` for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Starts one reduce-scatter. Collective over the group.
+
+        Args:
+            output_tensor: Receives this rank's part of the sum, `[size]`.
+            input_tensor: This rank's gradients, `[ranks · size]`.
+            group: The ranks that share the parameters.
+            op: Must be SUM.
+            async_op: Ignored: `late` decides when to wait.
+
+        Raises:
+            ValueError: FSDP asks for another reduction than a sum.
+        """
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"gradients are summed here, FSDP asks for {op}")
+            raise ValueError(f"this reduce-scatter only sums gradients, but FSDP asks for {op}")
         parts = torch.empty_like(input_tensor)
         work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
         assert work is not None
@@ -64,16 +89,18 @@ class LateSums:
             self.wait()
 
     def begin_within(self, stage: FSDPModule, root: Tensor) -> None:
-        """Makes the backward of `root` begin each block's sum as soon as it has passed the block. Call it before a
-        stage's last backward of a step; what cannot begin in it does after it, as ever.
+        """Makes the backward from `root` start the sum of each block once its gradients are done.
+
+        Call it before the last backward of a stage in a step. Sums that cannot start within this
+        backward start after it, as usual.
 
         Args:
-            stage: The stage these sums are for.
-            root: Its output, or the loss: what the backward begins at.
+            stage: The stage whose gradients are summed.
+            root: The stage's output `[B, T, C]`, or the scalar loss: where the backward starts.
         """
 
         def last(gradient: Tensor) -> None:
-            # Only now: torch's pipelining has just told the stage that this backward is none of these.
+            # Set the flags here, in the backward: torch's pipelining has just cleared them.
             stage.set_is_last_backward(True)
             stage.set_reshard_after_backward(True)
             stage.set_requires_gradient_sync(True)
@@ -83,18 +110,18 @@ class LateSums:
 
     @property
     def under_way(self) -> int:
-        """Sums that were begun and not yet waited for."""
+        """The number of sums in flight."""
         return len(self._under_way)
 
     def wait(self) -> None:
-        """Returns when every sum that was begun is there. Before anything reads the gradients."""
+        """Waits for all sums in flight. Call it before anything reads the gradients."""
         for one in self._under_way:
             one.finish()
         self._under_way.clear()
 
 
 def sum_by_parts(stage: nn.Module, *, late: bool) -> LateSums:
-    """Gives a sharded stage on CPUs these sums. Whoever runs it calls their `wait` at the end of a step."""
+    """Installs `LateSums` on a sharded stage on CPU. The caller calls `wait` after each step."""
     sums = LateSums(late=late)
     for module in stage.modules():
         if isinstance(module, FSDPModule):

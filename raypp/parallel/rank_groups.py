@@ -1,6 +1,6 @@
-"""The process groups of a rank: one mesh, and one more group per pipeline direction.
+"""The process groups of a rank: one device mesh, and a second group for pipeline gradients.
 
-Rank order is that of `raypp.mesh`: pp slowest, then dp_replicate, fsdp, cp.
+Ranks are in the order of `raypp.mesh`: pp slowest, then dp_replicate, fsdp, cp.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from raypp.records import Coordinates
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp")
 FSDP_CP = "fsdp_cp"
-"""The axis that takes the place of fsdp and cp in the mesh of the weights when cp is more than 1."""
+"""The axis that replaces fsdp and cp in the mesh of the weights when cp is more than 1."""
 
 
 @dataclass(frozen=True)
 class RankGroups:
-    """What a rank talks through.
+    """The process groups and meshes that a rank communicates through.
 
     Attributes:
         mesh: Device mesh with the axes pp, dp_replicate, fsdp, cp.
-        forward: This rank's pipeline, for activations.
-        backward: The same ranks, for gradients: on gloo one group serialises the two directions of a
-            link (measured: half the bandwidth each way), two do not.
-        coordinates: This rank's place.
-        weights: Device mesh with the axes pp, dp_replicate, fsdp_cp; `mesh` itself when cp is 1. For the weights,
-            ranks that have other tokens of the same rows are what ranks with other rows are: gradients are sums over
-            tokens, so one reduction serves both.
-        context: The ranks of its cp group, twice: for messages to higher and to lower ranks. None without cp.
-        experts: The same ranks as pp, dp_replicate, expert_shard, ep; None without ep.
+        forward: The ranks of this pipeline, for activations.
+        backward: The same ranks, for gradients. With one group, gloo serialises the two directions
+            of a link (measured: half the bandwidth each way); with two it does not.
+        coordinates: The coordinates of this rank.
+        weights: Device mesh with the axes pp, dp_replicate, fsdp_cp; `mesh` itself when cp is 1.
+            Gradients are sums over tokens, so one reduction covers both ranks with other rows
+            (fsdp) and ranks with other tokens of the same rows (cp).
+        context: Two groups over the ranks of the cp group: one for messages to higher ranks, one
+            for messages to lower ranks. None without cp.
+        experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
+            without ep.
     """
 
     mesh: DeviceMesh
@@ -48,14 +50,17 @@ class RankGroups:
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The mesh weights are sharded over: 1-D (fsdp · cp) or 2-D (dp_replicate, fsdp · cp); None when both are 1."""
+        """The mesh that weights are sharded over: (fsdp · cp) or (dp_replicate, fsdp · cp).
+
+        None when both axes have size 1.
+        """
         shard = "fsdp" if self.context is None else FSDP_CP
         if self.weights["dp_replicate"].size() > 1:
             return self.weights["dp_replicate", shard]
         return self.weights[shard] if self.weights[shard].size() > 1 else None
 
     def context_share(self, style: str) -> ContextShare:
-        """Which tokens of every row this rank computes on.
+        """Returns the share of every row that this rank computes on.
 
         Args:
             style: `mesh.cp_style`.
@@ -69,10 +74,10 @@ class RankGroups:
 
 
 def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups:
-    """Builds the meshes and the pipeline groups. Collective over the world.
+    """Builds the meshes and the process groups. Collective over the world.
 
     Args:
-        sizes: The mesh's shape.
+        sizes: The shape of the job's mesh.
         device_type: cpu or cuda.
         ep: mesh.ep.
     """
@@ -100,7 +105,10 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
 
 
 def _second_group(lines: list[list[int]], name: str) -> dist.ProcessGroup:
-    """One more group over every line of ranks; all ranks make all of them, in one order, and keep their own."""
+    """Creates a second group over each list of ranks and returns the one with this rank.
+
+    Collective over the world: every rank creates all groups, in the same order.
+    """
     own: dist.ProcessGroup | None = None
     for ranks in lines:
         group = dist.new_group(ranks, group_desc=name)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which of a block's intermediate results are kept for the backward."""
+"""Activation checkpointing: which intermediate results of a block are kept for the backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 
 def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> None:
-    """Makes each block compute activations again in its backward.
+    """Makes each block recompute activations in its backward.
 
-    full keeps a block's input only. selective also keeps the results of matrix products and of attention, which are
-    most of the work, and computes the rest again: norms, rotary encoding, SiLU, products by element. Both give the bits
-    that keeping everything gives.
+    "full" keeps only the input of a block. "selective" also keeps the results of matrix products
+    and of attention, which are most of the work, and recomputes the rest: norms, rotary encoding,
+    SiLU, elementwise products. Both give bitwise the same gradients as keeping everything.
 
-    Only `forward` is replaced: a wrapper module would change parameter names, and FSDP's hooks, which hang on the
-    call, stay outside the recomputed part.
+    Only `forward` is replaced. A wrapper module would change parameter names. FSDP's hooks belong
+    to `__call__`, so they stay outside the recomputed part.
     """
     settings: dict[str, Any] = {"use_reentrant": False}
     if extent == "selective":
@@ -32,6 +32,7 @@ def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> 
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keeps the results of matrix products and attention."""
     name = operation.name().partition(".")[0]
     kept = name in _MATRIX_PRODUCTS or name.startswith(_ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,9 +1,10 @@
-"""Ring attention: every rank keeps its queries, keys and values travel from rank to rank.
+"""Ring attention: every rank keeps its queries; keys and values travel from rank to rank.
 
-In hop h a rank works on the keys of the rank h places to its left, while those of the next hop arrive. In the
-backward the keys go round again, and their gradients follow one step behind, each rank adding its share, until they
-are sent home (Ring Attention, arXiv:2310.01889). Sums over blocks are kept in fp32. Grouped keys and values travel
-as they are; they are repeated for the query heads only where they are used.
+In hop h, a rank works on the keys of the rank h places to its left, while those of the next hop
+arrive. In the backward, the keys travel round again. Their gradients follow one hop behind, each
+rank adds its contribution, and the last rank sends them back to their owner (Ring Attention,
+arXiv:2310.01889). Sums over blocks are kept in fp32. Keys and values travel with K heads; each rank
+repeats them for the query heads only where it uses them.
 
 Legend: S this rank's tokens of a microbatch, H query heads, K key/value heads, D head width.
 """
@@ -27,11 +28,12 @@ class Ring:
     """The ranks that share a sequence.
 
     Attributes:
-        rank: This one's place, of `size`.
-        size: How many there are.
-        up: Carries messages to higher ranks.
-        down: The same ranks, for messages to lower ones: a pair never uses one group in both directions at once,
-            which gloo would serialise and where unpaired operations of NCCL would wait for each other.
+        rank: The position of this rank, 0 to `size` - 1.
+        size: The number of ranks.
+        up: The process group for messages to higher ranks.
+        down: The same ranks, for messages to lower ranks. Two ranks never use one group in both
+            directions at once: gloo would serialise the directions, and with NCCL, unpaired
+            operations would wait for each other.
     """
 
     rank: int
@@ -40,16 +42,21 @@ class Ring:
     down: dist.ProcessGroup
 
     def exchange(self, tensor: Tensor, distance: int) -> tuple[Tensor, list[dist.Work]]:
-        """Starts sending `tensor` `distance` places to the right and receiving what comes from as far on the left.
+        """Starts sending `tensor` `distance` places to the right.
+
+        Also starts receiving from the rank as far to the left. Collective over the ring. The tensor
+        `[...]` has the same shape on all ranks.
 
         Returns:
-            Where it arrives, and what to wait for; `tensor` must stay alive and unchanged until then.
+            The receive buffer, of the shape of `tensor`, and the work to wait for. `tensor` must
+            stay alive and unchanged until that work is done.
         """
         to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         arriving = torch.empty_like(tensor)
         works: list[dist.Work | None] = []
-        # Upward messages before downward ones and receiving before sending: then no rank waits in a circle, also where
-        # a first message blocks until its peer is there, as NCCL does while it connects the two.
+        # Post upward messages before downward ones, and receives before sends. This order cannot
+        # deadlock, even where the first message blocks until its peer arrives, as NCCL's does while
+        # it connects them.
         for upward, group in ((True, self.up), (False, self.down)):
             if (source < self.rank) is upward:
                 works.append(dist.irecv(arriving, group=group, group_src=source))
@@ -58,7 +65,11 @@ class Ring:
         return arriving, [work for work in works if work is not None]
 
     def travelling(self, own: Tensor, hops: int) -> Iterator[Tensor]:
-        """`own`, then what each rank further to the left has; the next arrives while the caller works on one."""
+        """Yields `own`, then the tensors of the ranks further to the left: `hops` in all.
+
+        All have the shape `[...]` of `own`. The next tensor arrives while the caller works on the
+        current one. Collective over the ring.
+        """
         current = own
         for hop in range(hops):
             if hop + 1 == hops:
@@ -71,27 +82,32 @@ class Ring:
 
 
 def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, plan: RingPlan) -> Tensor:
-    """Causal attention within documents over the whole row, of which this rank holds its two chunks.
+    """Computes causal attention within documents over whole rows.
 
-    Collective over the ring, forward and backward.
+    This rank holds two chunks of each row.
+
+    Collective over the ring, in the forward and in the backward.
 
     Args:
-        q_SHD: This rank's queries, rotary positions applied; so are the keys.
-        k_SKD: Its keys.
-        v_SKD: Its values.
+        q_SHD: This rank's queries `[S, H, D]`, rotary encoding applied.
+        k_SKD: This rank's keys `[S, K, D]`, rotary encoding applied.
+        v_SKD: This rank's values `[S, K, D]`.
         ring: The ranks.
-        plan: This rank's blocks of this microbatch.
+        plan: This rank's blocks of the microbatch.
 
     Returns:
-        `[S, H, D]`.
+        The output `[S, H, D]`.
     """
     out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, plan)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
+    """`ring_attention` with its own backward."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, plan: RingPlan) -> Tensor:
+        """Attends to the keys of each hop: q `[S, H, D]`, k, v `[S, K, D]`, result `[S, H, D]`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out_SHD = torch.empty(q.shape, dtype=wide, device=q.device)
         lse_SH = torch.empty(q.shape[:2], dtype=wide, device=q.device)
@@ -106,6 +122,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Returns the gradients of q `[S, H, D]`, k and v `[S, K, D]`, given that of the output."""
         q, k, v, out, lse = ctx.saved_tensors
         ring, plan = ctx.ring, ctx.plan
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -124,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
                 _finish(works)
                 dkv += arrived
             if hop + 1 < plan.hops:
-                sent = dkv  # kept until it has left
+                sent = dkv  # keep it alive until it is sent
                 coming = ring.exchange(sent, 1)
         if plan.hops > 1:
             dkv, works = ring.exchange(dkv, 1 - plan.hops)
@@ -134,7 +151,17 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _add(out_SHD: Tensor, lse_SH: Tensor, block: Block, out: Tensor, lse: Tensor) -> None:
-    """Adds a block to what its queries have seen so far; their own causal block is the first of all."""
+    """Adds the output and lse of a block to the running ones, in place.
+
+    The causal block of a query comes first, so it overwrites instead of adding.
+
+    Args:
+        out_SHD: Running output `[S, H, D]`.
+        lse_SH: Running lse `[S, H]`.
+        block: The block.
+        out: Output of its Q queries, `[Q, H, D]`.
+        lse: Their lse, `[Q, H]`.
+    """
     so_far, lse_so_far = out_SHD[block.queries], lse_SH[block.queries]
     if block.causal:
         so_far.copy_(out)
@@ -146,5 +173,6 @@ def _add(out_SHD: Tensor, lse_SH: Tensor, block: Block, out: Tensor, lse: Tensor
 
 
 def _finish(works: list[dist.Work]) -> None:
+    """Waits for all of them."""
     for work in works:
         work.wait()

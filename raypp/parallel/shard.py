@@ -1,4 +1,4 @@
-"""Values and sums of parameters that may be sharded."""
+"""Reads and writes parameters that may be sharded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from raypp.torch_private import compute_local_shape_and_global_offset
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own part of a tensor: the local shard, or the tensor itself when it is not sharded."""
+    """Returns the local shard of a DTensor `[...]`, or the tensor itself if it is not one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def write_whole(parameter: Tensor, value: Tensor) -> None:
-    """Copies the slice of `value` (the whole tensor, on the CPU) that this rank holds into `parameter`."""
+    """Copies this rank's slice of a whole tensor into a parameter. Not collective.
+
+    Args:
+        parameter: A plain tensor or a DTensor, of global shape `[...]`.
+        value: The whole value `[...]`, of the same global shape, on the CPU.
+    """
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
         return
@@ -30,9 +35,9 @@ def write_whole(parameter: Tensor, value: Tensor) -> None:
 
 
 def counts_here(parameter: Tensor) -> bool:
-    """Whether this rank is the one that counts its part of a parameter in a sum over the world.
+    """Returns whether this rank counts its part of a parameter `[...]` in a sum over the world.
 
-    Parts that several ranks hold alike (along replicated axes) are counted by the first of them.
+    Along replicated axes, several ranks hold the same part. Only the first of them counts it.
     """
     if not isinstance(parameter, DTensor):
         return True

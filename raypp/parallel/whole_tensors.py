@@ -1,4 +1,4 @@
-"""Computing on whole tensors whose parts lie on several ranks, each whole on one rank only."""
+"""Applies functions to whole tensors that are sharded: each is gathered on one rank only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.distributed.tensor.placement_types import Shard
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor is cut: along `dim`, over the ranks of `group`, as `torch.chunk` cuts."""
+    """How a tensor is sharded: along `dim` over the ranks of `group`, as `torch.chunk` cuts."""
 
     group: dist.ProcessGroup
     dim: int
 
     def shape(self, whole: Sequence[int], rank: int) -> list[int]:
+        """Returns the shape of a rank's part of a tensor of shape `whole`."""
         chunk = -(-whole[self.dim] // self.group.size())
         length = max(0, min(chunk, whole[self.dim] - rank * chunk))
         return [*whole[: self.dim], length, *whole[self.dim + 1 :]]
@@ -29,23 +30,26 @@ class _Layout:
 def apply_to_whole(
     parameters: Sequence[Tensor], part: Callable[[int], Tensor], function: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Applies a function of matrices to whole tensors and gives each rank its part of the results.
+    """Applies a function of matrices to whole tensors and yields this rank's part of each result.
 
-    Collective over the ranks that share the parameters: all must consume the iterator, with the same parameters in the
-    same order. The work is shared out: of N ranks each gathers, computes and returns every N-th tensor, the largest
-    first, so that a tensor is computed once, sent once each way, and at most one whole is on a rank at a time. Copies
-    along replicated axes each compute their own, from equal parts.
+    Collective over the ranks that share the parameters: all of them must consume the iterator, with
+    the same parameters in the same order. Of N ranks, each gathers, computes and returns every N-th
+    tensor, the largest first. So each tensor is computed once and sent once each way, and a rank
+    holds at most one whole tensor at a time. Replicas along replicated axes each compute the result
+    from equal parts.
 
-    A tensor of more than two dimensions is a stack of matrices (experts): one that is cut between them stays so.
+    A tensor with more than two dims is a stack of matrices (experts). If it is sharded between the
+    matrices, it stays sharded.
 
     Args:
-        parameters: Say how each tensor is cut: as the parameter of the same place is.
-        part: This rank's part of the tensor of an index; asked for once, when it is that tensor's turn.
-        function: From a tensor to one of the same shape, matrix by matrix (the last two dimensions); must depend on
-            nothing else.
+        parameters: The parameters `[..., M, N]`. Tensor i is sharded as parameter i is.
+        part: Returns this rank's part of the tensor of an index. Called once per tensor, when its
+            turn comes.
+        function: Maps a tensor `[..., M, N]` to one of the same shape, matrix by matrix (the last
+            two dims). It must depend on nothing else.
 
     Yields:
-        Index and this rank's part of the result, in an order of its own.
+        The index and this rank's part of the result, not in the order of the indices.
     """
     shared: dict[tuple[int, int], tuple[_Layout, list[int]]] = {}
     for index, parameter in enumerate(parameters):
@@ -67,7 +71,10 @@ def apply_to_whole(
 
 
 def _layout(parameter: Tensor) -> _Layout | None:
-    """None: this rank has all of it, or of some of its matrices."""
+    """Returns how a parameter `[..., M, N]` is sharded within its matrices.
+
+    None if this rank holds whole matrices, all of them or some.
+    """
     if not isinstance(parameter, DTensor):
         return None
     mesh, found = parameter.device_mesh, None
@@ -75,7 +82,7 @@ def _layout(parameter: Tensor) -> _Layout | None:
         between = isinstance(placement, Shard) and placement.dim < parameter.ndim - 2
         if isinstance(placement, Shard) and not between and mesh.size(axis) > 1:
             if found is not None:
-                raise NotImplementedError(f"a parameter cut along two mesh axes: {parameter.placements}")
+                raise NotImplementedError(f"a parameter is sharded along two mesh axes: {parameter.placements}")
             found = _Layout(mesh.get_group(axis), placement.dim)
     return found
 
@@ -83,13 +90,25 @@ def _layout(parameter: Tensor) -> _Layout | None:
 def _one_each(
     layout: _Layout, shapes: Sequence[Sequence[int]], parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """At most one tensor per rank of the group: tensor i is rank i's to compute."""
+    """Applies the function to at most one tensor per rank of the group: rank i computes tensor i.
+
+    Collective over the group.
+
+    Args:
+        layout: How all of these tensors are sharded.
+        shapes: The whole shape of each tensor.
+        parts: This rank's part of each tensor, `[..., m, n]`.
+        function: From a whole tensor `[..., M, N]` to one of the same shape.
+
+    Returns:
+        This rank's part of each result, shaped like `parts`.
+    """
     group, ranks, me = layout.group, layout.group.size(), layout.group.rank()
     mine = shapes[me] if me < len(shapes) else None
     out_sizes = [parts[i].numel() if i < len(parts) else 0 for i in range(ranks)]
     pieces = [layout.shape(mine, rank) for rank in range(ranks)] if mine is not None else []
     in_sizes = [prod(piece) for piece in pieces] or [0] * ranks
-    # Flat and contiguous both ways: gloo writes to the wrong places of a tensor that is not.
+    # Both ways flat and contiguous: gloo writes to the wrong places of a strided tensor.
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(in_sizes))
     dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=group)

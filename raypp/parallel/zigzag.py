@@ -1,11 +1,13 @@
-"""Which rank holds which tokens of a row under ring attention, and which blocks of the score matrix it computes.
+"""Ring attention: the tokens of a row that each rank holds, and the score blocks it computes.
 
-Every row of T tokens is cut into 2 · size equal chunks; rank r holds chunks r and 2 · size - 1 - r, in this order.
-A causal row's work grows along the row, so that a chunk from the front and one from the back balance each other.
+Every row of T tokens is cut into 2 · size equal chunks. Rank r holds chunks r and 2 · size - 1 - r,
+in this order. In causal attention, work grows along the row, so a chunk from the front balances one
+from the back.
 
-Documents lie end to end. So a document that reaches from one chunk into a later one fills everything between them,
-and the block of a later chunk's queries and an earlier chunk's keys is a full rectangle, without any mask: only the
-blocks of a chunk with itself are causal. What no document spans is no block at all.
+Documents lie end to end. A document that reaches from one chunk into a later one fills everything
+between them. So the block of a later chunk's queries and an earlier chunk's keys is a full
+rectangle without a mask. Only the blocks of a chunk with itself are causal. Pairs of chunks that
+share no document need no block.
 """
 
 from __future__ import annotations
@@ -19,23 +21,24 @@ Layout = Callable[[int, int], tuple[int, int]]
 
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """The layout of ring attention."""
+    """Returns the two chunks of a rank in the layout of ring attention."""
     return rank, 2 * size - 1 - rank
 
 
 def contiguous(rank: int, size: int) -> tuple[int, int]:
-    """Two neighbouring chunks: what a plain cut would give. Kept to measure what the zig-zag is worth."""
+    """Returns two neighbouring chunks, as a plain cut gives. Used to measure the zigzag's gain."""
     return 2 * rank, 2 * rank + 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Part of the score matrix: some of this rank's queries against some of a rank's keys.
+    """A part of the score matrix: some queries of this rank against some keys of one rank.
 
     Attributes:
-        queries: Of this rank's tokens (rows end to end, each row's two chunks in order).
-        keys: Of the keys' holder's tokens, counted alike.
-        causal: As many queries as keys, of the same tokens, each seeing those up to itself. Otherwise all see all.
+        queries: Slice of this rank's tokens (rows end to end, the two chunks of each row in order).
+        keys: Slice of the tokens of the rank that holds the keys, in the same order.
+        causal: True: queries and keys are the same tokens, and each query sees the keys up to
+            itself. False: every query sees every key.
     """
 
     queries: slice
@@ -44,7 +47,7 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """The number of pairs of a query and a key that it sees."""
         queries = int(self.queries.stop - self.queries.start)
         keys = int(self.keys.stop - self.keys.start)
         return queries * (queries + 1) // 2 if self.causal else queries * keys
@@ -52,12 +55,13 @@ class Block:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What a rank does in one microbatch.
+    """The blocks that a rank computes in one microbatch.
 
     Attributes:
-        blocks: Per hop; in hop h the keys are those of rank `rank - h`, modulo the size. Hop 0 holds every token's
-            own causal block, before any rectangle.
-        hops: Hops that any rank of the ring needs, at least 1; the same on all of them.
+        blocks: The blocks of each hop. In hop h, the keys belong to rank `rank - h`, modulo the
+            size. In hop 0, the causal blocks come before any rectangle.
+        hops: The largest number of hops that any rank of the ring needs, at least 1. The same on
+            all ranks.
     """
 
     blocks: tuple[tuple[Block, ...], ...]
@@ -65,14 +69,15 @@ class RingPlan:
 
 
 def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, layout: Layout = zigzag) -> RingPlan:
-    """The blocks of a rank.
+    """Plans the blocks of a rank.
 
     Args:
-        lengths: Of all documents, in tokens, rows end to end; none crosses the end of a row.
+        lengths: Lengths of all documents in tokens, rows end to end. No document crosses the end of
+            a row.
         row_len: T, a multiple of 2 · size.
-        rank: In the ring.
-        size: Of the ring.
-        layout: Who holds what.
+        rank: The rank's position in the ring.
+        size: The number of ranks in the ring.
+        layout: Which chunks each rank holds.
     """
     if row_len % (2 * size):
         raise ValueError(f"rows of {row_len} tokens cannot be cut into {2 * size} equal chunks")
@@ -102,7 +107,7 @@ def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, layout
 
 
 def _documents(lengths: Sequence[int], row_len: int) -> Iterator[tuple[int, int, int]]:
-    """(row, start, end) of every document, positions in its row."""
+    """Yields (row, start, end) for every document; start and end are positions in its row."""
     at = 0
     for length in lengths:
         row, start = divmod(at, row_len)
@@ -111,7 +116,7 @@ def _documents(lengths: Sequence[int], row_len: int) -> Iterator[tuple[int, int,
 
 
 def _joined(blocks: list[Block]) -> list[Block]:
-    """Rectangles that together are one rectangle become one: fewer and larger multiplications."""
+    """Merges adjacent rectangles into one where they form a rectangle: fewer, larger products."""
     causal = [block for block in blocks if block.causal]
     full = [block for block in blocks if not block.causal]
     wide = []
@@ -126,7 +131,7 @@ def _joined(blocks: list[Block]) -> list[Block]:
 
 
 def _spans(slices: list[slice]) -> list[slice]:
-    """Ascending slices, neighbours made one."""
+    """Merges adjacent slices; they must be in ascending order."""
     spans = [slices[0]]
     for each in slices[1:]:
         if each.start == spans[-1].stop:

@@ -1,1 +1,1 @@
-"""Schedules as data: each a compute-only program per rank. Standard library only."""
+"""Schedules as data: one program of computations per rank. Uses the standard library only."""

@@ -1,4 +1,4 @@
-"""What a rank computes next: `0F1` is the forward of microbatch 1 on stage 0."""
+"""Actions, the computations of a schedule: `0F1` is the forward of microbatch 1 on stage 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Action:
 
     Attributes:
         stage: Index of the stage.
-        kind: F forward, B backward, I gradient of the input only, W gradient of the weights only (after I).
+        kind: F forward, B backward, I gradient of the input only, W gradient of the weights only
+            (after I).
         microbatch: Index of the microbatch.
     """
 
@@ -30,30 +31,30 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """From its printed form.
+        """Reads an action from its printed form.
 
         Raises:
-            ValueError: The text is none.
+            ValueError: The text is not an action.
         """
         found = _FORM.fullmatch(text.strip())
         if not found:
-            raise ValueError(f"{text!r} is no action; one looks like 0F1 (stage, F|B|I|W, microbatch)")
+            raise ValueError(f"{text!r} is not an action; an action looks like 0F1 (stage, F|B|I|W, microbatch)")
         return cls(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 
 Program = Mapping[int, Sequence[Action]]
-"""What every pipeline rank computes, in order; communication is derived."""
+"""The actions of every pipeline rank, in order. Communication is derived from them."""
 
 
 def printed(actions: Iterable[Action]) -> str:
-    """The actions of a rank on one line: `0F0 0F1 0B0`."""
+    """Formats the actions of a rank on one line: `0F0 0F1 0B0`."""
     return " ".join(map(str, actions))
 
 
 def parse_actions(text: str) -> list[Action]:
-    """The actions of one line, separated by blanks or commas.
+    """Reads the actions of one line, separated by blanks or commas.
 
     Raises:
-        ValueError: A word is no action.
+        ValueError: A word is not an action.
     """
     return [Action.parse(word) for word in text.replace(",", " ").split()]

@@ -1,4 +1,4 @@
-"""The schedules there are, by name; raypp's are the modules of this package that declare a `KIND`."""
+"""Finds schedules by name. raypp's own are the modules of this package that declare a `KIND`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ __all__ = ["SCHEDULES", "build_program", "schedule_named", "size_problems"]
 
 
 def schedule_named(name: str) -> ScheduleKind:
-    """The schedule of that name, or a user's own: `module.path:function`, or the path of a .csv file.
+    """Returns the schedule of a name.
+
+    Args:
+        name: A registered name, or a user's own schedule: `module.path:function`, or the path of a
+            .csv file.
 
     Raises:
-        JobError: There is none; the message lists those there are and the closest name.
+        JobError: There is no such schedule. The message lists the known names and the closest one.
     """
     if name.endswith(".csv"):
         return from_csv(name)
@@ -29,17 +33,18 @@ def schedule_named(name: str) -> ScheduleKind:
 
 
 def build_program(name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The compute-only program of a schedule, checked when it is a user's own.
+    """Builds the compute-only program of a schedule. A user's own program is also checked.
 
     Args:
         name: A registered name, `module.path:function`, or a .csv file.
-        pp: Pipeline ranks.
-        stages_per_rank: Stages on each.
-        microbatches: Per replica and step.
-        lookahead: Extra warm-up forwards per rank below; schedules without a warm-up ignore it.
+        pp: Number of pipeline ranks.
+        stages_per_rank: Stages on each rank.
+        microbatches: Microbatches per replica and step.
+        lookahead: Extra warm-up forwards for each later pipeline rank. Schedules without a warm-up
+            ignore it.
 
     Raises:
-        JobError: No such schedule, or it cannot do these sizes.
+        JobError: There is no such schedule, or it does not support these sizes.
     """
     schedule = schedule_named(name)
     problems = size_problems(schedule, pp, stages_per_rank, microbatches)
@@ -49,7 +54,7 @@ def build_program(name: str, pp: int, stages_per_rank: int, microbatches: int, l
 
 
 def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microbatches: int) -> list[Problem]:
-    """Why a schedule cannot run with these sizes; empty when it can."""
+    """Returns why a schedule cannot run with these sizes; empty if it can."""
     problems = []
     least, most = schedule.stages_per_rank
     if not schedule.allows_stages(stages_per_rank):

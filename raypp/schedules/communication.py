@@ -1,12 +1,14 @@
-"""A program with its messages: what is sent after which action, and when receives are posted.
+"""Adds messages to a program: what is sent after which action, and when receives are posted.
 
-A channel is everything one rank sends to another, in the order in which it is sent; the receiver posts its receives in
-that order. Messages to higher ranks and messages to lower ranks use different process groups, so that in each group
-two ranks only ever talk one way: neither gloo (which matches in order) nor NCCL (which runs what a group does between
-two ranks one after another) can then hold a message up behind one that waits for it.
+A channel is the sequence of all messages from one rank to another. The receiver posts its receives
+in the order of the sends. Messages to higher and to lower ranks use different process groups, so in
+each group two ranks only send in one direction. gloo matches messages in order, and NCCL runs the
+operations of a group between two ranks one after another. With one direction per group, neither can
+block a message behind another one that depends on it.
 
-Receives are posted `RECEIVES_AHEAD` messages ahead of their use. gloo begins to send only when the receive is posted: a
-receive posted one forward before its use would cost every message longer than a forward.
+Receives are posted `RECEIVES_AHEAD` messages before they are used. gloo starts to send only when
+the receive is posted. A receive posted one forward before its use would delay every message that
+takes longer than a forward.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from typing import Literal
 from raypp.schedules.action import Action, Program
 
 RECEIVES_AHEAD = 3
-"""Buffers a rank keeps posted on each channel. A link carries one message at a time; two more are behind it."""
+"""Receives that a rank keeps posted per channel: one for the message on the link, two queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses from one stage to the next.
+    """A tensor that one stage sends to a neighbouring stage.
 
     Attributes:
-        kind: F activations to `stage + 1`, B gradients to `stage - 1`.
+        kind: F: activations to `stage + 1`; B: gradients to `stage - 1`.
         stage: The sending stage.
         microbatch: Index of the microbatch.
     """
@@ -38,6 +40,7 @@ class Message:
 
     @property
     def to_stage(self) -> int:
+        """The receiving stage."""
         return self.stage + (1 if self.kind == "F" else -1)
 
     def __str__(self) -> str:
@@ -46,24 +49,24 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The message leaves; never waited for here."""
+    """Starts sending a message. The program never waits for it."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A buffer for the message is offered; it is waited for by the action that needs it."""
+    """Posts the receive of a message. The action that needs the message waits for it."""
 
     message: Message
 
 
 Line = list[Action | Send | Receive]
-"""What one rank does, in order."""
+"""The actions, sends and receives of one rank, in order."""
 
 
 def sent_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
-    """The message that an action makes; None when nobody on another rank waits for its result."""
+    """Returns the message that an action sends; None if no other rank needs its result."""
     if action.kind == "W":
         return None
     message = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
@@ -71,7 +74,7 @@ def sent_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
 
 
 def needed_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
-    """The message that an action waits for; None when its input is on its own rank."""
+    """Returns the message that an action waits for; None if its input is on the same rank."""
     if action.kind == "W":
         return None
     forward = action.kind == "F"
@@ -85,10 +88,11 @@ def _crosses(message: Message, rank_of_stage: Sequence[int]) -> bool:
 
 
 def with_messages(program: Program, rank_of_stage: Sequence[int], ahead: int = RECEIVES_AHEAD) -> dict[int, Line]:
-    """Every rank's actions with their sends and receives: deterministic, the same wherever it is worked out.
+    """Returns the actions of every rank with their sends and receives.
 
-    A send follows its action at once. On each channel up to `ahead` receives are posted and not yet used; one more when
-    the next action needs a later message than these.
+    The result is deterministic: every rank computes the same. A send directly follows its action.
+    On each channel, up to `ahead` receives are posted and not used yet, or more if the next action
+    needs a later message.
     """
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, actions in program.items():
@@ -135,10 +139,11 @@ def _line(
 
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[tuple[int, int]]:
-    """All (from rank, to rank) of a pipeline, in an order in which connecting them one by one cannot hang.
+    """Returns all channels (from rank, to rank) of a pipeline, in a safe order to connect them.
 
-    Every rank connects its own in this order. Of the channels not yet connected the first has both its ends free; those
-    of even ranks come first, so that neighbours connect side by side.
+    Connecting them one by one in this order cannot hang. Every rank connects its own channels in
+    this order. Both ends of the first unconnected channel are always free. The channels of even
+    ranks come first, so that pairs of neighbours connect in parallel.
     """
     found = set()
     for stage in range(len(rank_of_stage) - 1):

@@ -1,4 +1,4 @@
-"""A user's own schedule: a function, or a table of actions. Checked before it is used."""
+"""Loads a user's own schedule, a function or a table of actions, and checks it before use."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _SHOWN = 5
 
 
 def own_schedule(kind: ScheduleKind) -> ScheduleKind:
-    """A user's own schedule, whose programs are checked.
+    """Wraps a user's own schedule so that its programs are checked.
 
-    Its builder, `function(pp, stages_per_rank, microbatches, lookahead=0)`, gives for every rank a list of actions
-    (`Action`, or text such as `0F1`). An attribute `placement = "v"` of the function chooses the V placement.
+    The user's builder, `function(pp, stages_per_rank, microbatches, lookahead=0)`, returns a list
+    of actions for every rank (`Action`, or text such as `0F1`). The attribute `placement = "v"` of
+    the function selects the V placement.
 
     Raises:
-        JobError: It cannot be imported, or is no function.
+        JobError: The schedule cannot be imported, or is not a function.
     """
     name, function = kind.name, kind.build()
     if not callable(function):
-        fix = "it must be a function of pp, stages_per_rank, microbatches and lookahead"
-        raise JobError(Problem(_KEY, f"{name} is no function", fix))
+        fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
+        raise JobError(Problem(_KEY, f"{name} is not a function", fix))
     placement: Literal["loop", "v"] = "v" if getattr(function, "placement", kind.placement) == "v" else "loop"
 
     def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
@@ -36,28 +37,29 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
             made = function(pp, stages_per_rank, microbatches, lookahead)
         except JobError:
             raise
-        except Exception as error:  # it is the user's code: whatever it raises is theirs to mend
+        except Exception as error:  # user code may raise anything; report it as a problem of the job
             asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
-            what = f"{name} raised {type(error).__name__}: {error} (asked for {asked})"
-            fix = "it must be a function of pp, stages_per_rank, microbatches and lookahead"
+            what = f"{name} raised {type(error).__name__}: {error} (called with {asked})"
+            fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
             raise JobError(Problem(_KEY, what, fix)) from error
         try:
             rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
         except (TypeError, ValueError) as error:
-            fix = "give {rank: ['0F0', '0B0', ...], ...}"
-            raise JobError(Problem(_KEY, f"{name} gave something that is no program: {error}", fix)) from error
+            fix = "return {rank: ['0F0', '0B0', ...], ...}"
+            raise JobError(Problem(_KEY, f"{name} did not return a valid program: {error}", fix)) from error
         return _checked(name, rows, pp, stages_per_rank, microbatches, placement)
 
     return replace(kind, builder=build, placement=placement)
 
 
 def from_csv(path: str) -> ScheduleKind:
-    """A schedule from a file: one row per rank, in rank order, of actions such as `0F1`, separated by commas.
+    """Loads a schedule from a CSV file: one row per rank, in rank order, of actions such as `0F1`.
 
-    Empty cells are allowed (they show where a rank waits). Stages may lie in a loop or in a V; the rows tell.
+    Empty cells are allowed; they mark where a rank waits. Stages may be placed in a loop or in a V;
+    the rows determine which.
 
     Raises:
-        JobError: The file is not there, or a cell is no action.
+        JobError: The file cannot be read, or a cell is not an action.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -71,7 +73,7 @@ def from_csv(path: str) -> ScheduleKind:
             rows[len(rows)] = parse_actions(line)
         except ValueError as error:
             raise JobError(
-                Problem(_KEY, f"{path}:{number}: {error}", "one row per rank, e.g. 0F0,0F1,0B0,0B1")
+                Problem(_KEY, f"{path}:{number}: {error}", "write one row per rank, e.g. 0F0,0F1,0B0,0B1")
             ) from error
     last = 1 + max((action.stage for actions in rows.values() for action in actions), default=0)
     first_row = {action.stage for action in rows.get(0, ())}
@@ -99,7 +101,7 @@ def _checked(
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         what = f"{name} cannot run with {pp} ranks of {stages_per_rank} stages and {microbatches} microbatches: "
-        fix = "each stage needs F then B (or I and W) of every microbatch, on its own rank"
+        fix = "give each stage F, then B (or I and W), of every microbatch, on the rank that holds it"
         raise JobError(Problem(_KEY, what + "; ".join(wrong[:_SHOWN]) + more, fix))
     return rows
 

@@ -1,14 +1,14 @@
-"""Whether ranks can end up waiting for each other: programs with messages run on paper, under the harshest rules.
+"""Finds deadlocks: simulates programs with messages under the strictest rules of each library.
 
-Three ways in which a library may carry messages out are played through. In all of them a rank does its line in order,
-and an action waits until its message is there.
+There are three rules for how a library delivers messages. In all of them, a rank runs its line in
+order, and an action waits for its message.
 
-- `gloo`: a send returns at once; a message crosses when its receive is posted. Per pair of ranks and group the n-th
-  send meets the n-th receive, whatever was meant.
-- `nccl`: the same, but everything two ranks do with each other in one group, sends and receives alike, is one queue at
-  each end, and only the heads of both queues can meet.
-- `blocking`: a send returns only when its receive is posted, or when it is one of the `room` messages that the link and
-  the buffers on the way hold (bounded buffers, a rendezvous for anything larger).
+- `gloo`: A send returns at once. A message crosses when its receive is posted. For each pair of
+  ranks and group, the n-th send matches the n-th receive, even if they are different messages.
+- `nccl`: The same, but at each end, all sends and receives between two ranks in one group form one
+  queue, and only the heads of both queues can match.
+- `blocking`: A send returns only when its receive is posted, or when it is one of the `room`
+  messages that the link and its buffers hold (bounded buffers, rendezvous for anything larger).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raypp.schedules.communication import Line, Message, Receive, Send, needed_b
 
 Rule = Literal["gloo", "nccl", "blocking"]
 GroupOf = Callable[[Message, int, int], str]
-"""Name of the process group a message uses, from its sending and its receiving rank."""
+"""(message, sending rank, receiving rank) -> the name of the process group that carries it."""
 
 
 def by_direction(message: Message, source: int, to: int) -> str:
-    """The group a message really uses: one for those to higher ranks, one for those to lower ranks."""
+    """Returns the group that raypp uses: one for messages to higher ranks, one to lower ranks."""
     return "up" if to > source else "down"
 
 
-def waits_for_ever(
+def find_hangs(
     lines: Mapping[int, Line],
     rank_of_stage: Sequence[int],
     rule: Rule,
@@ -38,20 +38,20 @@ def waits_for_ever(
     room: int = 0,
     group_of: GroupOf = by_direction,
 ) -> list[str]:
-    """What hangs or gets the wrong message, in words; empty when every line runs to its end.
+    """Describes what hangs or receives the wrong message; empty if every line completes.
 
     Args:
-        lines: From `with_messages`, of all ranks.
+        lines: The lines of all ranks, from `with_messages`.
         rank_of_stage: Pipeline rank of every stage.
-        rule: How messages are carried out.
-        room: blocking: messages a channel takes before their receives are posted.
+        rule: How messages are delivered.
+        room: For `blocking`: messages that a channel accepts before their receives are posted.
         group_of: Which group carries a message.
     """
     play = _Play(lines, rank_of_stage, rule, room, group_of)
     while sum(play.advance(rank) for rank in sorted(lines)):
         pass
     return play.wrong + [
-        f"rank {rank} waits for ever at {_name(line[play.position[rank]])}"
+        f"rank {rank} hangs at {_name(line[play.position[rank]])}"
         for rank, line in sorted(lines.items())
         if play.position[rank] < len(line)
     ]
@@ -62,12 +62,14 @@ def _name(item: Action | Send | Receive) -> str:
 
 
 class _Play:
+    """The state of a simulation: the position of every rank and the unmatched messages."""
+
     def __init__(
         self, lines: Mapping[int, Line], rank_of_stage: Sequence[int], rule: Rule, room: int, group_of: GroupOf
     ) -> None:
         self.lines, self.rank_of, self.rule, self.room, self.group_of = lines, rank_of_stage, rule, room, group_of
         self.position = dict.fromkeys(lines, 0)
-        # Of (rank, peer, group): what was offered there and has not met its other half.
+        # By (rank, peer, group): sends and receives that have no match yet.
         self.queues: dict[tuple[int, int, str], list[Send | Receive]] = defaultdict(list)
         self.offered: set[Message] = set()
         self.posted: dict[tuple[int, int, str], int] = defaultdict(int)
@@ -76,7 +78,7 @@ class _Play:
         self.wrong: list[str] = []
 
     def advance(self, rank: int) -> bool:
-        """Does what a rank can do now; whether it could do anything."""
+        """Runs a rank as far as it can; returns whether it moved."""
         line, begun = self.lines[rank], self.position[rank]
         while self.position[rank] < len(line) and self._can(line[self.position[rank]]):
             self.position[rank] += 1
@@ -106,13 +108,13 @@ class _Play:
             ours.remove(pair[0])
             theirs.remove(pair[1])
             if pair[0].message != pair[1].message:
-                self.wrong.append(f"ranks {rank} and {peer}: {_name(pair[0])} meets {_name(pair[1])}")
+                self.wrong.append(f"ranks {rank} and {peer}: {_name(pair[0])} matches {_name(pair[1])}")
             self.arrived.add(pair[1].message if isinstance(pair[1], Receive) else pair[0].message)
 
     def _meet(
         self, ours: list[Send | Receive], theirs: list[Send | Receive]
     ) -> tuple[Send | Receive, Send | Receive] | None:
-        """The next two that find each other."""
+        """Returns the next matching pair of a send and a receive, if any."""
         for mine in ours[:1] if self.rule == "nccl" else ours:
             for other in theirs[:1] if self.rule == "nccl" else theirs:
                 if type(mine) is not type(other):

@@ -1,8 +1,8 @@
-"""DualPipeV: two stages per rank in a V; forwards of one stage paired with backwards of the other.
+"""DualPipeV: two stages per rank in a V; pairs forwards of one with backwards of the other.
 
-Eight phases, whose lengths depend on the rank (DeepSeek-V3, arXiv:2412.19437, and the "cut in half" variant of it by
-Sea AI Lab). Pairs are one after the other here: what is left of the pairing is that a rank always has independent work
-while a message is on its way.
+It has eight phases, whose lengths depend on the rank (DeepSeek-V3, arXiv:2412.19437, in the "cut in
+half" variant by Sea AI Lab). Here, the two actions of a pair run one after the other. The benefit
+that remains: a rank always has independent work while a message is in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ KIND = ScheduleKind(
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; rank r holds the stages r and 2·pp - 1 - r. Needs at least 2·pp microbatches."""
+    """Builds the program of every rank. Rank r holds the stages r and 2·pp - 1 - r.
+
+    It needs at least 2·pp microbatches.
+    """
     return {rank: _rank(pp, rank, microbatches) for rank in range(pp)}
 
 
@@ -38,7 +41,8 @@ def _rank(pp: int, rank: int, microbatches: int) -> list[Action]:
     line.repeat(below, "up I, W, up F")
     line.repeat(microbatches - 2 * pp + up_to, "down F, up B, up F, down B")
     line.repeat(below, "up B, up F, down B")
-    # From the middle of the last backwards on, they are split; the parts left over fill the gaps behind them.
+    # The second half of the last backwards is split. Their weight gradients fill the gaps after
+    # them.
     whole = up_to // 2
     line.repeat(whole, "up B, down B")
     if up_to % 2:
@@ -51,7 +55,7 @@ def _rank(pp: int, rank: int, microbatches: int) -> list[Action]:
 
 
 class _Line:
-    """Writes a rank's actions: counts microbatches, and remembers which weight gradients are owed."""
+    """Collects the actions of a rank; tracks microbatches and pending weight gradients."""
 
     def __init__(self, down: int, up: int) -> None:
         self.stage = {"down": down, "up": up}
@@ -60,13 +64,13 @@ class _Line:
         self._owed: deque[tuple[int, int]] = deque()
 
     def repeat(self, times: int, phase: str) -> None:
-        """Appends a phase, written as `down F, up B, W`, so many times."""
+        """Appends a phase, written as `down F, up B, W`, `times` times."""
         for _ in range(times):
             for step in phase.split(", "):
                 self._append(step)
 
     def drain(self) -> None:
-        """Appends all weight gradients still owed."""
+        """Appends all pending weight gradients."""
         while self._owed:
             self._append("W")
 

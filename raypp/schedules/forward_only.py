@@ -1,4 +1,4 @@
-"""Forwards only: evaluation and generation. A training schedule must never run under `no_grad`."""
+"""Forward-only programs for evaluation and generation: training schedules need gradients."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from raypp.schedules.action import Action, Program
 def build_forward_only(
     pp: int, stages_per_rank: int, microbatches: int, placement: Literal["loop", "v"] = "loop"
 ) -> Program:
-    """The program of every rank, for stages placed as a training schedule placed them.
+    """Builds the program of every rank, with the stage placement of a training schedule.
 
     Args:
-        pp: Pipeline ranks.
-        stages_per_rank: Stages on each; 2 in a V.
-        microbatches: To run.
-        placement: "loop": stage s is on rank s mod pp; "v": rank r has the stages r and 2·pp - 1 - r.
+        pp: Number of pipeline ranks.
+        stages_per_rank: Stages on each rank; 2 in a V.
+        microbatches: Number of microbatches.
+        placement: "loop": stage s is on rank s mod pp; "v": rank r has the stages r and 2·pp - 1 -
+            r.
     """
     return _v(pp, microbatches) if placement == "v" else _loop(pp, stages_per_rank, microbatches)
 
 
 def _loop(pp: int, stages_per_rank: int, microbatches: int) -> Program:
-    """Rounds of `pp` microbatches through all of a rank's stages: no rank waits for the way round."""
+    """Runs rounds of `pp` microbatches through all stages, so no rank waits for the way round."""
     rounds = [range(start, min(start + pp, microbatches)) for start in range(0, microbatches, pp)]
     turns = range(stages_per_rank)
     return {
@@ -32,7 +33,11 @@ def _loop(pp: int, stages_per_rank: int, microbatches: int) -> Program:
 
 
 def _v(pp: int, microbatches: int) -> Program:
-    """A microbatch comes back to rank r after 2·(pp - r) - 1 forwards there; from then on both stages take turns."""
+    """Builds the program of the V placement.
+
+    A microbatch returns to rank r after 2·(pp - r) - 1 forwards there. Then its two stages
+    alternate.
+    """
     program: dict[int, list[Action]] = {}
     for rank in range(pp):
         ahead = min(microbatches, 2 * (pp - rank) - 1)

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards, both in microbatch order."""
+"""GPipe: runs all forwards, then all backwards, both in microbatch order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KIND = ScheduleKind(
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; one stage each. All microbatches are in flight at once."""
+    """Builds the program of every rank, one stage each. All microbatches are in flight at once."""
     forwards = {rank: [Action(rank, "F", index) for index in range(microbatches)] for rank in range(pp)}
     return {
         rank: [*ahead, *(Action(rank, "B", index) for index in range(microbatches))] for rank, ahead in forwards.items()

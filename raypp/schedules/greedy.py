@@ -1,11 +1,13 @@
-"""Split-backward programs by list scheduling: a clock ticks, and every idle rank takes the most urgent thing it can.
+"""Split-backward programs by list scheduling: at each tick, each rank runs its most urgent action.
 
-All parts (F, I, W) are taken to last one tick and messages to arrive at the next. The order of urgency: I, because
-ranks above wait for it; then F, as long as the rank may hold another microbatch; then W, which nobody waits for. So W
-fills what would be a bubble (Qi et al., arXiv:2401.10241).
+The scheduler assumes that every action (F, I, W) takes one tick and every message arrives by the
+next. The order of urgency: I, because earlier pipeline ranks wait for it; then F, while the rank
+may hold another microbatch; then W, which no rank waits for. So W fills what would otherwise be a
+bubble (Qi et al., arXiv:2401.10241).
 
-No order made here can hang. A rank may take the forward of its n-th last stage only while it keeps n places free for
-its later stages, and each stage takes microbatches in order; so the oldest unfinished microbatch can always go on.
+The resulting programs cannot deadlock. A rank starts the forward of its n-th last stage only if n
+slots are free, so its later stages keep theirs. Each stage takes microbatches in order. So the
+oldest unfinished microbatch can always continue.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from collections.abc import Callable, Sequence
 from raypp.schedules.action import Action, Kind
 
 Urgency = Callable[[Action], tuple[int, ...]]
-"""Of an F or I on one rank: the smallest goes first."""
+"""Sort key of the F or I actions of one rank: the smallest runs first."""
 
 
 def greedy_program(
     placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency
 ) -> dict[int, list[Action]]:
-    """The program of every rank.
+    """Builds the program of every rank.
 
     Args:
         placement: Stages of every rank, ascending.
-        microbatches: Per step.
-        room: Forwards each rank may hold whose W is not done; at least the number of its stages.
-        urgency: Which of several possible forwards, or of several possible I, comes first.
+        microbatches: Microbatches per step.
+        room: For each rank, the most forwards whose W is not done; at least the number of its
+            stages.
+        urgency: Orders the forwards, or the I actions, that are possible at the same time.
     """
     clock = _Clock(placement, microbatches)
     program: dict[int, list[Action]] = {rank: [] for rank in range(len(placement))}
@@ -38,13 +41,13 @@ def greedy_program(
             if action is not None:
                 program[rank].append(action)
                 taken.append(action)
-        for action in taken:  # only now: what ends in this tick is there for others in the next
+        for action in taken:  # only now: results of this tick are available at the next
             clock.next_of[action.kind, action.stage] += 1
     return {rank: _joined(actions) for rank, actions in program.items()}
 
 
 class _Clock:
-    """How far every stage is: the next microbatch of each kind of work."""
+    """The progress of every stage: the next microbatch for each kind of action."""
 
     def __init__(self, placement: Sequence[Sequence[int]], microbatches: int) -> None:
         self.microbatches = microbatches
@@ -54,7 +57,7 @@ class _Clock:
         self.next_of: dict[tuple[Kind, int], int] = {(kind, stage): 0 for kind in kinds for stage in stages}
 
     def choose(self, stages: Sequence[int], room: int, urgency: Urgency) -> Action | None:
-        """The most urgent thing a rank can do in this tick."""
+        """Returns the most urgent action that a rank can run in this tick, if any."""
         inputs = [Action(s, "I", self.next_of["I", s]) for s in stages if self._can_go_back(s)]
         if inputs:
             return min(inputs, key=urgency)
@@ -82,7 +85,7 @@ class _Clock:
 
 
 def _joined(actions: Sequence[Action]) -> list[Action]:
-    """The same with I and W of the first stage made one B where they are neighbours: nobody waits for its I."""
+    """Replaces adjacent I and W of the first stage by one B: no rank waits for its I."""
     found: list[Action] = []
     for action in actions:
         if action.kind == "W" and action.stage == 0 and found[-1] == Action(0, "I", action.microbatch):

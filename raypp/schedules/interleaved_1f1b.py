@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per rank, depth first, one forward and one backward in turn."""
+"""Interleaved 1F1B: several stages per rank, depth first, alternating forward and backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ KIND = ScheduleKind(
 
 
 def rounds_of(pp: int, microbatches: int) -> list[range]:
-    """Microbatches that pass through all stages of a rank together: at least `pp` each, as even as can be.
+    """Splits microbatches into rounds that pass through all stages of a rank together.
 
-    The longer rounds come first: the warm-up, which is sized by the first round, then suffices for all.
+    A round has at least `pp` microbatches; rounds are as equal as possible. Longer rounds come
+    first: the first round sets the length of the warm-up, which then is enough for all.
     """
     count = max(1, microbatches // pp)
     each, longer = divmod(microbatches, count)
@@ -33,11 +34,12 @@ def rounds_of(pp: int, microbatches: int) -> list[range]:
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; stage s is on rank s mod pp.
+    """Builds the program of every rank. Stage s is on rank s mod pp.
 
-    Warm-up of rank r: a round through all stages but the last, and two forwards for each rank below. `lookahead` adds
-    so many more for each rank below, as far as the round after does not need what the last rank can only do after
-    rank 0's first backward.
+    The warm-up of rank r is a round through all stages but the last, plus two forwards for each
+    later pipeline rank. `lookahead` adds that many more for each later rank. The sum is capped: a
+    longer warm-up would need forwards that the last rank can only run after rank 0's first
+    backward.
     """
     rounds = rounds_of(pp, microbatches)
     most = (stages_per_rank + (len(rounds) > 1)) * len(rounds[-1])

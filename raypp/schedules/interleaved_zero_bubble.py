@@ -1,4 +1,4 @@
-"""Interleaved zero bubble: several stages per rank in a loop, split backwards, weight gradients in the gaps."""
+"""Interleaved zero bubble: several stages per rank in a loop; weight gradients fill the gaps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ KIND = ScheduleKind(
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; stage s is on rank s mod pp.
+    """Builds the program of every rank. Stage s is on rank s mod pp.
 
-    A rank may hold what the first rank of interleaved 1F1B holds: a round through all stages but the last, and two
-    more forwards for each rank below the first.
+    Each rank may hold as many microbatches as the first rank of interleaved 1F1B: a round through
+    all stages but the last, plus two forwards for each rank after the first.
     """
     rounds = rounds_of(pp, microbatches)
     round_of = {index: number for number, part in enumerate(rounds) for index in part}
@@ -33,7 +33,7 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     room = [max(stages_per_rank, most) + lookahead * (pp - 1 - rank) for rank in range(pp)]
 
     def urgency(action: Action) -> tuple[int, ...]:
-        """Depth first: a round goes through all of a rank's stages before the next one starts."""
+        """Orders depth first: a round passes all stages of a rank before the next one starts."""
         turn = action.stage if action.kind == "F" else -action.stage
         return (round_of[action.microbatch], turn, action.microbatch)
 

@@ -1,4 +1,7 @@
-"""Looped breadth-first: every microbatch through a rank's first stage, then through its next, and back the same way."""
+"""Looped breadth-first: runs all microbatches through a rank's first stage, then through its next.
+
+The backwards go the opposite way, stage by stage.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ KIND = ScheduleKind(
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank.
+    """Builds the program of every rank.
 
-    Backwards run in microbatch order, as in every schedule here: gradients are then added in the order of one process.
+    Backwards run in microbatch order, as in every schedule here, so gradients are added in the same
+    order as in a single process.
     """
     program: dict[int, list[Action]] = {}
     for rank in range(pp):

@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up, one forward, one backward in turn."""
+"""1F1B: after a warm-up, alternates one forward and one backward."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ KIND = ScheduleKind(
     "one forward, one backward: fewest activations in flight",
     position=2,
     microbatches_per_rank=1,
-    reason="with fewer some ranks never have work at the same time; gpipe does the same there",
+    reason="with fewer, some ranks never work at the same time, and gpipe does the same",
     source="PipeDream-Flush, arXiv:2006.09503",
 )
 
 
 def warmup(pp: int, rank: int, microbatches: int, lookahead: int = 0) -> int:
-    """Forwards before the first backward, which is also how many microbatches are in flight.
+    """Returns the forwards before the first backward, which is also the microbatches in flight.
 
-    Classic: min(m, P - r). Each stage below adds `lookahead` more, so that an activation has that many forwards' time
-    to cross each link before it is waited for.
+    Classic 1F1B uses min(m, P - r). Each later stage adds `lookahead` more, so an activation has
+    the time of that many forwards to cross each link.
     """
     return min(microbatches, pp - rank + lookahead * (pp - 1 - rank))
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; one stage each."""
+    """Builds the program of every rank, one stage each."""
     program: dict[int, list[Action]] = {}
     for rank in range(pp):
         ahead = warmup(pp, rank, microbatches, lookahead)

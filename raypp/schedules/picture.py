@@ -1,4 +1,4 @@
-"""A small text picture of a program: ranks are rows, time goes to the right."""
+"""Draws a program as text: one row per rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from raypp.schedules.simulate import StageTimes, Timeline, simulate
 
 
 def draw(program: Program, max_width: int = 110) -> str:
-    """A picture of a program with equal stages, a backward twice as long as a forward, and free links.
+    """Draws a program with equal stages, backwards twice as long as forwards, and free links.
 
-    `F0` is the forward of microbatch 0, `B0` its backward, `I0` and `W0` the parts of a split one; with several stages
-    on a rank the stage comes first (`4F0`). `─` goes on with the action before it, `·` is a rank that waits.
+    `F0` is the forward of microbatch 0, `B0` its backward, `I0` and `W0` the parts of a split
+    backward. With several stages per rank, the stage comes first (`4F0`). `─` continues the action
+    to its left, `·` marks an idle rank.
 
     Args:
-        program: One that `check_program` finds nothing wrong with.
-        max_width: Characters of a line; what is right of it is cut off, and said.
+        program: A program in which `check_program` finds no problem.
+        max_width: Characters per line. Longer lines are cut, and a last line says so.
     """
     stages = 1 + max(action.stage for actions in program.values() for action in actions)
     return draw_timeline(simulate(program, StageTimes.equal(stages)), 1.0, max_width)
 
 
 def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
-    """A picture of a timeline, one column per `unit` of time."""
+    """Draws a timeline, one column per `unit` of time."""
     ranks = sorted(timeline.slots)
     actions = [slot.action for rank in ranks for slot in timeline.slots[rank]]
     several = any(len({slot.action.stage for slot in timeline.slots[rank]}) > 1 for rank in ranks)
@@ -39,7 +40,7 @@ def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
             cell.ljust(width, "─" if after.startswith("─") else " ")
             for cell, after in zip(cells, [*cells[1:], ""], strict=True)
         )
-        # The last column of an action ends in a blank, so that neighbours stay apart.
+        # The last column of an action ends in a blank, to separate it from the next action.
         lines.append(f"pp{rank}".ljust(head) + _apart(cells, row, width)[: shown * width].rstrip())
     if shown < columns:
         lines.append(f"{'':{head}}… the first {shown} of {columns} slots")

@@ -1,4 +1,4 @@
-"""What happens when, if every action takes a known time: a program run on paper."""
+"""Simulates a program: when each action runs, given the time of every action and message."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from raypp.schedules.action import Action, Program
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds (or any unit) of one microbatch on every stage.
+    """Times of one microbatch on every stage, in seconds or any other unit.
 
     Attributes:
-        forward: Of F, by stage.
-        backward: Of B, by stage.
-        input_share: Part of B that I takes.
-        weight_share: Part of B that W takes; None: the rest. Done apart, the two may take longer than B.
-        first_whole: The first stage, whose input needs no gradient, leaves all of its B to W, as torch does.
-        link: Of one message between two ranks; a sequence gives it by border: `link[s]` between stages s and s + 1.
+        forward: Time of F, by stage.
+        backward: Time of B, by stage.
+        input_share: The fraction of B that I takes.
+        link: Time of one message between two ranks. A sequence gives it by boundary: `link[s]` is
+            between stages s and s + 1.
+        weight_share: The fraction of B that W takes. None: the rest. I and W together may take
+            longer than B.
+        first_whole: True: on the first stage, W takes the time of B and I takes none, as in torch:
+            its input needs no gradient.
     """
 
     forward: Sequence[float]
@@ -31,14 +34,15 @@ class StageTimes:
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
-        """The same for all stages; the textbook's backward takes twice its forward."""
+        """Returns equal times for all stages. By default, a backward takes twice its forward."""
         return cls([forward] * num_stages, [backward] * num_stages, link=link)
 
-    def message(self, border: int) -> float:
-        """Of one message between stages `border` and `border + 1`, in either direction."""
-        return self.link if isinstance(self.link, int | float) else self.link[border]
+    def message(self, boundary: int) -> float:
+        """Returns the time of a message between stages `boundary` and `boundary + 1`."""
+        return self.link if isinstance(self.link, int | float) else self.link[boundary]
 
     def of(self, action: Action) -> float:
+        """Returns the time of an action."""
         match action.kind:
             case "F":
                 return self.forward[action.stage]
@@ -64,14 +68,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program with times.
+    """The result of a simulation.
 
     Attributes:
-        slots: What every rank did, in order.
+        slots: The actions of every rank with their times, in order.
         makespan: End of the last action.
-        idle: Time every rank stood still between 0 and the makespan.
-        in_flight: Most microbatches of each stage with a forward whose backward (B, or W) was not over.
-        in_flight_on_rank: The same, summed over a rank's stages at one time.
+        idle: Idle time of every rank between 0 and the makespan.
+        in_flight: Peak number of microbatches in flight on each stage: the forward is done, the
+            backward (B, or W) is not.
+        in_flight_on_rank: The same for each rank, summed over its stages at one time.
     """
 
     slots: Mapping[int, Sequence[Slot]]
@@ -82,30 +87,30 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time as a share of all ranks' time."""
+        """Idle time as a fraction of the time of all ranks."""
         return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
 def simulate(program: Program, times: StageTimes) -> Timeline:
-    """Runs a program on paper.
+    """Simulates a program.
 
-    A rank does its actions in order, each as soon as its input is there. Sends never hold a rank up. Messages between
-    two ranks of the same direction follow one another; the two directions do not disturb each other. Stages on one
-    rank hand over at once.
+    A rank runs its actions in order, each as soon as its input has arrived. Sends never block a
+    rank. Messages from one rank to another cross one after the other; the two directions are
+    independent. Stages on the same rank pass results without delay.
 
     Args:
-        program: Actions of every rank (`check_program` finds nothing wrong with it).
-        times: Of every stage, and of a message.
+        program: Actions of every rank; `check_program` finds no problem in it.
+        times: Times of the stages and messages.
 
     Raises:
-        ValueError: The ranks wait for each other for ever.
+        ValueError: The program deadlocks.
     """
     num_stages = 1 + max(action.stage for actions in program.values() for action in actions)
     run = _Run(program, times, num_stages)
     while any(run.position[rank] < len(actions) for rank, actions in program.items()):
         if not any(run.advance(rank) for rank in program):
             waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
-            raise ValueError(f"the program cannot be run: its ranks wait for ever at {', '.join(waits)}")
+            raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
     makespan = max(run.clock.values())
     idle = [makespan - sum(slot.end - slot.start for slot in run.slots[rank]) for rank in sorted(program)]
     in_flight = [_peak(actions, stage) for stage, actions in sorted(_by_stage(program).items())]
@@ -114,7 +119,7 @@ def simulate(program: Program, times: StageTimes) -> Timeline:
 
 
 class _Run:
-    """The state of a simulation: how far every rank is, and when what arrives."""
+    """The state of a simulation: the position of every rank and the arrival times of messages."""
 
     def __init__(self, program: Program, times: StageTimes, num_stages: int) -> None:
         self.program, self.times, self.num_stages = program, times, num_stages
@@ -126,7 +131,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
 
     def advance(self, rank: int) -> bool:
-        """Does what a rank can do now; whether it could do anything."""
+        """Runs a rank as far as it can; returns whether it moved."""
         actions, begun = self.program[rank], self.position[rank]
         for position in range(begun, len(actions)):
             action = actions[position]
@@ -142,7 +147,7 @@ class _Run:
         return self.position[rank] > begun
 
     def _ready(self, action: Action) -> float | None:
-        """When an action's input is on its rank; None while that is not known."""
+        """Returns when the input of an action arrives on its rank; None if not known yet."""
         if action.kind == "W" or action.stage == (0 if action.kind == "F" else self.num_stages - 1):
             return 0.0
         return self.arrival.get(("F" if action.kind == "F" else "B", action.stage, action.microbatch))
@@ -153,7 +158,8 @@ class _Run:
             return
         peer, arrives = self.rank_of[to], self.clock[rank]
         if peer != rank:
-            # A link has one sender, whose actions come in order: messages queue in the order they are made here.
+            # A link has one sender, which runs its actions in order, so this is the order of
+            # messages.
             arrives = max(arrives, self.link_free[rank, peer]) + self.times.message(min(action.stage, to))
             self.link_free[rank, peer] = arrives
         self.arrival[direction, to, action.microbatch] = arrives
@@ -168,7 +174,7 @@ def _by_stage(program: Program) -> dict[int, list[Action]]:
 
 
 def _peak(actions: Sequence[Action], stage: int | None = None) -> int:
-    """Most forwards without their backward at one time, of one stage or of all."""
+    """Returns the most forwards without their backward at one time, of one stage or of all."""
     now = peak = 0
     for action in actions:
         if stage is None or action.stage == stage:

@@ -1,4 +1,4 @@
-"""Whether a program computes everything once, in an order that can be run."""
+"""Checks that a program computes everything exactly once, in an order that can run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from raypp.schedules.action import Action, Program
 def check_program(
     program: Program, placement: Sequence[Sequence[int]], microbatches: int, *, trains: bool = True
 ) -> list[str]:
-    """What is wrong with a program, in words; empty when nothing is.
+    """Describes the problems of a program; empty if there are none.
 
-    Every stage must run every microbatch forward exactly once, then backward exactly once (B, or I and after it W), on
-    the rank that holds it; within a stage forwards and backwards must come in microbatch order (gradients are then
-    added in the same order on every mesh); and no two ranks may wait for each other.
+    Every stage must run each microbatch forward exactly once, then backward exactly once (B, or I
+    and later W), on the rank that holds it. Within a stage, forwards and backwards must be in
+    microbatch order, so that gradients are added in the same order on every mesh. The ranks must
+    not deadlock.
 
     Args:
         program: Actions of every rank.
         placement: Stages of every rank.
-        microbatches: Per step.
-        trains: False for a program of forwards only.
+        microbatches: Microbatches per step.
+        trains: False for a forward-only program.
     """
     found: list[str] = []
     if sorted(program) != list(range(len(placement))):
@@ -52,7 +53,7 @@ def _of_stage(stage: int, actions: Sequence[Action], microbatches: int, trains: 
         if not 0 <= action.microbatch < microbatches:
             found.append(f"{action}: there are only microbatches 0 to {microbatches - 1}")
         elif (action.kind, action.microbatch) in position:
-            found.append(f"{action} comes twice")
+            found.append(f"{action} appears twice")
         else:
             position[action.kind, action.microbatch] = index
     for microbatch in range(microbatches):
@@ -71,7 +72,7 @@ def _of_microbatch(stage: int, microbatch: int, at: dict[str, int], trains: bool
     found = [] if "F" in at else [f"{name}: there is no forward"]
     backward = sorted(set(at) - {"F"})
     if not trains:
-        return [*found, *(f"{name}: {kind} in a program of forwards only" for kind in backward)]
+        return [*found, *(f"{name}: {kind} in a forward-only program" for kind in backward)]
     if not backward:
         return [*found, f"{name}: there is no backward"]
     if backward not in (["B"], ["I", "W"]):
@@ -85,7 +86,7 @@ def _of_microbatch(stage: int, microbatch: int, at: dict[str, int], trains: bool
 
 
 def _waits(program: Program, num_stages: int) -> list[str]:
-    """Which ranks wait for ever, and for what."""
+    """Describes which ranks hang, and what they wait for."""
     done: set[Action] = set()
     position = dict.fromkeys(program, 0)
     moved = True
@@ -97,7 +98,7 @@ def _waits(program: Program, num_stages: int) -> list[str]:
                 position[rank] += 1
                 moved = True
     return [
-        f"rank {rank} waits for ever at {actions[position[rank]]}: it needs "
+        f"rank {rank} hangs at {actions[position[rank]]}: it needs "
         f"{missing_input(actions[position[rank]], done, num_stages)} first"
         for rank, actions in program.items()
         if position[rank] < len(actions)
@@ -105,9 +106,9 @@ def _waits(program: Program, num_stages: int) -> list[str]:
 
 
 def missing_input(action: Action, done: set[Action], num_stages: int) -> str:
-    """What an action waits for that is not yet done, as text; empty when it can run.
+    """Returns the action that an action waits for, as text; empty if it can run.
 
-    Only what comes from another stage: a rank runs its own actions in order.
+    It looks only at inputs from other stages: a rank runs its own actions in order.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F" and stage > 0:

@@ -1,4 +1,4 @@
-"""ZBV: two stages per rank in a V, split backwards; almost no bubble, and the memory of 1F1B on every rank."""
+"""ZBV: two stages per rank in a V, split backwards. Almost no bubble, with the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KIND = ScheduleKind(
 
 
 def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
-    """The program of every rank; rank r holds the stages r and 2·pp - 1 - r.
+    """Builds the program of every rank. Rank r holds the stages r and 2·pp - 1 - r.
 
-    A rank holds at most 2·pp half-size activations, as much as 1F1B's first rank. `lookahead` lets it hold so many
-    more for every rank below.
+    A rank holds the activations of at most 2·pp half-size stages, as much as the first rank of
+    1F1B. `lookahead` lets it hold that many more for each later rank.
     """
     placement = [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
     room = [2 * pp + lookahead * (pp - 1 - rank) for rank in range(pp)]
@@ -29,5 +29,5 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
 
 
 def _urgency(action: Action, pp: int) -> tuple[int, ...]:
-    """Work on the way back up the V first: it leads to the backwards that the other ranks wait for."""
+    """Puts the second half of the V first: it leads to the backwards that other ranks wait for."""
     return (0 if action.stage >= pp else 1, action.microbatch)

@@ -54,7 +54,7 @@ def test_without_a_cluster_the_exit_code_is_3(office: Office) -> None:
 
 
 def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
-    """Hosts 1 and 2 reach the head, and not each other: each has a wrong neighbour entry for the other one."""
+    """Hosts 1 and 2 reach the head, but not each other: each has a wrong neighbour entry."""
     network = office.bed.network
     there = [
         "ip",
@@ -75,4 +75,4 @@ def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
         office.bed.run(1, ["ip", "neigh", "del", network.address(2), "dev", "eth0"])
     assert answer.code == 1, answer
     (told,) = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
-    assert told == f"{network.address(1)} does not reach {network.address(2)} over eth0: no answer"
+    assert told == f"{network.address(1)} cannot reach {network.address(2)} over eth0: no answer"

@@ -1,4 +1,4 @@
-"""What `raypp doctor` makes of what it measured, and the measuring itself, on loopback."""
+"""The findings of `raypp doctor`, and its measurements over loopback."""
 
 from __future__ import annotations
 
@@ -114,16 +114,16 @@ def _tired(report: dict[str, Any]) -> None:
     [
         (_other_torch, Severity.BREAKS, "different versions of torch: 1.0 on 10.0.0.1, 2.11 on 10.0.0.2"),
         (_other_python, Severity.BREAKS, "different versions of python: 3.11 on 10.0.0.1, 3.12 on 10.0.0.2"),
-        (_unreachable, Severity.BREAKS, "10.0.0.1 does not reach 10.0.0.2 over eth0: no answer"),
-        (_lopsided, Severity.SLOWS, "the link 10.0.0.1 – 10.0.0.2 is lopsided: 0.94 Gbit/s there, 0.1 back"),
+        (_unreachable, Severity.BREAKS, "10.0.0.1 cannot reach 10.0.0.2 over eth0: no answer"),
+        (_lopsided, Severity.SLOWS, "the link 10.0.0.1 – 10.0.0.2 is asymmetric: 0.94 Gbit/s one way, 0.1 back"),
         (_slow, Severity.SLOWS, "carries 0.09 Gbit/s; its interface eth0 has 1"),
-        (_faster_unused, Severity.SLOWS, "node 10.0.0.1 talks over eth0 (1 Gbit/s), and has eth1 with 10"),
+        (_faster_unused, Severity.SLOWS, "node 10.0.0.1 uses eth0 (1 Gbit/s), but also has eth1 with 10"),
         (_skewed, Severity.BREAKS, "clocks of 10.0.0.1 and 10.0.0.2 differ by 900.0 s"),
         (_no_answer, Severity.BREAKS, "no worker answers on node 10.0.0.2"),
         (_unshared_store, Severity.BREAKS, "10.0.0.2 does not see in /runs what 10.0.0.1 wrote there"),
         (_no_rights, Severity.BREAKS, "the store s3://b from 10.0.0.2: 403"),
-        (_no_data, Severity.BREAKS, "the training data /data/text.txt are not on 10.0.0.2"),
-        (_tired, Severity.SLOWS, "a H on 10.0.0.2 computes less than 70 % of what the fastest H does"),
+        (_no_data, Severity.BREAKS, "the training data /data/text.txt is missing on 10.0.0.2"),
+        (_tired, Severity.SLOWS, "a H on 10.0.0.2 reaches less than 70 % of the speed of the fastest H"),
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
     ],
 )
@@ -173,7 +173,7 @@ def token() -> str:
 
 @pytest.fixture
 def late(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProbe]:
-    """A node whose clock is 7 s ahead."""
+    """A probe whose clock is 7 s ahead."""
     monkeypatch.chdir(tmp_path)
     probe = NodeProbe(token, clock=lambda: time.time() + 7)
     yield probe

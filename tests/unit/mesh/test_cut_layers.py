@@ -1,4 +1,4 @@
-"""Layers to stages."""
+"""Cuts of layers into stages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_fractional_weights_give_the_cheapest_cut() -> None:
 
 
 def test_the_rest_of_a_balanced_cut_is_even_too() -> None:
-    # The limit is 3.2 either way; [3, 3, 3, 1] would keep to it.
+    # The costliest stage costs 3.2 in both cuts; [3, 3, 3, 1] would reach it, too.
     assert balance([1.0] * 10, 4, 0.2, 0.3) == [2, 3, 3, 2]
 
 

@@ -1,4 +1,4 @@
-"""Ranks to nodes."""
+"""Which ranks share a node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypp.spec.job import MeshSection
 
 
 def workers(*devices: int, ip: str = "10.0.0.{}") -> list[NodeFacts]:
-    """`devices` workers on each node, nodes in the order of their addresses."""
+    """Returns `devices` workers for each node, nodes ordered by address."""
     return [
         NodeFacts(f"node{node}", ip.format(node + 1), f"host{node}", 100 + device, "eth0", device, count)
         for node, count in enumerate(devices)
@@ -29,14 +29,14 @@ def mesh_of(**axes: int) -> Mesh:
 
 
 def nodes_of_ranks(mesh: Mesh, facts: list[NodeFacts]) -> list[str]:
-    """The node of each rank."""
+    """Returns the node of each rank."""
     order = seat_order(mesh, facts)
     assert sorted(order) == list(range(mesh.world))
     return [facts[order.index(rank)].node_id for rank in range(mesh.world)]
 
 
 def crossing(mesh: Mesh, facts: list[NodeFacts], axis: str | tuple[str, ...]) -> int:
-    """How many groups of an axis have ranks on several nodes."""
+    """Counts the groups of an axis with ranks on several nodes."""
     nodes = nodes_of_ranks(mesh, facts)
     return sum(len({nodes[rank] for rank in group}) > 1 for group in mesh.groups(axis))
 
@@ -106,5 +106,5 @@ def test_workers_without_a_device_index_still_get_distinct_ranks() -> None:
 
 
 def test_another_number_of_workers_than_ranks_is_an_error() -> None:
-    with pytest.raises(ResourcesError, match="4 ranks, but 3 workers"):
+    with pytest.raises(ResourcesError, match="4 ranks, but there are 3 workers"):
         seat_order(mesh_of(pp=4), workers(3))

@@ -1,4 +1,4 @@
-"""A family's model beside Hugging Face transformers' one with the same weights."""
+"""Builds a family's model and the one of Hugging Face transformers with the same weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STACKED = re.compile(r"(.*\.experts)\.(\w+)")
 
 
 def whole_model(options: DecoderOptions, seed: int = 7) -> torch.nn.Module:
-    """All stages in one, with weights large enough that every part shows in the logits."""
+    """Builds the whole model as one stage; its weights let each part affect the logits visibly."""
     model = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -49,7 +49,7 @@ def their_names(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_at_1e5(options: DecoderOptions, theirs: torch.nn.Module) -> None:
-    """Logits of two rows and every gradient of their loss."""
+    """Returns the logits of two rows and all gradients of their loss."""
     ours = whole_model(options)
     named = their_names(ours.state_dict())
     tied = {"lm_head.weight": named["model.embed_tokens.weight"]} if options.tie_embeddings else {}

@@ -1,4 +1,4 @@
-"""The router's losses, and experts that get few rows or none."""
+"""Router losses, and experts with few rows or none."""
 
 from __future__ import annotations
 

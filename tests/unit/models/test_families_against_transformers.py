@@ -1,4 +1,4 @@
-"""Logits and gradients of every family are those of Hugging Face transformers, for the same weights."""
+"""For the same weights, each family's logits and gradients equal Hugging Face transformers'."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_config_that_transformers_saved_is_read_as_the_section_it_came_from(
 
 @every_family
 def test_a_config_without_optional_keys_means_what_transformers_takes_it_for(kind: str, tmp_path: Path) -> None:
-    """The defaults of a family are those of transformers' own class."""
+    """A family has the same defaults as transformers' config class."""
     form = FAMILIES[kind].hf
     config = config_from_options(small_options(kind), dtype="float32", context=64, eos_id=1)
     left = {key: value for key, value in config.items() if key not in form.settings.values()}

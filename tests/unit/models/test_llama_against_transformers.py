@@ -1,4 +1,4 @@
-"""Llama's logits and gradients are those of Hugging Face transformers, for the same weights."""
+"""For the same weights, Llama's logits and gradients equal Hugging Face transformers'."""
 
 from __future__ import annotations
 

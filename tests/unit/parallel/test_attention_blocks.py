@@ -1,4 +1,4 @@
-"""Blocks of attention, added up, are the whole: torch's kernel and the one written out."""
+"""Attention by blocks equals attention over the whole: torch's kernel and the matrix products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from raypp.parallel import attention_blocks
-from raypp.parallel.attention_blocks import _written_out, _written_out_gradients, attend_block, block_gradients
+from raypp.parallel.attention_blocks import _by_products, _gradients_by_products, attend_block, block_gradients
 
 HEADS, WIDTH = 6, 8
 
@@ -36,7 +36,7 @@ def test_both_kernels_give_the_numbers_of_plain_attention(
     with torch.no_grad():
         for attend, backward in (
             (attend_block(q, k, v, causal=causal), block_gradients),
-            (_written_out(q, k, v, causal), lambda *a, causal: _written_out_gradients(*a, causal)),
+            (_by_products(q, k, v, causal), lambda *a, causal: _gradients_by_products(*a, causal)),
         ):
             out, lse = attend
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -46,4 +46,4 @@ def test_both_kernels_give_the_numbers_of_plain_attention(
 
 def test_scores_far_from_zero_do_not_overflow() -> None:
     q, k, v, _ = (x.detach() * 200 for x in tensors(4, 6, 2))
-    torch.testing.assert_close(_written_out(q, k, v, False)[0], plain(q, k, v, False))
+    torch.testing.assert_close(_by_products(q, k, v, False)[0], plain(q, k, v, False))

@@ -1,4 +1,4 @@
-"""Who holds which tokens under ring attention, and that every pair of tokens is seen exactly where it must be."""
+"""Ring attention: which rank holds which tokens; each pair of tokens is computed exactly once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raypp.parallel.zigzag import RingPlan, plan_ring, zigzag
 
 
 def columns(rank: int, size: int, row_len: int, rows: int) -> np.ndarray:
-    """Global index (rows end to end) of each of a rank's tokens."""
+    """Returns the global index (rows end to end) of each token of a rank."""
     chunks = np.arange(rows * row_len).reshape(rows, 2 * size, -1)
     return chunks[:, list(zigzag(rank, size))].reshape(-1)
 
 
 def seen(plans: Sequence[RingPlan], row_len: int, rows: int) -> np.ndarray:
-    """How often each query sees each key, over all ranks, `[tokens, tokens]`."""
+    """Counts how often each query sees each key, over all ranks: `[tokens, tokens]`."""
     size = len(plans)
     counts = np.zeros((rows * row_len,) * 2, dtype=np.int64)
     for rank, plan in enumerate(plans):
@@ -40,7 +40,7 @@ def wanted(lengths: Sequence[int]) -> np.ndarray:
 
 @st.composite
 def packed_rows(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
-    """(ring size, row length, rows, lengths of documents)."""
+    """Draws (ring size, row length, rows, lengths of documents)."""
     size, rows = draw(st.integers(1, 5)), draw(st.integers(1, 2))
     row_len = 2 * size * draw(st.integers(1, 5))
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Programs with messages, under the harshest rules of the libraries that carry them: nothing hangs or is mixed up."""
+"""Programs with messages neither hang nor mix up messages, under each library's strictest rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by, with_messages
-from raypp.schedules.deadlock import waits_for_ever
+from raypp.schedules.deadlock import find_hangs
 
 
 def ranks_of(name: str, pp: int, stages_per_rank: int) -> list[int]:
@@ -36,7 +36,7 @@ def assert_nothing_waits(name: str, widths: Sequence[int]) -> None:
         for lookahead in range(5):
             lines, ranks = lines_of(name, pp, stages_per_rank, microbatches, lookahead)
             for rule, room in (("gloo", 0), ("nccl", 0), ("blocking", schedule_named(name).buffered)):
-                found = waits_for_ever(lines, ranks, rule, room=room)  # type: ignore[arg-type]
+                found = find_hangs(lines, ranks, rule, room=room)  # type: ignore[arg-type]
                 assert not found, (pp, stages_per_rank, microbatches, lookahead, rule, found)
 
 
@@ -70,7 +70,7 @@ def test_every_message_is_sent_once_and_received_once_before_it_is_needed(name: 
 
 
 def test_a_receive_is_posted_a_backward_and_a_forward_before_its_use() -> None:
-    # As torch's pass places them, rank 0 posts the receive of a gradient one forward before it needs it.
+    # With torch's placement, rank 0 posts the receive of a gradient one forward before it needs it.
     lines, _ = lines_of("1f1b", 2, 1, 16, 1)
     line = lines[0]
     for microbatch in range(4, 16):
@@ -81,10 +81,11 @@ def test_a_receive_is_posted_a_backward_and_a_forward_before_its_use() -> None:
 
 
 def test_one_group_for_all_activations_would_hang_nccl() -> None:
-    # Two ranks with two stages each send activations both ways; in one group a posted receive blocks the send behind.
+    # Two ranks with two stages each send activations both ways. In a single group, a posted receive
+    # blocks the send behind it.
     lines, ranks = lines_of("interleaved_1f1b", 2, 2, 4, 0)
-    assert waits_for_ever(lines, ranks, "nccl", group_of=lambda message, source, to: message.kind)
-    assert not waits_for_ever(lines, ranks, "nccl")
+    assert find_hangs(lines, ranks, "nccl", group_of=lambda message, source, to: message.kind)
+    assert not find_hangs(lines, ranks, "nccl")
 
 
 def test_a_receive_out_of_order_is_found() -> None:
@@ -92,14 +93,14 @@ def test_a_receive_out_of_order_is_found() -> None:
     first, second = (Receive(Message("F", 0, index)) for index in (0, 1))
     swap = {first: second, second: first}
     lines[1] = [swap.get(item, item) if isinstance(item, Receive) else item for item in lines[1]]
-    assert any("meets" in words for words in waits_for_ever(lines, ranks, "gloo"))
+    assert any("matches" in text for text in find_hangs(lines, ranks, "gloo"))
 
 
 def test_a_receive_that_is_never_posted_is_found() -> None:
     lines, ranks = lines_of("1f1b", 3, 1, 4, 1)
     lost = Receive(dataclasses.replace(Message("B", 2, 0), microbatch=3))
     lines[1] = [item for item in lines[1] if item != lost]
-    assert "rank 1 waits for ever at 1B3" in waits_for_ever(lines, ranks, "gloo")
+    assert "rank 1 hangs at 1B3" in find_hangs(lines, ranks, "gloo")
 
 
 def test_channels_are_connected_neighbours_first() -> None:

@@ -57,8 +57,8 @@ def test_a_function_may_ask_for_a_v(own: str) -> None:
     ("name", "message"),
     [
         ("forgets", "stage 0, microbatch 0: there is no backward"),
-        ("nonsense", "'hello' is no action"),
-        ("number", "is no function"),
+        ("nonsense", "'hello' is not an action"),
+        ("number", "is not a function"),
         ("absent", "has no 'absent'"),
         ("raises", "raises raised KeyError: 'nothing' .asked for pp 2, stages_per_rank 1, microbatches 2"),
         ("few", "few raised TypeError: few.. takes 1 positional argument"),
@@ -88,7 +88,7 @@ def test_a_table_may_lie_in_a_v(tmp_path: Path) -> None:
 def test_mistakes_in_a_table_are_told_with_their_line(tmp_path: Path) -> None:
     table = tmp_path / "own.csv"
     table.write_text("0F0,0B0\n1F0,1Q0\n")
-    with pytest.raises(JobError, match=r"own.csv:2: '1Q0' is no action"):
+    with pytest.raises(JobError, match=r"own.csv:2: '1Q0' is not an action"):
         schedule_named(str(table))
     with pytest.raises(JobError, match="cannot read"):
         schedule_named(str(tmp_path / "absent.csv"))

@@ -1,4 +1,4 @@
-"""Every schedule, for many sizes, through the check and the simulator."""
+"""Every schedule passes the check and the simulator for many sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ times = st.floats(0.1, 3)
 
 
 def allowed(name: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[int, int, int]:
-    """The nearest sizes the schedule can do."""
+    """Returns the nearest sizes that the schedule supports."""
     schedule = schedule_named(name)
     return pp, schedule.nearest_stages(stages_per_rank), max(microbatches, schedule.least_microbatches(pp))
 

@@ -1,4 +1,4 @@
-"""Times, links, bubbles, pictures."""
+"""The simulator's times, links and bubbles, and the pictures of programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_times_by_hand() -> None:
 def test_messages_of_one_direction_follow_one_another() -> None:
     rows = {0: parse_actions("0F0 0F1 0B0 0B1"), 1: parse_actions("1F0 1F1 1B0 1B1")}
     timeline = simulate(rows, StageTimes([1, 1], [1, 1], link=3))
-    # 0F0 is sent 1 to 4, 0F1 (done at 2) only from 4 to 7.
+    # 0F0 is sent from 1 to 4. 0F1 is done at 2, but is sent only from 4 to 7.
     assert times_of(timeline, 1)["1F0"] == (4, 5)
     assert times_of(timeline, 1)["1F1"] == (7, 8)
 

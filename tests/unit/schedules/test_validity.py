@@ -1,4 +1,4 @@
-"""What the check of a program finds."""
+"""The check of a program finds each kind of problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_nothing_is_wrong_with_a_good_program() -> None:
     [
         ("0F0 0B0 0B1", "stage 0, microbatch 1: there is no forward"),
         ("0F0 0F1 0B0", "stage 0, microbatch 1: there is no backward"),
-        ("0F0 0F0 0F1 0B0 0B1", "0F0 comes twice"),
+        ("0F0 0F0 0F1 0B0 0B1", "0F0 appears twice"),
         ("0F0 0B1 0F1 0B0", "B comes before the forward"),
         ("0F0 0F1 0I0 0B1", "the backward is I; it must be B, or I and W"),
         ("0F0 0F1 0B0 0W0 0B1", "the backward is B and W"),
@@ -45,9 +45,9 @@ def test_each_mistake_is_named(row: str, message: str) -> None:
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     rows = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     found = wrong(*rows)
-    assert "rank 0 waits for ever at 0B0: it needs 1B0 first" in found
-    assert "rank 1 waits for ever at 1F1: it needs 0F1 first" in found
-    with pytest.raises(ValueError, match="wait for ever at 0B0, 1F1"):
+    assert "rank 0 hangs at 0B0: it needs 1B0 first" in found
+    assert "rank 1 hangs at 1F1: it needs 0F1 first" in found
+    with pytest.raises(ValueError, match="hang at 0B0, 1F1"):
         simulate({rank: parse_actions(row) for rank, row in enumerate(rows)}, StageTimes.equal(2))
 
 
@@ -56,4 +56,4 @@ def test_a_missing_rank_is_named() -> None:
 
 
 def test_a_backward_has_no_place_among_forwards_only() -> None:
-    assert "B in a program of forwards only" in wrong("0F0 0F1 0B0", "1F0 1F1", trains=False)
+    assert "B in a forward-only program" in wrong("0F0 0F1 0B0", "1F0 1F1", trains=False)
