@@ -87,7 +87,7 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     """
     lend_store_settings()
     files = HfFiles(source)
-    store, name, options, document = _of_job(files, job) if _is_file(job) else _of_place(files, job)
+    store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
     with progress_bar("importing", None) as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     if as_json:
@@ -105,7 +105,7 @@ def _is_file(argument: str) -> bool:
     return argument.endswith((".yaml", ".yml", ".json"))
 
 
-def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
     """Returns the run of a job file.
 
     Checks the model's sizes last, after the errors that name a tensor.
@@ -125,7 +125,7 @@ def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions
     return open_store(job.checkpoint.url), job.name, asked, job_document(job)
 
 
-def _of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
     """Returns the run at URL/NAME. Its job contains only the model."""
     url, name, step = split_location(argument)
     if url is None or step is not None:

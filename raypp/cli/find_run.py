@@ -58,7 +58,7 @@ def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     Raises:
         StoreError: Its store does not respond.
     """
-    status = reader.status() or _before_the_first(place)
+    status = reader.status() or _status_before_the_first(place)
     if is_final(status) or time.time() - status["updated_at"] < GONE_AFTER_S:
         return status
     # Only for a run without recent updates, because the check connects to the cluster.
@@ -68,7 +68,7 @@ def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     return without_a_sign_of_life(status, alive, time.time())
 
 
-def _before_the_first(place: RunPlace) -> dict[str, Any]:
+def _status_before_the_first(place: RunPlace) -> dict[str, Any]:
     """Returns the status of a run that was submitted but has not written a status yet."""
     since = place.submitted_at
     if since is None:

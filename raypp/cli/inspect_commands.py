@@ -57,7 +57,7 @@ def list_command(as_json: bool) -> None:
     """List the runs that were submitted from here or that the cluster knows."""
     places = known_runs.known_runs()
     with ThreadPoolExecutor(8) as pool:
-        statuses = list(pool.map(_status_or_why_not, places))
+        statuses = list(pool.map(_status_or_error, places))
     if as_json:
         keys = [key for key in STATUS_KEYS if key != "ranks"]
         click.echo(json.dumps([{key: status[key] for key in keys} for status in statuses]))
@@ -168,7 +168,7 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
         time.sleep(_WATCH_S)
 
 
-def _status_or_why_not(place: RunPlace) -> dict[str, Any]:
+def _status_or_error(place: RunPlace) -> dict[str, Any]:
     """Returns a run's status, without a state if its store does not respond.
 
     The list still shows the other runs.

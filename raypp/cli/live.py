@@ -36,7 +36,7 @@ class LiveView:
     """Shows one run while it is active.
 
     On a terminal, one line is updated in place and events scroll above it. Elsewhere it prints
-    about twenty plain lines for the whole run. Call `leave_out_the_past` before the submission of a
+    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of a
     run that is resumed.
 
     Args:
@@ -49,25 +49,25 @@ class LiveView:
         self._poll_s = poll_s
         self._status: Mapping[str, Any] | None = None
         self._rows: Sequence[Mapping[str, Any]] = ()
-        self._told_events: set[EventKey] = set()
-        self._told_state: str | None = None
-        self._told_step = 0
-        self._told_trouble = False
+        self._shown_events: set[EventKey] = set()
+        self._shown_state: str | None = None
+        self._shown_step = 0
+        self._trouble_shown = False
         self._old_stamp: float | None = None
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
-    def leave_out_the_past(self, reader: RunReader) -> None:
+    def skip_earlier_records(self, reader: RunReader) -> None:
         """Ignores the records now in the store.
 
         They belong to an earlier submission of the run, and so does its end.
         """
         status = reader.status()
         self._old_stamp = status["updated_at"] if status else None
-        self._told_events = {_key(event) for event in reader.events()}
+        self._shown_events = {_key(event) for event in reader.events()}
         rows = reader.history()
-        self._told_step = rows[-1]["step"] if rows else 0
+        self._shown_step = rows[-1]["step"] if rows else 0
 
     def follow(
         self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None = None
@@ -103,13 +103,13 @@ class LiveView:
             try:
                 status = self._look(place, reader)
                 heard = time.monotonic()
-                self._told_trouble = False
+                self._trouble_shown = False
                 if is_final(status) or last_look:
                     return status
             except StoreError as error:
                 if time.monotonic() - heard > _STORE_PATIENCE_S or last_look:
                     raise
-                self._tell_trouble(error)
+                self._show_trouble(error)
             time.sleep(self._poll_s)
 
     def _look(self, place: RunPlace, reader: RunReader) -> dict[str, Any]:
@@ -129,14 +129,14 @@ class LiveView:
         if not self.console.is_terminal:
             self._plain_progress()
         for event in events:
-            if _key(event) not in self._told_events:
-                self._told_events.add(_key(event))
+            if _key(event) not in self._shown_events:
+                self._shown_events.add(_key(event))
                 show_event(self.console, event)
-        if status["state"] != self._told_state:
+        if status["state"] != self._shown_state:
             # The first and the last state need no line: the following output shows them.
-            if not is_final(status) and (self._told_state is not None or status["state"] != "PENDING"):
+            if not is_final(status) and (self._shown_state is not None or status["state"] != "PENDING"):
                 self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
-            self._told_state = status["state"]
+            self._shown_state = status["state"]
 
     def _print(self, text: Text) -> None:
         # Without a terminal, a line is never wrapped, so that grep finds it.
@@ -145,10 +145,10 @@ class LiveView:
     def _plain_progress(self) -> None:
         step, steps = self._step(), self._status["steps"] if self._status else 0
         every = max(1, steps // _PLAIN_LINES)
-        if step < self._told_step:
-            self._told_step = step  # a restart went back
-        elif step and (step >= self._told_step + every or (step == steps and step != self._told_step)):
-            self._told_step = step
+        if step < self._shown_step:
+            self._shown_step = step  # a restart went back
+        elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
+            self._shown_step = step
             self._print(Text("  ".join(self._figures())))
 
     def _step(self) -> int:
@@ -209,9 +209,9 @@ class LiveView:
             parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
         return Text("  ").join([*parts, Text(elapsed, style="dim")])
 
-    def _tell_trouble(self, error: RayppError) -> None:
-        if not self._told_trouble:
-            self._told_trouble = True
+    def _show_trouble(self, error: RayppError) -> None:
+        if not self._trouble_shown:
+            self._trouble_shown = True
             self._print(Text(f"cannot read the run's records at the moment: {error.problems[0].what}", style="yellow"))
 
     def summary(

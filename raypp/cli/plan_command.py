@@ -133,7 +133,7 @@ def _count_own_model(job: Job) -> None:
         not_counted(job.model, "; ".join(problem.what for problem in error.problems))
 
 
-_OTHERS_TOLD = 0.05
+_WARN_ABOVE = 0.05
 """Share of a core used by other programs above which a warning is printed. A step is that much
 faster without them."""
 
@@ -153,7 +153,7 @@ def _measure(job: Job, path: Path) -> None:
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
         answer = ask("raypp.measure.model_costs", request, "the measurement")
-    if (others := 1 - 1 / answer["stretched"]) > _OTHERS_TOLD:
+    if (others := 1 - 1 / answer["stretched"]) > _WARN_ABOVE:
         console.print(
             f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
             "The measured costs include that."

@@ -43,8 +43,8 @@ from raypp.storage import ObjectStore, StoreError, open_store
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
 _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
-_LEAVING_S = 30.0
-_LEAVING_POLL_S = 0.3
+_JOB_END_WAIT_S = 30.0
+_JOB_END_POLL_S = 0.3
 
 
 @click.command("submit")
@@ -92,7 +92,7 @@ def submit_command(
         err=as_json,
     )
     if detach:
-        _say_how_to_come_back(place, as_json)
+        _print_follow_commands(place, as_json)
         if as_json:
             _print_json({**dict.fromkeys(_JSON_KEYS), "run": place.name, "state": str(RunState.PENDING)})
         return
@@ -103,10 +103,10 @@ def submit_command(
 @click.argument("run")
 def save_command(run: str) -> None:
     """Save a checkpoint of RUN now. Returns when it is committed."""
-    place, reader, cluster = _living(run)
+    place, reader, cluster = _active_run(run)
     answer = client.command_run(cluster, place.name, "save")
     if not answer["found"]:
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     if answer["committed"] is None:
         raise CheckpointError(Problem("RUN", answer["what"], f"see `raypp events {place.name}` for the cause"))
     click.echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
@@ -117,10 +117,10 @@ def save_command(run: str) -> None:
 @click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
-    place, reader, cluster = _living(run)
+    place, reader, cluster = _active_run(run)
     answer = client.command_run(cluster, place.name, "stop-now" if no_save else "stop")
     if not answer["found"]:
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     if answer["state"] is None:
         raise UnreachableError(
             Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
@@ -163,16 +163,16 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
     The run's driver and Ray notice the end of a run with a delay.
     """
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
-    end = time.monotonic() + _LEAVING_S
+    end = time.monotonic() + _JOB_END_WAIT_S
     while is_final(reader.status()):
         jobs = known_runs.living_jobs(cluster.dashboard, place)
         if not jobs:
             return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
-            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} is still active {_LEAVING_S:.0f} s later"
+            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} is still active {_JOB_END_WAIT_S:.0f} s later"
             fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {jobs[0]}`"
             raise JobError(Problem("name", what, fix))
-        time.sleep(_LEAVING_POLL_S)
+        time.sleep(_JOB_END_POLL_S)
     if known_runs.controller_alive(place):
         raise JobError(
             Problem(
@@ -198,7 +198,7 @@ def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tup
     """
     view = LiveView()
     if resume:
-        view.leave_out_the_past(RunReader(store, job.name))
+        view.skip_earlier_records(RunReader(store, job.name))
     try:
         submission = client.submit_run(job, cluster, store.url)
     except RayppError:
@@ -227,7 +227,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
         click.echo(f"\n{place.name} continues in the cluster", err=True)
-        _say_how_to_come_back(place, True)
+        _print_follow_commands(place, True)
         return EXIT_INTERRUPTED
     if as_json:
         _print_json(status)
@@ -279,7 +279,7 @@ class _JobWatch:
             time.sleep(0.1)
         if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
             return EXIT_OK
-        code = _told_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
+        code = _recorded_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
         code = (self.job or {}).get("driver_exit_code") if code is None else code
         if not is_final(status):
             message = (self.job or {}).get("message") or "it no longer exists"
@@ -300,13 +300,13 @@ class _JobWatch:
             time.sleep(_JOB_POLL_S / 2)
 
 
-def _told_exit_code(reader: RunReader) -> int | None:
+def _recorded_exit_code(reader: RunReader) -> int | None:
     ends = [event for event in reader.events() if event.kind == "failed"]
     code = ends[-1].details.get("exit_code") if ends else None
     return code if isinstance(code, int) else None
 
 
-def _say_how_to_come_back(place: RunPlace, err: bool) -> None:
+def _print_follow_commands(place: RunPlace, err: bool) -> None:
     click.echo(f"  follow it:  raypp status {place.name} --watch", err=err)
     click.echo(f"  its output: raypp logs {place.name} --follow", err=err)
     click.echo(f"  stop it:    raypp stop {place.name}", err=err)
@@ -320,15 +320,15 @@ def _print_json(status: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------
 
 
-def _living(run: str) -> tuple[RunPlace, RunReader, Cluster]:
+def _active_run(run: str) -> tuple[RunPlace, RunReader, Cluster]:
     place, reader = find_run(run)
     status = reader.status()
     if is_final(status):
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     return place, reader, known_runs.cluster_of(place)
 
 
-def _over(place: RunPlace, reader: RunReader) -> JobError:
+def _not_active(place: RunPlace, reader: RunReader) -> JobError:
     state = present_status(place, reader)["state"]
     return client.no_such_controller(
         place.name, state if RunState(state).final else f"{state} according to its records"

@@ -56,7 +56,7 @@ class Choice:
 
 
 _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
-_AUTO = Kind("auto", "the schedule that the plan predicts to be fastest")
+_AUTO = Kind("auto", "1f1b or a relative of it, by the numbers of stages per rank and microbatches")
 
 CHOICES: dict[str, Choice] = {
     "model.kind": Choice(MODELS, own=_FUNCTION),

@@ -83,7 +83,7 @@ def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
     train(store, RunState.STOPPED, last=50).join()
     reader, screen = RunReader(store, "r"), console()
     view = LiveView(screen, poll_s=0.01)
-    view.leave_out_the_past(reader)
+    view.skip_earlier_records(reader)
     timer = threading.Timer(0.3, lambda: train(store, first=51).join())
     timer.start()
     status = view.follow(place_of(store), reader)

@@ -97,4 +97,4 @@ def test_what_cannot_be_used_is_refused_with_a_way_out(
 
 def test_more_ranks_than_the_cluster_has_devices_are_refused(capsys: pytest.CaptureFixture[str], links: str) -> None:
     assert run(["plan", QUICKSTART, "--links", links, "--set", "mesh.fsdp=4"]) == 4
-    assert "8 ranks for 4 devices" in capsys.readouterr().err
+    assert "8 ranks do not fit on 4 devices" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_the_bottleneck_is_named():
 
 
 def test_more_ranks_than_devices_are_refused():
-    with pytest.raises(ResourcesError, match="2 ranks for 1 device"):
+    with pytest.raises(ResourcesError, match="2 ranks do not fit on 1 device"):
         forecast(pipeline(), Machines((Node("a", 1),)), UNIT)
 
 
