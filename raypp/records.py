@@ -48,7 +48,7 @@ class Coordinates:
         return "-".join(parts)
 
     def replica(self, sizes: Coordinates) -> int:
-        """Which replica's rows a rank at this place reads: one number per dp_replicate and fsdp index.
+        """Returns the replica whose rows a rank at this place reads, by dp_replicate and fsdp.
 
         Args:
             sizes: The length of each axis.

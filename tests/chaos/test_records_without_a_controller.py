@@ -43,7 +43,7 @@ def _disagreements(laptop: Laptop, run: Run, undisturbed: Run) -> list[str]:
         found.append(f"status: ranks are {status['ranks']}")
     if (status["attempt"], status["mesh"]["pp"], status["error"]) != (1, 2, None):
         found.append(f"status: attempt {status['attempt']}, mesh {status['mesh']}, error {status['error']}")
-    events = laptop.raypp("events", run.name, "--json").rows()
+    events = laptop.raypp("events", run.name, "--json").json()
     committed = [event["step"] for event in events if event["kind"] == "committed"]
     if committed != list(range(EVERY, STEPS + 1, EVERY)):
         found.append(f"events: steps {committed} were committed")

@@ -1,4 +1,4 @@
-"""The protocol without tensors: objects, COMMIT, retention, attempts, and a crash between any two."""
+"""The protocol without tensors: objects, COMMIT, retention, attempts, and crashes in between."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class Died(BaseException):
 
 
 class DyingStore:
-    """A store whose process dies at its n-th operation, before or after the operation takes effect."""
+    """A store whose process dies at its n-th operation, before or after its effect."""
 
     def __init__(self, store: ObjectStore, dies_at: int, after: bool) -> None:
         self._store, self._left, self._after = store, dies_at, after

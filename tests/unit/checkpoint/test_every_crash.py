@@ -1,4 +1,4 @@
-"""Either of two ranks dies at any operation of the real saver: store, upload piece, announcement."""
+"""Either of two ranks dies at any operation of the real saver: store, piece, announcement."""
 
 from __future__ import annotations
 

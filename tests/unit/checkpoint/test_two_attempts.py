@@ -91,8 +91,9 @@ def test_whatever_it_still_does_the_successors_checkpoint_is_whole_and_the_newes
             zombie.wake()
         refused += zombie.refused is not None
         assert verify_checkpoint(store, RUN, step) == []
-        # Only one case leaves more: if it resumes between its check and its PUT after the successor has finished, it
-        # commits step 20 above 15. That checkpoint is complete, or it is reported and skipped.
+        # Only one case leaves more: if it resumes between its check and its PUT after the successor
+        # has finished, it commits step 20 above 15. That checkpoint is complete, or it is reported
+        # and skipped.
         found = newest_usable(store, RUN)
         assert found.commit is not None
         if wakes != "at the end" or step != 15:

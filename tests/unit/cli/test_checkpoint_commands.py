@@ -48,10 +48,10 @@ def test_list_shows_what_is_committed(store: DirectoryStore, capsys: pytest.Capt
     assert [row["step"] for row in rows] == [10, 20, 30, 40]
     assert rows[0]["checkpoint"] == f"{store.url}/kjv/step-00000010"
     assert (rows[0]["objects"], rows[0]["attempt"], rows[0]["bytes"]) == (2, 1, 800)
-    assert "is not a commit" in rows[3]["error"]
+    assert "is not a valid COMMIT" in rows[3]["error"]
     assert run(["checkpoints", "list", f"{store.url}/kjv"]) == 0
     shown = capsys.readouterr().out
-    assert "pp" in shown and "0.0 MB" in shown and "is not a commit" in shown
+    assert "pp" in shown and "0.0 MB" in shown and "is not a valid COMMIT" in shown
 
 
 def test_a_runs_bare_name_is_enough_where_it_was_submitted(

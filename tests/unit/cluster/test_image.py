@@ -1,4 +1,4 @@
-"""The Dockerfile without docker: what it copies is there. tests/processes runs its commands."""
+"""The Dockerfile without docker: its sources exist. tests/processes runs its commands."""
 
 from __future__ import annotations
 
