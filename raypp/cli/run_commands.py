@@ -169,7 +169,7 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
         if not jobs:
             return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
-            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} is still active {_JOB_END_WAIT_S:.0f} s later"
+            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
             fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {jobs[0]}`"
             raise JobError(Problem("name", what, fix))
         time.sleep(_JOB_END_POLL_S)

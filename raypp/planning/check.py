@@ -113,7 +113,8 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and not cuts(shard // ep):
         what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
-        what += f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size} is divisible"
+        widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
+        what += f"{widths} is divisible by {shard // ep}"
         yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 

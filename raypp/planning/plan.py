@@ -61,8 +61,8 @@ class Plan:
         lookahead: Extra warm-up forwards; auto resolved.
         microbatches: Per replica and step.
         program: Actions of every pipeline rank on one line: `0F0 0F1 0B0 …`.
-        timeline: The program with equal stages, a backward of two forwards, and free links; times
-            in forwards.
+        timeline: The program with equal stages, backwards twice as long as forwards, and free
+            links; times in forwards.
         picture: The timeline as text.
         bubble_fraction: Idle fraction of a step by the textbook, (P - 1) / (v·m + P - 1).
         bubble_overhead: Idle time relative to work by the textbook, (P - 1) / (v·m).

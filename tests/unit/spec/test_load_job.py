@@ -211,7 +211,7 @@ def test_a_wrong_value_is_told_with_its_line_what_it_must_be_and_a_fix(
         ("name: a\n---\nname: b\n", "job.yaml:2: not valid YAML: a second document starts here (`---`)"),
         ("name: *a\n", "job.yaml:1: not valid YAML: found undefined alias 'a'"),
         ("name: a\nmesh: &m {pp: *m}\n", "job.yaml:2 mesh.pp: the alias contains itself"),
-        ("name: !!python/name:os.system a\n", "job.yaml:1 name: the YAML tag 'tag:yaml.org,2002:python/name:os.system'"),
+        ("name: !!python/name:os.system a\n", "job.yaml:1 name: the YAML tag 'tag:yaml.org,2002:python/name:os"),
         ("name: a\n? [1]\n: 2\n", "job.yaml:2: a key must be plain text"),
         (b"name: a\ndata: \xff\n", "job.yaml:2: is not UTF-8 text (byte 0xff)"),
         (b"name: a\x00\n", "job.yaml:1: not valid YAML: a control character (code 0)"),
