@@ -56,7 +56,7 @@ class Choice:
 
 
 _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
-_AUTO = Kind("auto", "1f1b or a relative of it, by the numbers of stages per rank and microbatches")
+_AUTO = Kind("auto", "chosen from the numbers of stages per rank and microbatches; mostly 1f1b")
 
 CHOICES: dict[str, Choice] = {
     "model.kind": Choice(MODELS, own=_FUNCTION),

@@ -285,7 +285,7 @@ class ResourcesSection(Section):
     cpus_per_rank: float = Field(default=1, gt=0)
     """CPUs reserved for each rank."""
     spares: int = Field(default=0, ge=0)
-    """Number of ranks' devices to reserve as spares, on separate nodes if possible. They replace a
+    """Number of spare devices (one per rank) to reserve, on other nodes if possible. They replace a
     lost node. The run requests them after its first step and never waits for them."""
     env: dict[str, str] = Field(default_factory=dict)
     """Extra environment variables for workers, e.g. GLOO_SOCKET_IFNAME."""
