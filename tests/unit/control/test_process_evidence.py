@@ -44,7 +44,7 @@ class StruckError(RayppError):
         (MemoryError("big"), "out_of_memory", "host"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "host"),
         (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),
-        (StoreError("503"), "store_down", "the store does not answer, or refuses: 503"),
+        (StoreError("503"), "store_down", "the store does not respond, or refuses requests: 503"),
         (AccessRefused("403"), "store_down", "403"),
         (CheckpointError("torn"), "raised", "torn"),
         (UnreachableError("no route"), "unreachable", "no route"),

@@ -110,8 +110,8 @@ def test_activations_and_gradients_travel_as_the_job_says(
 @pytest.mark.parametrize(
     ("compression", "dtype", "precision", "key", "told"),
     [
-        ("bf16", "auto", "bf16", "pipeline.wire.compression", "already travels in bf16"),
-        ("none", "fp32", "bf16", "pipeline.wire.dtype", "would double the bytes"),
+        ("bf16", "auto", "bf16", "pipeline.wire.compression", "already travel in bf16"),
+        ("none", "fp32", "bf16", "pipeline.wire.dtype", "would double the size"),
         ("int8", "bf16", "fp32", "pipeline.wire.dtype", "all are (int8)"),
         ({"activations": "bf16"}, "fp32", "fp32", "pipeline.wire.compression", "contradicts pipeline.wire.dtype fp32"),
     ],
