@@ -60,7 +60,7 @@ def test_a_function_may_ask_for_a_v(own: str) -> None:
         ("nonsense", "'hello' is not an action"),
         ("number", "is not a function"),
         ("absent", "has no 'absent'"),
-        ("raises", "raises raised KeyError: 'nothing' .asked for pp 2, stages_per_rank 1, microbatches 2"),
+        ("raises", "raises raised KeyError: 'nothing' .called with pp 2, stages_per_rank 1, microbatches 2"),
         ("few", "few raised TypeError: few.. takes 1 positional argument"),
     ],
 )
