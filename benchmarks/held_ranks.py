@@ -144,7 +144,7 @@ class HeldController(Controller):
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
 
     def feed(self, ranks: int, period_s: float, seconds: float) -> float:
-        """Feeds the batches of all ranks from this process; returns the CPU seconds of the ranks."""
+        """Feeds the batches of all ranks from this process; returns the ranks' CPU seconds."""
         simulated = [Simulated(rank, 0) for rank in range(ranks)]
         made, end, begun = 0.0, time.monotonic() + seconds, time.monotonic()
         done = 0

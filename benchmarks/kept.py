@@ -38,7 +38,7 @@ class Kept:
             there = json.loads(self.path.read_text())
             if there["settings"] != json.loads(json.dumps(self._document["settings"])):
                 raise SystemExit(
-                    f"{self.path} holds results of other settings, {there['settings']}: leave --resume out"
+                    f"{self.path} has results with other settings, {there['settings']}: run without --resume"
                 )
             self._document = there
             print(f"continuing with {len(there['found'])} results from {there['begun']}", flush=True)

@@ -98,7 +98,7 @@ def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """Returns a Markdown table of final losses, compared to the uncompressed run and another seed."""
+    """Returns a Markdown table of final losses, with those of no compression and another seed."""
 
     def last(figures: dict[str, Any]) -> float:
         losses = figures["loss"][-LAST:]

@@ -67,7 +67,7 @@ def test_stages_go_round_in_a_loop_and_turn_in_a_v() -> None:
     assert place_stages(4, 8, "v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert place_stages(2, 6, "v") == [[0, 3, 4], [1, 2, 5]]
     assert place_stages(1, 3, "v") == [[0, 1, 2]]
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="cannot be divided evenly"):
         place_stages(4, 6, "loop")
 
 
