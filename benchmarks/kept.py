@@ -15,7 +15,7 @@ FOLDER = Path.home() / ".cache" / "raypp" / "benchmarks"
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that makes a benchmark continue after an interruption."""
-    help_text = "go on where the last one was interrupted (its settings must be the same)"
+    help_text = "continue an interrupted benchmark (its settings must be the same)"
     parser.add_argument("--resume", action="store_true", help=help_text)
 
 

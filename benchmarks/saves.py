@@ -102,8 +102,8 @@ def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], giga
     least = min(one[0]["server"] for answers in found.values() for one in answers) / gigabytes
     cores = os.cpu_count() or 1
     lines = [
-        f"The server spends at least {least:.1f} CPU s per GB, whoever writes: with a writer that costs nothing these "
-        f"{cores} cores would take {cores * 1e3 / least:.0f} MB/s, when they do nothing else."
+        f"The server spends at least {least:.1f} CPU s per GB with every writer: with a writer that costs nothing, "
+        f"these {cores} cores could store {cores * 1e3 / least:.0f} MB/s if they did nothing else."
     ]
     for name in ("s3torchconnector", "fsspec"):
         if name in seconds:
@@ -116,8 +116,8 @@ def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
     """Measures saves during training, for writers that let it continue."""
     found = warm(in_turns("train", rounds, teams, server))
     lines = [
-        "| writer | step, s | training stands still, ms, median (longest) | a save costs training in all, s "
-        "| stands still ÷ raypp | in all ÷ raypp |",
+        "| writer | step, s | training stalls, ms, median (longest) | total cost of a save to training, s "
+        "| stall ÷ raypp | total ÷ raypp |",
         "|---|---|---|---|---|---|",
     ]
     own = {key: [max(a[key] for a in one) for one in found["raypp"]] for key in ("stall", "lost")}
@@ -135,7 +135,7 @@ def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: Sea
     """Measures raypp's saves of a larger state."""
     lines = [
         "| ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step "
-        "| stop ÷ step | of training, saved every 100 steps | step beside a save ÷ step |",
+        "| stop ÷ step | of training, saved every 100 steps | step during a save ÷ step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for world in (1, 2):
@@ -188,7 +188,7 @@ def main() -> None:
             print(describe(), "\n")
             for name, title, lines in (
                 ("stops", "Stop per save", lambda: stalls(options.saves, options.state, environment, server)),
-                ("uploads", "Beside other writers", lambda: beside_others(options, environment, server)),
+                ("uploads", "Compared with other writers", lambda: beside_others(options, environment, server)),
                 ("loads", "Bytes of a load", lambda: recut_table(f"{folder}/recut")),
             ):
                 if name in options.only:

@@ -89,7 +89,7 @@ def exec(name: str, host: int, command: tuple[str, ...]) -> None:
     "--one-way", type=click.Choice(["out", "in"]), help="Drop only what it sends, or only what is sent to it."
 )
 def cut(name: str, host: int, one_way: str | None) -> None:
-    """Break HOST's cable."""
+    """Cut HOST's cable."""
     TestBed.open(name).cut(host, Cut(one_way) if one_way else Cut.BOTH)
 
 
@@ -119,9 +119,9 @@ def _plain(word: str, text: str, act: Callable[[TestBed, int], Any]) -> None:
         act(TestBed.open(name), host)
 
 
-_plain("heal", "Put HOST's cable in order again. A node Ray has given up needs `start`, too.", TestBed.heal)
+_plain("heal", "Repair HOST's cable. A node that Ray has declared dead also needs `start`.", TestBed.heal)
 _plain("freeze", "Stop every process of HOST (SIGSTOP).", TestBed.freeze)
-_plain("thaw", "Let HOST's processes go on.", TestBed.thaw)
+_plain("thaw", "Continue the processes of HOST (SIGCONT).", TestBed.thaw)
 _plain("start", "Start HOST's Ray node again.", TestBed.start)
 
 
