@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
@@ -30,9 +30,19 @@ class PartWriter:
         writer: Name that differs between processes that write at the same time. Parts that an
             earlier process of the same name wrote are kept; their numbering continues.
         part_bytes: Size from which on a part is full.
+        notice: Returns the line to write in place of so many dropped lines.
     """
 
-    def __init__(self, store: ObjectStore, folder: str, writer: str, part_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: str,
+        writer: str,
+        part_bytes: int,
+        notice: Callable[[int], bytes] = lambda dropped: b"",
+    ) -> None:
+        self._notice = notice
+        self._dropped = 0
         self._store = store
         self._folder = folder
         self._writer = writer
@@ -55,19 +65,17 @@ class PartWriter:
             self._waiting.append(line)
             self._waiting_bytes += len(line)
 
-    def add_first(self, line: bytes) -> None:
-        """Queues a line in front of all waiting lines."""
-        with self._lock:
-            self._waiting.appendleft(line)
-            self._waiting_bytes += len(line)
-
     def drop_oldest(self, keep_bytes: int) -> int:
-        """Drops the oldest waiting lines until at most `keep_bytes` remain; returns how many."""
+        """Drops the oldest waiting lines until at most `keep_bytes` remain; returns how many.
+
+        The notice takes their place when the next line is written, so that it cannot be dropped.
+        """
         dropped = 0
         with self._lock:
             while self._waiting and self._waiting_bytes > keep_bytes:
                 self._waiting_bytes -= len(self._waiting.popleft())
                 dropped += 1
+            self._dropped += dropped
         return dropped
 
     def write(self) -> None:
@@ -90,6 +98,9 @@ class PartWriter:
 
     def _fill(self) -> None:
         with self._lock:
+            if self._dropped and len(self._part) < self._part_bytes:
+                self._part += self._notice(self._dropped)
+                self._dropped = 0
             while self._waiting and len(self._part) < self._part_bytes:
                 line = self._waiting.popleft()
                 self._waiting_bytes -= len(line)

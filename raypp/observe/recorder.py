@@ -59,11 +59,10 @@ class RunRecorder:
         self._log_memory_bytes = log_memory_bytes
         self._steps = PartWriter(store, f"{run}/history", writer, part_bytes)
         self._events = PartWriter(store, f"{run}/events", writer, part_bytes)
-        self._logs = PartWriter(store, f"{run}/logs", writer, part_bytes)
+        self._logs = PartWriter(store, f"{run}/logs", writer, part_bytes, _dropped_line)
         self._status: RunStatus | None = None
         self._status_written: RunStatus | None = None
         self._status_written_at = 0.0
-        self._dropped_unreported = 0
         self.dropped_log_lines = 0
         self.last_error: str | None = None
         """The error of the last write; None if it succeeded."""
@@ -108,7 +107,6 @@ class RunRecorder:
             dropped = self._logs.drop_oldest(self._log_memory_bytes)
             with self._changed:
                 self.dropped_log_lines += dropped
-                self._dropped_unreported += dropped
 
     def status(self, status: RunStatus) -> None:
         """Replaces the run's current status. A change of state is written soon."""
@@ -201,19 +199,11 @@ class RunRecorder:
         try:
             self._steps.write()
             self._events.write()
-            self._report_dropped_lines()
             self._logs.write()
             self._write_status(at_once=everything)
         except Exception as error:  # noqa: BLE001  training must continue whatever the store does; it is retried
             return in_words(error)
         return None
-
-    def _report_dropped_lines(self) -> None:
-        with self._changed:
-            dropped, self._dropped_unreported = self._dropped_unreported, 0
-        if dropped:
-            text = f"{dropped} log lines were dropped here: the store failed, or was too slow"
-            self._logs.add_first(log_line(LogLine(text, label="raypp", stream="err")))
 
     def _write_status(self, *, at_once: bool) -> None:
         with self._changed:
@@ -228,3 +218,8 @@ class RunRecorder:
         self._store.put(f"{self._run}/status.json", document(status.stamped(now).as_dict()))
         self._status_written = status
         self._status_written_at = now
+
+
+def _dropped_line(count: int) -> bytes:
+    text = f"{count} log lines were dropped here: the store failed, or was too slow"
+    return log_line(LogLine(text, label="raypp", stream="err"))

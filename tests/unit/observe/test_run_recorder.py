@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from raypp.observe.append_log import PartWriter
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState, StepReport
-from raypp.storage import open_store
+from raypp.storage import StoreError, open_store
 
 
 def report(step: int, attempt: int = 1, loss: float = 1.0) -> StepReport:
@@ -158,6 +159,26 @@ def test_log_lines_are_bounded_while_the_store_is_away_and_the_loss_is_said(tmp_
     said = [text for text in lines if "log lines were dropped here" in text]
     assert sum(int(text.split()[0]) for text in said) == recorder.dropped_log_lines
     assert len(lines) - len(said) + recorder.dropped_log_lines == 1000
+
+
+def test_lines_dropped_in_several_turns_are_all_counted(tmp_path):
+    """Lines are dropped again after a write that failed with a full part."""
+    place = tmp_path / "store"
+    place.write_text("")
+    writer = PartWriter(open_store(str(place)), "r/logs", "a1", 100, lambda count: b"-%d\n" % count)
+    dropped = 0
+    for _ in range(3):
+        for number in range(50):
+            writer.add(b"line %02d\n" % number)
+        dropped += writer.drop_oldest(160)
+        with pytest.raises(StoreError):
+            writer.write()
+    place.unlink()
+    writer.write()
+    lines = b"".join(file.read_bytes() for file in sorted(place.rglob("*.jsonl"))).splitlines()
+    notices = [int(line[1:]) for line in lines if line.startswith(b"-")]
+    assert sum(notices) == dropped > 0
+    assert len(lines) - len(notices) + dropped == 150
 
 
 def test_close_gives_up_on_a_dead_store_in_time(tmp_path):
