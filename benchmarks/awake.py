@@ -1,9 +1,10 @@
-"""Cores that stay awake while a benchmark runs.
+"""Keeps cores busy while a benchmark runs, so that they do not go to sleep.
 
-A core of a virtual machine that has nothing to do is taken away, and comes back slow: on the machine of docs/benchmarks
-a forward of 43 ms took 62 ms after a wait of 50 ms, in CPU time of its own thread. Whoever waits most loses most by
-that, and by how much changes with what else the host does. So each core gets something to do that gives way to
-everything (SCHED_IDLE), as one sets a processor's idle states aside before measuring.
+A hypervisor takes an idle core away from a virtual machine, and the core is slow when it returns.
+On the machine of docs/benchmarks, a forward of 43 ms took 62 ms after a wait of 50 ms, in CPU time
+of its own thread. Programs that wait more lose more, and the loss changes with the load of the
+host. So each core runs a loop with the lowest priority (SCHED_IDLE). It has the effect of disabling
+the idle states of a processor before a measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ while True:
 
 @contextmanager
 def cores_awake() -> Iterator[None]:
-    """Keeps all cores this process may use awake. Where the system knows no SCHED_IDLE, nothing is done, and said."""
+    """Keeps all cores of this process awake. Without SCHED_IDLE, prints a note and does nothing."""
     if not hasattr(os, "SCHED_IDLE"):
         print("cores are not kept awake: this system has no SCHED_IDLE")
         yield

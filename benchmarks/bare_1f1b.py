@@ -1,6 +1,6 @@
-"""The bare script raypp is compared with: torch's own Schedule1F1B under torchrun, same model, nothing else.
+"""The script that raypp is compared with: torch's Schedule1F1B under torchrun, with the same model.
 
-Prints one JSON line per rank: seconds and CPU seconds of every step.
+Writes one JSON file per rank: seconds and CPU seconds of every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raypp.models.stage import build_stage
 
 
 class FixedShapes(torch.nn.Module):
-    """The stage with the arguments a packed batch would bring, fixed: every row is one document."""
+    """A stage with the fixed arguments of a packed batch in which every row is one document."""
 
     def __init__(self, stage: torch.nn.Module) -> None:
         super().__init__()
@@ -32,6 +32,7 @@ class FixedShapes(torch.nn.Module):
         self.documents = PackedDocuments((SEQ_LEN,) * ROWS, torch.device("cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs the stage: token ids `[B, T]` or activations `[B, T, C]`, to `[B, T, C or V]`."""
         return self.stage(x, self.positions, self.documents)
 
 

@@ -1,8 +1,9 @@
 """How evenly context-parallel ranks share the work of attention, on real packed text.
 
-Counts pairs of a query and a key that it sees; nothing is timed, so the figures are the same on every machine with
-the same text. Two texts: the repository's New Testament, where every verse is a document, and Python's own standard
-library, where every file is one (`sysconfig.get_path("stdlib")`).
+Counts pairs of a query and a key that it sees. Nothing is timed, so the figures are the same on
+every machine with the same text. Uses two texts: the repository's New Testament, where every verse
+is a document, and Python's standard library, where every file is a document
+(`sysconfig.get_path("stdlib")`).
 
     python -m benchmarks.context_balance
 """
@@ -34,11 +35,12 @@ VERSES = Path(__file__).parents[1] / "jobs" / "data" / "kjv-new-testament.txt"
 
 @dataclass(frozen=True)
 class Balance:
-    """Of the slowest rank, as a multiple of an even share: 1 is perfect.
+    """The work of the slowest rank, as a multiple of an even share: 1 is perfect.
 
     Attributes:
-        microbatch: Of all its pairs in a microbatch; what counts under Ulysses, and on a ring that never waits.
-        hop: Of its pairs hop by hop: what counts when every hop waits for the slowest rank.
+        microbatch: Over all pairs of a microbatch. This counts for Ulysses, and for a ring that
+            never waits.
+        hop: Hop by hop. This counts if every hop waits for the slowest rank.
     """
 
     microbatch: float
@@ -46,7 +48,7 @@ class Balance:
 
 
 def packed_rows(data: dict[str, Any]) -> list[tuple[Row, ...]]:
-    """Microbatches of one row each."""
+    """Loads microbatches of one row each."""
     job = parse_job(
         {
             "name": "balance",
@@ -63,7 +65,7 @@ def packed_rows(data: dict[str, Any]) -> list[tuple[Row, ...]]:
 
 
 def balance(microbatches: Sequence[tuple[Row, ...]], size: int, layout: Layout) -> Balance:
-    """Over all microbatches."""
+    """Computes the balance over all microbatches."""
     even = slowest = by_hop = 0.0
     for rows in microbatches:
         length = padded_length(longest_row(rows), cp=size, multiple=8)
@@ -89,7 +91,7 @@ def report(name: str, data: dict[str, Any], sizes: Sequence[int]) -> None:
 
 
 def standard_library(folder: Path) -> str:
-    """Its files as JSON lines, in order of name."""
+    """Writes the standard library's files as JSON lines, in order of name; returns the path."""
     path = folder / "stdlib.jsonl"
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for file in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(file.parts))

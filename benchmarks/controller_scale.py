@@ -1,18 +1,22 @@
-"""What a run's controller costs per rank, and how many ranks one can hold: `python -m benchmarks.controller_scale`.
+"""What a controller costs per rank, and how many ranks it supports.
 
-The real controller actor (`raypp.control.controller`, with its leader, record, watch and gauges) in a Ray of the
-benchmark's own leads a run whose ranks are simulated: each reports through its `ReportBuffer` once a period, rank 0
-with a finished step every second. Nothing is trained. Four ways, in this order:
+Run it with `python -m benchmarks.controller_scale`. It starts its own Ray with the real controller
+actor (`raypp.control.controller`, with its leader, record, watch and metrics) and simulates the
+ranks of the run: each rank reports through its own `ReportBuffer` once per period, and rank 0 reports a
+finished step every second. Nothing is trained. There are four cases, in this order:
 
-- "nobody reports";
-- "without Ray": the leader is handed the same batches inside its own process; what is more elsewhere, Ray's calls cost;
-- "by relays": as a run of that size has them. The relays are the real ones, in the numbers of the real plan, but live
-  in one process together with the ranks; only what goes to the controller goes through Ray, which is what it pays for;
-- "each rank itself": a few processes call the controller for every report, as in a run without relays.
+- "nobody reports": no reports.
+- "without Ray": the leader receives the same batches inside its own process. The difference to the
+  other cases is the cost of Ray's calls.
+- "by relays": as in a run of that size. The relays are the real ones, in the number of the real
+  plan, but run in one process together with the ranks. Only calls to the controller go through Ray;
+  these are what it pays for.
+- "each rank itself": a few processes call the controller for every report, as in a run without
+  relays.
 
-The controller's other calls are made, too: ranks leave the question for their end unanswered for as long as workers do,
-and an idle process per node asks after the controller as standbys do. What a relay costs is measured apart, on a real
-actor with its share of ranks that call it through Ray.
+The controller's other calls are made, too. The call that waits for a rank's end stays pending as
+long as with real workers. One idle process per node checks the controller, as standby workers do.
+The cost of a relay is measured separately, on a real actor whose ranks call it through Ray.
 """
 
 from __future__ import annotations
@@ -54,7 +58,10 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one size of run cost, per second: CPU seconds of the controller in all and of its leading thread."""
+    """The cost of one size of run, per second.
+
+    `cpu` and `leader` are CPU seconds: of the controller in total, and of its leading thread.
+    """
 
     ranks: int
     way: str
@@ -68,7 +75,7 @@ class Row:
 
 
 def measure(ranks: int, period_s: float, seconds: float, senders: int) -> tuple[list[Row], str]:
-    """One size of run, in every way; and words about the relays."""
+    """Measures one size of run in every case; also returns a line about the relays."""
     with tempfile.TemporaryDirectory() as folder:
         document = Job.model_validate(job_document(ranks, folder)).model_dump(mode="json")
         request = RunRequest(f"held-{ranks}", document)
@@ -98,7 +105,7 @@ def measure(ranks: int, period_s: float, seconds: float, senders: int) -> tuple[
 
 
 def _sent(ranks: int, way: str, controller: Any, crowd: list[Any], period_s: float, seconds: float) -> Row:
-    """What it costs to hear of the ranks through Ray."""
+    """Measures the cost of reports that reach the controller through Ray."""
     ray.get([one.send.remote(period_s, 2.0) for one in crowd])
     idlers: Any = Idlers.remote()  # type: ignore[attr-defined]
     ray.get(idlers.ready.remote())
@@ -127,7 +134,7 @@ def _row(
 
 
 def measure_relay(period_s: float, seconds: float) -> float:
-    """CPU seconds per second of one relay with the ranks of a node."""
+    """Returns CPU seconds per second of one relay with the ranks of a node."""
     ranks = DEVICES_PER_NODE
     with tempfile.TemporaryDirectory() as folder:
         document = Job.model_validate(job_document(40, folder)).model_dump(mode="json")
@@ -146,7 +153,7 @@ def measure_relay(period_s: float, seconds: float) -> float:
 
 
 def _start_ray() -> None:
-    """A Ray of this benchmark's own; a loaded machine may need more than the 30 s that Ray gives itself."""
+    """Starts a separate Ray. Retries: a loaded machine may exceed Ray's own timeout of 30 s."""
     place = str(Path(__file__).resolve().parent.parent)
     for left in reversed(range(STARTS)):
         try:

@@ -1,7 +1,8 @@
-"""How long training stands still for a save, and what negotiation costs: `python -m benchmarks.crowded`.
+"""How long a save stalls training, and what length negotiation costs.
 
-Runs the quickstart (4 CPU ranks) under torchrun with a save every few steps into a directory and into a real S3 server
-on loopback, and reads the run's own records.
+Run it with `python -m benchmarks.crowded`. It runs the quickstart (4 CPU ranks) under torchrun,
+with a save every few steps into a directory and into a real S3 server on loopback, and reads the
+run's own records.
 """
 
 from __future__ import annotations

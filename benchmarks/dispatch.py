@@ -1,7 +1,8 @@
-"""What the runtime costs per microbatch, against torch's stock schedule classes: `python -m benchmarks.dispatch`.
+"""The cost of the runtime per microbatch, compared with torch's own schedule classes.
 
-Stages that compute next to nothing (one small linear layer), two ranks, many microbatches: what is left is dispatch and
-messages. Both run in the same processes, in turn.
+Run it with `python -m benchmarks.dispatch`. The stages compute almost nothing (one small linear
+layer), on two ranks, with many microbatches, so the time is dispatch and messages. Both run in the
+same processes, in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WIDTH, MICROBATCHES, TOKENS = 16, 64, 8
 
 
 class Tiny(nn.Module):
-    """A stage of one linear layer; the first one looks its tokens up."""
+    """A stage of one linear layer; the first stage also embeds its tokens."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class Tiny(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Runs the stage: token ids `[B, T]` or activations `[B, T, C]`, to `[B, T, C]`."""
         return self.linear(self.embed(x) if self.embed is not None else x)
 
 

@@ -1,4 +1,4 @@
-"""An environment with other projects' checkpoint writers: made once, in the user's cache directory."""
+"""Creates an environment with other projects' checkpoint writers in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sysconfig
 from pathlib import Path
 
 PLACE = Path("~/.cache/raypp/benchmark-writers").expanduser()
-# s3fs is told a lower bound: beside a given boto3, pip would silently go back to a version of 2020.
+# s3fs needs a lower bound: with a given boto3, pip would silently choose a version from 2020.
 _PACKAGES = (["s3fs>=2024.6"], ["--no-deps", "s3torchconnector", "s3torchconnectorclient", "tenacity"])
 
 
 def python_with_writers() -> tuple[Path | None, str]:
-    """A Python that has s3fs and s3torchconnector of its own, and torch from here.
+    """Returns a Python with its own s3fs and s3torchconnector, and the torch of this environment.
 
     Returns:
-        The interpreter, or None, and what to tell about it.
+        The interpreter or None, and a text with its versions or the reason for None.
     """
     python = PLACE / "bin" / "python"
     check = "import s3fs, s3torchconnector.dcp, torch; print(s3fs.__version__, s3torchconnector.__version__)"

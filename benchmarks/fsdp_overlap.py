@@ -1,11 +1,13 @@
-"""How much of FSDP's traffic over a slow cable a step hides: `python -m benchmarks.fsdp_overlap`. Root; 5 minutes.
+"""How much of FSDP's traffic over a slow cable a step hides.
 
-Two hosts (network namespaces) with one core each; the weights are sharded over the hosts, so that their gathering at
-the start of a step and the sums of the gradients at its end cross the cable. Alone (pp 1) a rank has little to do
-meanwhile; with a pipeline inside each host (pp 2 × fsdp 2) the warm-up of the first stage and the drain of the last
-hide some. Each runs as it is, and with weights and sums waited for at once, for which raypp has no switch: the
-benchmark puts it in. All are there at once and do steps by turns, with and without a limit. What a step takes longer
-than on a cable without a limit is also divided by the time its bytes need on the cable.
+Run it with `python -m benchmarks.fsdp_overlap`. It needs root and 5 minutes. Two hosts (network
+namespaces) have one core each. The weights are sharded over the hosts, so the all-gather at the
+start of a step and the gradient sums at its end cross the cable. With pp 1, a rank has little to
+compute meanwhile. With a pipeline inside each host (pp 2 × fsdp 2), the warm-up of the first stage
+and the drain of the last hide some of the traffic. Each mesh runs as usual, and with an immediate
+wait for weights and sums; raypp has no switch for that, so the benchmark patches it in. All
+programs run at the same time and take turns, with and without a rate limit. The additional time of
+a step with the limit is also divided by the time that its bytes need on the cable.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
 
 WARM = 2
-"""Steps that are not counted: buffers grow."""
+"""Steps that are not counted, because buffers still grow."""
 MESHES = {"pp 1 × fsdp 2": 1, "pp 2 × fsdp 2, pipelines inside the hosts": 2}
-"""Ranks per host, which are a pipeline."""
+"""Ranks per host. They form a pipeline."""
 VARIANTS = {(mesh, overlap): ranks for mesh, ranks in MESHES.items() for overlap in (True, False)}
 
 
 def begin(hosts: Hosts, pp: int, overlap: bool, microbatches: int) -> Held:
-    """The ranks of a mesh, after their first steps."""
+    """Starts the ranks of a mesh and runs their first steps."""
     settings = [f"mesh={{pp: {pp}, fsdp: 2}}", f"pipeline.microbatches={microbatches}", "pipeline.lookahead=0",
                 "checkpoint.memory_tier=false"]  # fmt: skip
     words = [word for setting in settings for word in ("--set", setting)]
@@ -39,7 +41,7 @@ def begin(hosts: Hosts, pp: int, overlap: bool, microbatches: int) -> Held:
 
 
 def turn(hosts: Hosts, held: Held, mbit: float | None, steps: int) -> dict[str, float]:
-    """Seconds of a step, and bytes that a host sends in one."""
+    """Measures the seconds of a step, and the bytes that a host sends in a step."""
     hosts.set_cable(mbit)
     done = held.steps(steps)
     sent = statistics.mean(max(one.sent) for one in done)

@@ -1,4 +1,4 @@
-"""A real controller, and ranks, idle processes and relays that are simulated around it; for `controller_scale`."""
+"""A real controller with simulated ranks, idle processes and relays, for `controller_scale`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PARTS = ("data", "negotiate", "pipeline", "reduce", "optimizer", "save")
 
 
 def job_document(ranks: int, url: str) -> dict[str, Any]:
-    """A job of so many ranks; nothing but its mesh, its name and its store matter here."""
+    """Returns a job with this many ranks. Only its mesh, its name and its store matter here."""
     return {
         "name": f"held-{ranks}",
         "model": {
@@ -55,7 +55,7 @@ def job_document(ranks: int, url: str) -> dict[str, Any]:
 
 
 class HeldLeader(Leader):
-    """Leads ranks that are not there: it adopts them as a later life of a controller does, and then is as ever."""
+    """Leads simulated ranks: it adopts them like a restarted controller, then works as usual."""
 
     def __init__(self, request: RunRequest, handle: Any, stand_in: Any) -> None:
         super().__init__(request, handle, restarted=False)
@@ -77,7 +77,7 @@ class HeldLeader(Leader):
 
 
 def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
-    """What a worker in that seat would say of itself."""
+    """Returns what a worker in that seat would report about itself."""
     node = rank // DEVICES_PER_NODE
     address = f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
     facts = NodeFacts(f"{node:056x}", address, f"node-{node}", 10_000 + rank, "eth0", rank % DEVICES_PER_NODE)
@@ -86,27 +86,27 @@ def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
 
 
 class StandIn:
-    """The other end of every rank's pending answer: not over yet, as workers say when their patience ends."""
+    """Answers for all ranks that they are still running, after a wait like that of real workers."""
 
     def __init__(self, ranks: int) -> None:
         self._first = ranks
 
     async def outcome(self, attempt: int, patience_s: float) -> None:
         self._first -= 1
-        # The first questions come all at once; in a run that is older they are spread.
+        # The first calls arrive all at once. Later in a run, they are spread out.
         await asyncio.sleep(patience_s * random.random() if self._first >= 0 else patience_s)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of the controller's process so far.
+    """What the controller's process has used so far.
 
     Attributes:
-        cpu_s: CPU seconds of all its threads.
-        leader_s: Of these, the leading thread's.
-        resident: Bytes.
-        calls: Calls it has received from ranks, relays and idle processes.
-        oldest_s: Age of the oldest sign of life now: what the hang watch has to go by.
+        cpu_s: CPU seconds of all threads.
+        leader_s: CPU seconds of the leading thread.
+        resident: Resident memory in bytes.
+        calls: Calls from ranks, relays and idle processes.
+        oldest_s: Age of the oldest heartbeat now, which the hang watch relies on.
     """
 
     cpu_s: float
@@ -129,7 +129,7 @@ class HeldController(Controller):
         self._thread = start_thread(self._leader, lambda: None)
 
     def ready(self) -> str:
-        """The run's state."""
+        """Returns the state of the run."""
         return str(self._leader.record.status().state)
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
@@ -151,7 +151,7 @@ class HeldController(Controller):
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
 
     def feed(self, ranks: int, period_s: float, seconds: float) -> float:
-        """Hands over the batches of all ranks from inside this process; returns the CPU seconds of the ranks' part."""
+        """Feeds the batches of all ranks from this process; returns the ranks' CPU seconds."""
         simulated = [Simulated(rank, 0) for rank in range(ranks)]
         made, end, begun = 0.0, time.monotonic() + seconds, time.monotonic()
         done = 0
@@ -171,10 +171,11 @@ class HeldController(Controller):
 
 
 class Simulated:
-    """One rank's way of telling: always on the move, and with a step each second when it is rank 0.
+    """The reports of one rank: it always makes progress, and rank 0 reports a step each second.
 
     Args:
-        first: Its batches and steps are counted from here. What was told before is not written twice, which is cheaper.
+        first: The first number of its batches and steps. The controller does not write a known
+            report again, which would be cheaper.
     """
 
     def __init__(self, rank: int, first: int) -> None:
@@ -194,10 +195,10 @@ class Simulated:
 
 @ray.remote(num_cpus=0)
 class Sender:
-    """A process that sends for many ranks.
+    """A process that sends the reports of many ranks.
 
     Args:
-        target: Who takes their reports: the controller, or a relay.
+        target: The receiver of the reports: the controller or a relay.
     """
 
     def __init__(self, target: Any, first: int, count: int, ranks: int) -> None:
@@ -205,7 +206,7 @@ class Sender:
         self._simulated = [Simulated(first + number, 2_000_000) for number in range(count)]
 
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
-        """Reports for so long; returns how many reports were answered, and the longest time one waited."""
+        """Reports for this many seconds; returns the number of answers and the longest wait."""
 
         async def report(batch: ReportBatch) -> BatchAnswer:
             answer: BatchAnswer = await self._target.report.remote(batch)
@@ -216,7 +217,7 @@ class Sender:
 
 @ray.remote(num_cpus=0)
 class Gathered:
-    """A process with all ranks of a run and all its relays, as `Relays` would start them: one per node."""
+    """A process with all ranks of a run and all its relays, one per node."""
 
     def __init__(self, controller: Any, ranks: int) -> None:
         self._controller, self._ranks = controller, ranks
@@ -229,7 +230,7 @@ class Gathered:
         ]
 
     async def relays(self) -> int:
-        """Returns how many relays there are."""
+        """Returns the number of relays."""
         return len(self._relays)
 
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
@@ -251,10 +252,10 @@ class Gathered:
 
 @ray.remote(num_cpus=0)
 class Idlers:
-    """The idle processes of a run, one per node: each asks after its controller now and then."""
+    """The idle processes of a run, one per node. Each checks the controller periodically."""
 
     async def ready(self) -> None:
-        """Answers when the process has started."""
+        """Returns once the process has started."""
 
     async def ask(self, controller: Any, ranks: int, seconds: float) -> None:
         between = ask_interval_s(ranks) / -(-ranks // DEVICES_PER_NODE)
@@ -265,7 +266,7 @@ class Idlers:
 
 
 class HeldRelay(Relay):
-    """The real relay actor, which can be asked what it costs."""
+    """The real relay actor, which also reports its CPU time."""
 
     async def cpu_s(self) -> float:
         return time.process_time()
@@ -275,7 +276,7 @@ Teller = tuple[Simulated, Callable[[ReportBatch], Awaitable[BatchAnswer]]]
 
 
 async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds: float) -> tuple[int, float]:
-    """All ranks report for so long; returns how many reports were answered, and the longest time one waited."""
+    """Makes all ranks report for a time; returns the number of answers and the longest wait."""
     told = [0, 0.0]
     begun = time.monotonic()
 
@@ -293,6 +294,6 @@ async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    for task in done:  # which nothing but an error can have ended
+    for task in done:  # only an error can have ended it
         task.result()
     return int(told[0]), told[1]

@@ -1,4 +1,4 @@
-"""What a benchmark has found so far, on disk: an interruption loses the run that is under way, not those before it."""
+"""Keeps the results of a benchmark on disk: an interruption loses only the current measurement."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ FOLDER = Path.home() / ".cache" / "raypp" / "benchmarks"
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """The argument that makes a benchmark go on where it was interrupted."""
-    help_text = "go on where the last one was interrupted (its settings must be the same)"
+    """Adds the argument that makes a benchmark continue after an interruption."""
+    help_text = "continue an interrupted benchmark (its settings must be the same)"
     parser.add_argument("--resume", action="store_true", help=help_text)
 
 
 class Kept:
-    """Results by key, written whenever there is a new one.
+    """Results by key, written to disk after each new one.
 
     Args:
-        name: The benchmark's.
-        settings: What the results depend on; those of other settings are not gone on from.
-        resume: Take what is there. Otherwise it is begun anew.
+        name: Name of the benchmark.
+        settings: What the results depend on. Results with other settings are not reused.
+        resume: Whether to reuse the existing results. Otherwise the benchmark starts anew.
 
     Raises:
-        SystemExit: What is there was measured with other settings.
+        SystemExit: The existing results have other settings.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -38,15 +38,15 @@ class Kept:
             there = json.loads(self.path.read_text())
             if there["settings"] != json.loads(json.dumps(self._document["settings"])):
                 raise SystemExit(
-                    f"{self.path} holds results of other settings, {there['settings']}: leave --resume out"
+                    f"{self.path} has results with other settings, {there['settings']}: run without --resume"
                 )
             self._document = there
-            print(f"going on with {len(there['found'])} results of {there['begun']}", flush=True)
+            print(f"continuing with {len(there['found'])} results from {there['begun']}", flush=True)
         print(f"results so far: {self.path}", flush=True)
 
     @property
     def begun(self) -> str:
-        """What the results need beside them: date, hardware, versions and commit when they were begun."""
+        """Date, hardware, versions and commit at the start of the measurements."""
         return str(self._document["begun"])
 
     def __contains__(self, key: str) -> bool:
@@ -56,11 +56,11 @@ class Kept:
         return self._document["found"][key]
 
     def keep(self, key: str, result: Any) -> Any:
-        """The result of that key: what is there, or else `result`, which is written."""
+        """Returns the existing result of a key, or writes and returns `result`."""
         return self.once(key, lambda: result)
 
     def once(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The result of that key: what is there, or what `measure` returns (plain JSON), which is written at once."""
+        """Returns the existing result of a key, or measures and writes it (plain JSON)."""
         found = self._document["found"]
         if key not in found:
             found[key] = measure()

@@ -1,7 +1,8 @@
-"""What negotiating the length of every microbatch is worth on real text: `python -m benchmarks.lengths`.
+"""The gain from negotiating the length of every microbatch, on real text.
 
-The New Testament in bytes, two pipeline ranks: lengths per microbatch, per step, and the static maximum; packed rows
-and one document per row.
+Run it with `python -m benchmarks.lengths`. Two pipeline ranks train on the New Testament in bytes,
+with lengths per microbatch, lengths per step, and the static maximum; with packed rows, and with
+one document per row.
 """
 
 from __future__ import annotations

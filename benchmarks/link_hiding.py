@@ -1,17 +1,20 @@
-"""What a slow cable costs, and what raypp hides of it: `python -m benchmarks.link_hiding`. Needs root; 20 minutes.
+"""The cost of a slow cable, and how much of it raypp hides.
 
-Two hosts (network namespaces) with one core each, joined by a cable whose rate is set so that a message takes 0.5, 1.0
-and 1.5 times a forward: real compute, real packets. On each cable: raypp with `lookahead: auto`, with the classic
-warm-up, with int8 messages, torch's own Schedule1F1B (a bare script of the same model and cut), and the same job with
-its weights sharded over both hosts instead (FSDP only); beside them raypp on a cable without a limit.
+Run it with `python -m benchmarks.link_hiding`. It needs root and 20 minutes. Two hosts (network
+namespaces) with one core each are connected by a cable. Its rate is set so that a message takes
+0.5, 1.0 and 1.5 times a forward: real compute, real packets. On each cable, the benchmark runs
+raypp with `lookahead: auto`, with the classic warm-up, and with int8 messages; torch's own
+Schedule1F1B (a bare script with the same model and cut); and the same job with its weights sharded
+over both hosts instead (FSDP only). raypp on a cable without a limit is the reference.
 
-All of them are there at once and train by turns of two steps, round after round, every second round backwards, so that
-what is compared was measured within half a minute, and the cable's rate follows the machine's speed. A ratio is one of
-two turns of the same round; shown are the median over the rounds and the range. No snapshots in memory travel over the
-cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`); with `--sleeping-cores` they are left as
-the machine has them, and a program pays for each wait once more where a core comes back slow.
+All programs run at the same time and train in turns of two steps, round after round, every second
+round in reverse order. So the values that are compared were measured within half a minute, and the
+rate of the cable follows the speed of the machine. A ratio compares two turns of the same round;
+the tables show the median over the rounds and the range. No snapshots in memory travel over the
+cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`). With
+`--sleeping-cores` they are not, and a program pays extra for each wait after which a core is slow.
 
-The table for more ranks is the simulator's.
+The table for more ranks comes from the simulator.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from raypp.schedules.simulate import StageTimes, simulate
 
 MICROBATCHES, CUT = 16, "5,3"
 GOALS = {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}
-"""By message ÷ forward: of an unlimited cable at least, and of torch's Schedule1F1B on the same cable at least."""
+"""By message ÷ forward: the lowest speed relative to an unlimited cable, and to torch's
+Schedule1F1B on the same cable."""
 UNTIL_CHOSEN = 4
-"""raypp times steps 2 and 3 and has its depth from step 4 on."""
+"""raypp times steps 2 and 3 and uses the chosen lookahead from step 4 on."""
 
 AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
 INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
@@ -52,24 +56,24 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 2),
     SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
 }
-"""What is run, and how many steps of it are not counted."""
+"""The variants, and how many steps of each are not counted."""
 CHOOSE = (AUTO, INT8, SNAPSHOTS)
-"""Those that look at the cable when they begin, and so begin anew for each."""
+"""The variants that measure the cable at the start, so they restart for each cable."""
 USUAL = list(VARIANTS)[:5]
 
 Figures = dict[str, Any]
-"""Of one turn: `step_s`, `mb` per step that a host sends, and the cable's `mbit`."""
+"""Results of one turn: `step_s`, `mb` that a host sends per step, and the cable's `mbit`."""
 
 
 def count_of(variant: str, microbatches: int) -> list[str]:
-    """Arguments for the number of microbatches, of which FSDP's two replicas share out those of the pipeline."""
+    """Returns the arguments for the number of microbatches; FSDP's two replicas take half each."""
     if variant == TORCH:
         return ["--microbatches", str(microbatches)]
     return ["--set", f"pipeline.microbatches={microbatches // 2 if variant == FSDP else microbatches}"]
 
 
 def begin(hosts: Hosts, variant: str, mbit: float | None, microbatches: int) -> tuple[Held, list[Turn]]:
-    """A program after its first steps on a cable, and these."""
+    """Starts a program on a cable; returns it and its first steps."""
     (module, *arguments), uncounted = VARIANTS[variant]
     hosts.set_cable(mbit)
     held = hosts.hold(module, [*arguments, *count_of(variant, microbatches)])
@@ -77,7 +81,7 @@ def begin(hosts: Hosts, variant: str, mbit: float | None, microbatches: int) -> 
 
 
 def chosen(first: Sequence[Turn]) -> dict[str, Any]:
-    """What raypp told of its choice in its first steps: the event's `message` and `details`."""
+    """Returns raypp's event about its chosen lookahead: `message` and `details`."""
     return next(event for event in first[-1].told[0]["events"] if event["kind"] == "lookahead")
 
 
@@ -86,18 +90,19 @@ def message_bits() -> int:
 
 
 class Race:
-    """The programs, some of which stay for all cables.
+    """The running programs. Some of them run for all cables.
 
     Args:
-        hosts: Where they run.
-        options: `only` (the variants), `steps` of a turn, and `microbatches`.
+        hosts: The hosts that run them.
+        options: `only` (the variants), `steps` per turn, and `microbatches`.
     """
 
     def __init__(self, hosts: Hosts, options: argparse.Namespace) -> None:
         self.hosts, self.options = hosts, options
         self._free, first = begin(hosts, AUTO, None, options.microbatches)
-        # What a forward takes moves with the machine's speed, as a step does: their ratio stays. The steps in which
-        # forwards were timed also probed the link and met new memory; those behind them are like all later ones.
+        # The times of a forward and a step change with the machine's speed, but their ratio does
+        # not. The steps with timed forwards also probed the link and allocated memory; later steps
+        # are alike.
         usual = statistics.mean(one.seconds for one in self._free.steps(UNTIL_CHOSEN))
         self.forward_of_step = statistics.mean(chosen(first)["details"]["forward_s"]) / usual
         self._staying = {
@@ -107,12 +112,15 @@ class Race:
         }
 
     def _rate(self, share: float, steps: Sequence[Turn]) -> float:
-        """Mbit/s at which a message takes that share of a forward, by steps without a limit that were just done."""
+        """Returns the Mbit/s at which a message takes that share of a forward.
+
+        It uses steps without a limit that have just run.
+        """
         forward = self.forward_of_step * statistics.mean(one.seconds for one in steps)
         return message_bits() / (share * forward) / 1e6
 
     def on_cable(self, share: float, rounds: Sequence[int], done: Callable[[int, dict[str, Figures]], None]) -> str:
-        """Runs the rounds with these numbers on cables of a share; returns what was chosen for them."""
+        """Runs the rounds with these numbers on cables of a share; returns the chosen lookahead."""
         self.hosts.set_cable(None)
         mbit = self._rate(share, self._free.steps(4))
         own, words = dict(self._staying), ""
@@ -149,7 +157,7 @@ def _figures(steps: Sequence[Turn], mbit: float | None) -> Figures:
 
 
 def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float, dict[str, Any]]:
-    """By share of a forward: `told`, and the figures of all `rounds`."""
+    """Returns by share of a forward: `told` (the choice), and the figures of all `rounds`."""
     found: dict[float, dict[str, Any]] = {}
     race: Race | None = None
     for share in options.shares:
@@ -170,7 +178,7 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float
 
 
 def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
-    """Tables of seconds and ratios, with the goals, and the simulator's for more ranks."""
+    """Prints the tables of seconds and ratios with the goals, and the simulated one."""
     print(f"\n{begun}")
     print(f"\nP = 2, m = {options.microbatches}, fp32, one core each; a message {message_bits() / 8 / 1024:.0f} KiB; "
           f"rounds: {options.rounds}, of {options.steps} steps each; "
@@ -196,12 +204,12 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
 
 
 def _ratios(rounds: Sequence[dict[str, Figures]], base: str, variant: str) -> str:
-    """How many times faster than `base`, each round by itself."""
+    """Returns how many times faster a variant is than `base`, for each round."""
     return spread([one[base]["step_s"] / one[variant]["step_s"] for one in rounds])
 
 
 def simulated() -> None:
-    """Four and eight ranks by the simulator: forward 1, backward 2, equal stages."""
+    """Prints the simulated table for two to eight ranks: forward 1, backward 2, equal stages."""
     print("\nSimulated (forward 1, backward 2, equal stages): share of a free link's speed")
     print("\n| P | m | message ÷ forward | raypp, best lookahead | lookahead | torch Schedule1F1B | ratio |")
     print("|---|---|---|---|---|---|---|")

@@ -1,6 +1,7 @@
-"""Peak memory of the first stage against the number of microbatches: `python -m benchmarks.memory`.
+"""Peak memory of the first stage by number of microbatches: `python -m benchmarks.memory`.
 
-1F1B holds at most pp microbatches in flight, GPipe all of them. Peak resident memory of a fresh process, CPU.
+1F1B holds at most pp microbatches in flight, GPipe all of them. The figure is the peak resident
+memory of a fresh process on CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What a snapshot in memory costs a step, and how long a restart from memory reads: `python -m benchmarks.memory_tier`.
+"""The cost of a memory snapshot per step, and the read time of a restart from memory.
 
-One process, a module of equal matrices with AdamW (three tensors of state each), a snapshot after every step. The step
-itself is a busy loop of fixed length outside torch, so that what the tier takes of it can be seen; "waits" is what the
-training thread stands still (taking the snapshot, and the update waiting for its copy), "CPU" is what all threads of
-the process computed more than without the tier. The restart is compared with reading the same state from a directory.
+Run it with `python -m benchmarks.memory_tier`. One process has a module of equal matrices with
+AdamW (three tensors of state each) and takes a snapshot after every step. The step is a busy loop
+of fixed length outside torch, which makes the cost of the tier visible. "waits" is the time that
+the training thread is stalled (taking the snapshot, and the update waiting for its copy). "CPU" is
+the additional CPU time of all threads. The restart is compared with reading the same state from a
+directory.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Silent:
 
 
 class Alone:
-    """Announcements of one rank to itself."""
+    """The announcements of a single rank to itself."""
 
     def __init__(self) -> None:
         self.said: dict[int, dict[int, dict[str, object]]] = {}
@@ -63,7 +65,7 @@ class Alone:
 
 
 def model(megabytes: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Matrices whose weights and AdamW state take so many MB together."""
+    """Builds matrices whose weights and AdamW state together take this many MB."""
     width = max(2, int((megabytes * 1e6 / 12 / tensors) ** 0.5))
     module = nn.ParameterList([nn.Parameter(torch.randn(width, width)) for _ in range(tensors)])
     for parameter in module:
@@ -74,7 +76,7 @@ def model(megabytes: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, tier: MemoryTier | None) -> tuple[float, float]:
-    """Median seconds that the tier held up the training thread in a step, and CPU seconds of a whole step."""
+    """Returns the median stall of the training thread per step, and the CPU seconds of a step."""
     held, used = [], []
     update = _timed(optimizer.step)
     plain = median(update() for _ in range(3))

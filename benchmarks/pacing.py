@@ -1,10 +1,12 @@
-"""What a save costs the steps beside it on a slow cable, paced and not: `python -m benchmarks.pacing`. Root; 6 minutes.
+"""How much a save slows the steps during it on a slow cable, with and without throttling.
 
-Two hosts (network namespaces) with one core each train with pp 2 over a cable of a set rate; an S3 server beside their
-switch takes the saves, so that every upload shares its host's cable with the pipeline's messages. One save is taken in
-the middle of each run: its steps before the save are what the steps beside it are divided by. The variants: no save; a
-save as fast as the cable goes; a save with `checkpoint.max_upload_mbps`; and, without a save, snapshots in memory that
-are copied to the other host. Every second round goes through them backwards.
+Run it with `python -m benchmarks.pacing`. It needs root and 6 minutes. Two hosts (network
+namespaces) with one core each train with pp 2 over a cable of a set rate. An S3 server at their
+switch takes the saves, so every upload shares its host's cable with the pipeline's messages. Each
+run has one save in the middle; the steps during the save are divided by the steps before it. The
+variants are: no save; a save at the full rate of the cable; a save with
+`checkpoint.max_upload_mbps`; and, without a save, snapshots in memory that are copied to the other
+host. Every second round runs them in reverse order.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from raypp.clusters.seaweed import SeaweedServer
 
 BUCKET = "bench"
 WARM = 2
-"""Steps that are not counted: buffers grow."""
+"""Steps that are not counted, because buffers still grow."""
 NO_SAVE, FAST, PACED, SNAPSHOTS = "no save", "a save, not paced", "a save, paced", "no save, snapshots in memory"
 VARIANTS = (NO_SAVE, FAST, PACED, SNAPSHOTS)
 
 
 def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, variant: str, number: int) -> dict[str, Any]:
-    """One run: seconds of the steps before its save and after it, and what the save told of itself."""
+    """Runs a variant; returns the seconds of the steps before and after the save, and its facts."""
     half = WARM + options.steps
     saves = variant in (FAST, PACED)
     settings = {
@@ -41,7 +43,8 @@ def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, varian
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     hosts.set_cable(options.cable_mbps)
-    # Without a save in the middle the one at the end goes into a directory, so that nothing of it is on the cable.
+    # Without a save in the middle, the last save goes into a directory, so it does not use the
+    # cable.
     more = {**server.environment(), "BENCH_STORE": f"s3://{BUCKET}/{VARIANTS.index(variant)}-{number}"} if saves else {}
     ranks = hosts.run("benchmarks.timed_rank", [*words, "--steps", str(half + options.steps)], more)
     wall = ranks[0]["wall"]
@@ -54,7 +57,7 @@ def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, varian
 
 
 def row(variant: str, runs: list[dict[str, Any]], none: list[dict[str, Any]]) -> str:
-    """A line of the table: medians over the rounds, with their range."""
+    """Formats a line of the table: medians over the rounds, with their range."""
     base = [statistics.median(one["before"]) for one in runs]
     mean = [statistics.mean(one["after"]) / before for one, before in zip(runs, base, strict=True)]
     slowest = [max(one["after"]) / before for one, before in zip(runs, base, strict=True)]

@@ -1,11 +1,13 @@
-"""Predicted step times beside measured ones: `python -m benchmarks.prediction`. Needs root; about 10 minutes.
+"""Compares predicted with measured step times.
 
-Two hosts (network namespaces) with one core each and a cable of a set rate. The costs of the model's parts are measured
-on both cores at once, by what `raypp plan --measure` measures with, and every configuration's step is compared with
-what `raypp plan --costs --links` says of two nodes of the speeds that the cores had. Nothing is fitted to the runs.
-Because the machine's speed drifts, all configurations are there at once and do a few steps by turns, round after round,
-every second round backwards; so is what measures costs, some seconds before and after each turn. Shown are medians over
-the rounds.
+Run it with `python -m benchmarks.prediction`. It needs root and about 10 minutes. Two hosts
+(network namespaces) have one core each and a cable of a set rate. The costs of the model's parts
+are measured on both cores at once, with the code of `raypp plan --measure`. The step of every
+configuration is compared with what `raypp plan --costs --links` predicts for two nodes with the
+speeds of the cores. Nothing is fitted to the runs. Because the machine's speed drifts, all
+configurations run at the same time and take turns of a few steps, round after round, every second
+round in reverse order. Costs are measured some seconds before and after each turn. The tables show
+medians over the rounds.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from raypp.planning.machines import Machines
 
 LATENCY_S = 2e-4
 UNLIMITED_GBPS = 20.0
-"""What two namespaces reach without a limit."""
+"""The rate between two namespaces without a limit."""
 WARM = 2
-"""Steps that are not counted: buffers grow."""
+"""Steps that are not counted, because buffers still grow."""
 GOAL = 0.1
 
 ALONE = ["checkpoint.memory_tier=false"]
-"""No snapshots travel over the cable beside the messages: the forecast knows of none."""
+"""Turns off snapshots over the cable: the forecast does not include them."""
 CONFIGURATIONS: list[tuple[list[str], float | None]] = [
     (["pipeline.lookahead=0"], None),
     (["pipeline.lookahead=0"], 300),
@@ -53,10 +55,10 @@ CONFIGURATIONS: list[tuple[list[str], float | None]] = [
 
 
 def hold_meters(settings: Sequence[str]) -> Held:
-    """What measures costs by turns, on both cores at once.
+    """Measures costs in turns, on both cores at once.
 
     Args:
-        settings: Those that costs depend on.
+        settings: The settings that costs depend on.
     """
     words = [word for setting in settings for word in ("--set", setting)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -66,13 +68,13 @@ def hold_meters(settings: Sequence[str]) -> Held:
 
 
 def measured_costs(meters: Mapping[str, Held], kind: str) -> list[dict[str, Any]]:
-    """Both cores' costs now."""
+    """Measures the current costs on both cores."""
     (done,) = meters[kind].steps(1)
     return [one["costs"] for one in done.told]
 
 
 def mean_of(answers: list[dict[str, Any]]) -> Costs:
-    """Costs as the mean of several measurements."""
+    """Returns the mean of several measurements of costs."""
 
     def of(name: str) -> float:
         return float(statistics.mean(answer[name] for answer in answers))
@@ -86,12 +88,12 @@ def mean_of(answers: list[dict[str, Any]]) -> Costs:
 
 
 def rows_of(index: int) -> str:
-    """The setting of a configuration that costs depend on, or nothing."""
+    """Returns the settings of a configuration that costs depend on; may be empty."""
     return next((setting for setting in CONFIGURATIONS[index][0] if setting.startswith("train.micro_batch_size")), "")
 
 
 def begin(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
-    """The ranks of a configuration, after their first steps."""
+    """Starts the ranks of a configuration and runs their first steps."""
     hosts.set_cable(mbit)
     words = [word for setting in [*settings, *ALONE] for word in ("--set", setting)]
     held = hosts.hold("benchmarks.timed_rank", words)
@@ -100,7 +102,7 @@ def begin(hosts: Hosts, settings: Sequence[str], mbit: float | None) -> Held:
 
 
 def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict[str, Any]:
-    """A few steps of a configuration: their mean seconds, and those of their parts."""
+    """Runs a few steps of a configuration; returns their mean seconds and those of their parts."""
     hosts.set_cable(CONFIGURATIONS[index][1])
     done = held[index].steps(steps)
     parts = [one.told[0]["parts"] for one in done]
@@ -111,12 +113,12 @@ def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict
 
 
 def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]]) -> Forecast:
-    """What a step takes.
+    """Predicts the time of a step.
 
     Args:
-        settings: The configuration's.
+        settings: The settings of the configuration.
         mbit: Rate of the cable; None: no limit.
-        around: Both cores' costs before and after the turn.
+        around: The costs of both cores before and after the turn.
     """
     own = [mean_of([both[core] for both in around]) for core in range(2)]
     costs = mean_of([answer for both in around for answer in both])
@@ -129,11 +131,11 @@ def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dic
 
 
 Pair = tuple[dict[str, Any], Forecast]
-"""What a turn took, and what was predicted from the costs around it."""
+"""The time of a turn, and the prediction from the costs around it."""
 
 
 def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[Pair]]:
-    """By configuration, a pair for every round."""
+    """Returns one pair per round for each configuration."""
     found: dict[int, list[Pair]] = {index: [] for index in options.only}
     orders = [options.only[:: -1 if number % 2 else 1] for number in range(options.rounds)]
     held: dict[int, Held] = {}
@@ -143,7 +145,7 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, 
             held[index] = begin(hosts, [*options.set, *CONFIGURATIONS[index][0]], CONFIGURATIONS[index][1])
         meters = {kind: hold_meters([*options.set, *kind.split()]) for kind in set(map(rows_of, options.only))}
     for number, order in enumerate(orders):
-        last: tuple[str, list[dict[str, Any]]] | None = None  # costs of the kind that was measured last
+        last: tuple[str, list[dict[str, Any]]] | None = None  # kind and costs of the latest measurement
         for index in order:
             settings, mbit = CONFIGURATIONS[index]
             kind = rows_of(index)

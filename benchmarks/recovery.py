@@ -1,9 +1,10 @@
-"""From `kill -9` of a rank to the next finished step, against the cold start of the same run.
+"""The time from `kill -9` of a rank to the next finished step, and the cold start of the same run.
 
-`python -m benchmarks.recovery`: starts an embedded cluster of its own (with its S3 server), trains a tiny model on
-three pipeline stages, kills one rank after the other, and prints for each how long it took until the failure was known,
-until the next step was finished, how many processes were kept, and how many steps were done twice; once with the memory
-tier, once without.
+Run it with `python -m benchmarks.recovery`. It starts its own embedded cluster (with an S3 server),
+trains a tiny model on three pipeline stages, and kills one rank after the other. For each, it
+prints the time until the failure was detected, the time until the next step was finished, the
+number of processes kept, and the number of steps done twice; once with the memory tier and once
+without.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PP = 3
 
 @dataclass(frozen=True)
 class Recovery:
-    """One kill and what followed, in seconds."""
+    """A kill and the recovery from it, in seconds."""
 
     victim: str
     known: float
@@ -47,7 +48,7 @@ class Recovery:
 
 @dataclass
 class Trial:
-    """One run under observation."""
+    """A run that the benchmark observes."""
 
     name: str
     environment: dict[str, str]
@@ -64,7 +65,7 @@ class Trial:
         end = time.monotonic() + PATIENCE_S
         while not (answer := condition()):
             if time.monotonic() > end:
-                raise SystemExit(f"{what} did not come about; see raypp events {self.name}")
+                raise SystemExit(f"timeout while waiting for: {what}; see raypp events {self.name}")
             time.sleep(0.3)
         return answer
 
@@ -72,7 +73,7 @@ class Trial:
         return json.loads(self.ask("status", self.name, "--json"))
 
     def seats(self, attempt: int) -> dict[str, int]:
-        """Process of each rank."""
+        """Returns the process id of each rank."""
         told = self.until(lambda: len(s := self.events("seated", attempt)) == PP and s, f"seats of attempt {attempt}")
         return {event["details"]["label"]: event["details"]["pid"] for event in told}
 
@@ -80,7 +81,7 @@ class Trial:
         return self.until(lambda: self.events("first_step", attempt), f"a step of attempt {attempt}")[0]
 
     def kill(self, victim: str, attempt: int) -> Recovery:
-        """Kills a rank of an attempt that trains; returns when the next one trains."""
+        """Kills a rank of a training attempt; returns once the next attempt trains."""
         before = self.seats(attempt)
         begun = self.first_step(attempt)["step"]
         self.until(lambda: self.status()["step"] >= begun + 7, "progress")
@@ -97,7 +98,7 @@ class Trial:
 
 
 def observe(tier: bool, rounds: int, folder: str, environment: dict[str, str]) -> tuple[float, list[Recovery]]:
-    """Seconds of the cold start, and a recovery for every kill."""
+    """Returns the seconds of the cold start, and the recovery from every kill."""
     name = f"recovery-{'tier' if tier else 'store'}"
     document = {
         "name": name,

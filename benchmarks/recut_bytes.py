@@ -1,4 +1,4 @@
-"""How many bytes a load onto another mesh reads, beside how many its ranks need."""
+"""Compares the bytes that a load onto another mesh reads with the bytes that its ranks need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raypp.storage import open_store
 
 LAYERS, WIDTH, RUN = 8, 1024, "recut"
 MESHES = ((2, 1), (1, 1), (4, 1), (1, 2), (2, 2), (1, 4))
-"""pp × fsdp; the first one writes."""
+"""Meshes as pp × fsdp. The first one writes the checkpoint."""
 
 
 class _Silent:

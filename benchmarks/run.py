@@ -1,7 +1,7 @@
-"""All benchmarks, one after another: `python -m benchmarks.run`, or `make bench`. Each prints its own tables.
+"""Runs all benchmarks one after another: `python -m benchmarks.run`, or `make bench`.
 
-Ratios are taken within a benchmark, on a machine that does nothing else; docs/benchmarks/README.md has the goals and
-what has been measured so far.
+Each benchmark prints its own tables. Ratios compare values within a benchmark, on an otherwise idle
+machine. docs/benchmarks/README.md has the goals and the measurements so far.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One module of this directory that prints figures.
+    """A module of this directory that prints figures.
 
     Attributes:
-        minutes: About what it takes with its defaults on two quiet cores.
-        shows: What its figures say.
-        root: It makes network namespaces.
+        name: Name of the module.
+        minutes: Approximate time with its defaults on two idle cores.
+        shows: What its figures show.
+        root: Whether it needs root, to create network namespaces.
     """
 
     name: str
@@ -31,47 +32,47 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("throughput", 6, "raypp's step against a bare Schedule1F1B script"),
-    Benchmark("schedules", 4, "each schedule's step beside the simulator's"),
-    Benchmark("dispatch", 2, "the runtime's cost per microbatch against torch's classes"),
-    Benchmark("lengths", 6, "what lengths per microbatch are worth"),
-    Benchmark("memory", 3, "peak memory against the number of microbatches"),
+    Benchmark("throughput", 6, "raypp's step compared with a bare Schedule1F1B script"),
+    Benchmark("schedules", 4, "each schedule's measured and simulated step"),
+    Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
+    Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
+    Benchmark("memory", 3, "peak memory by number of microbatches"),
     Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
-    Benchmark("startup", 5, "from submit to the first step, against torchrun"),
-    Benchmark("saves", 5, "a save's stop, rate, memory and re-cut, beside other writers"),
-    Benchmark("crowded", 3, "stop per save and negotiation with more ranks than cores"),
-    Benchmark("memory_tier", 3, "what a snapshot in memory costs, and a restart from it"),
-    Benchmark("link_hiding", 20, "what of a slow cable is hidden, against torch's 1F1B and FSDP", root=True),
-    Benchmark("pacing", 6, "what a save on a slow cable costs the steps beside it, paced and not", root=True),
+    Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
+    Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),
+    Benchmark("crowded", 3, "stall per save and negotiation with more ranks than cores"),
+    Benchmark("memory_tier", 3, "the cost of a snapshot in memory and of a restart from it"),
+    Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
+    Benchmark("pacing", 6, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
-    Benchmark("prediction", 10, "predicted step times beside measured ones", root=True),
+    Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
-    Benchmark("recovery", 8, "from a kill to the next step, against a cold start"),
-    Benchmark("controller_scale", 4, "a controller's cost per rank, and how many it holds"),
+    Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),
+    Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
 PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
-"""Modules that a benchmark runs as processes of its own."""
+"""Modules that a benchmark runs as separate processes."""
 
 
 def main() -> int:
-    """Runs what was asked for; 1 when any of it failed, after the others have run."""
+    """Runs the chosen benchmarks; returns 1 if any of them failed, after all have run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [one.name for one in BENCHMARKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="run these; see --list")
-    parser.add_argument("--list", action="store_true", help="say what there is, and how long it takes")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and how long they take")
     given = parser.parse_args()
     chosen = [one for one in BENCHMARKS if given.only is None or one.name in given.only]
     if given.list:
         for one in chosen:
             print(f"{one.name:17} {one.minutes:3.0f} min  {one.shows}{' (needs root)' if one.root else ''}")
-        print(f"{'together':17} {sum(one.minutes for one in chosen):3.0f} min, on two quiet cores")
+        print(f"{'together':17} {sum(one.minutes for one in chosen):3.0f} min, on two idle cores")
         return 0
     failed = []
     for one in chosen:
         print(f"\n== {one.name}: {one.shows}; about {one.minutes:g} minutes", flush=True)
         if one.root and os.geteuid() != 0:
-            print("left out: it needs root")
+            print("skipped: it needs root")
             continue
         started = time.monotonic()
         code = subprocess.run([sys.executable, "-m", f"benchmarks.{one.name}"], check=False).returncode

@@ -1,7 +1,8 @@
-"""One rank of the save benchmark: a process that does as it is told on stdin and answers in JSON, line by line.
+"""One rank of the save benchmark: reads commands from stdin and answers in JSON lines.
 
-`python -m benchmarks.save_rank WRITER RANK WORLD PORT MEGABYTES`; the S3 server is in the environment. A line is
-`save N` (one save, nothing beside it) or `train N` (one save, and training goes on until it is durable).
+Run it with `python -m benchmarks.save_rank WRITER RANK WORLD PORT MEGABYTES`; the environment has
+the S3 server. A command is `save N` (one save and nothing else) or `train N` (one save, while
+training continues until it is durable).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MOST_STEPS = 40
 
 
 def memory() -> tuple[int, int]:
-    """Resident bytes now, and the most since `forget_peak`."""
+    """Returns the resident bytes now, and their peak since `forget_peak`."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if line[:2] == "Vm")
     return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
 
@@ -32,7 +33,11 @@ def forget_peak() -> None:
 
 
 def save(writer: Writer, number: int) -> Answer:
-    """Seconds until it is durable, CPU seconds of this process, and the peak of its memory as a share of its state."""
+    """Runs one save.
+
+    Returns the seconds until it is durable, the CPU seconds of this process, and its peak memory as
+    a fraction of its state.
+    """
     forget_peak()
     before, cpu, started = memory()[0], time.process_time(), time.perf_counter()
     writer.begin(number)
@@ -43,7 +48,7 @@ def save(writer: Writer, number: int) -> Answer:
 
 
 class Training:
-    """Steps of about half a second beside which saves go on."""
+    """Training with steps of about half a second, during which saves run."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
@@ -59,8 +64,12 @@ class Training:
         return time.perf_counter() - started
 
     def save(self, number: int) -> Answer:
-        """A step's time without a save; how long training stood still; what the save cost training in all: the time
-        until it was durable, less what the steps done meanwhile take alone."""
+        """Runs one save during training.
+
+        Returns the time of a step without a save, the stall of training, and the total cost to
+        training: the time until the save was durable, minus the time that the steps done meanwhile
+        take without it.
+        """
         writer = self.writer
         alone = [self._step() for _ in range(3)]
         started = time.perf_counter()
@@ -71,7 +80,7 @@ class Training:
             steps.append(self._step())
         elapsed, stall = time.perf_counter() - started, begin + writer.held_s()
         writer.finish()
-        # Before and after: the machine's speed drifts.
+        # Measure before and after, because the machine's speed drifts.
         plain = statistics.median([*alone, *(self._step() for _ in range(3))])
         lost = elapsed - len(steps) * plain
         return {"plain": plain, "begin": begin, "stall": stall, "lost": lost, "beside": steps[0]}
@@ -80,7 +89,7 @@ class Training:
 def main() -> None:
     torch.set_num_threads(1)
     name, numbers = sys.argv[1], [int(text) for text in sys.argv[2:]]
-    # What libraries print must not be taken for an answer.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     writer, training = WRITERS[name](Place(*numbers)), None
@@ -93,7 +102,7 @@ def main() -> None:
         else:
             answer = save(writer, int(number))
         print(json.dumps(answer), file=answers, flush=True)
-    # Destroying a group whose peer is gone already may hang; nothing is left to be said.
+    # Destroying a group whose peer is already gone may hang, and nothing is left to do.
     os._exit(0)
 
 

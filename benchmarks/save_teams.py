@@ -1,4 +1,4 @@
-"""The processes of the save benchmark's writers, and what each of their saves took."""
+"""Runs the processes of the save benchmark's writers and collects the cost of each save."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Answers = list[dict[str, Any]]
 
 
 class Ranks:
-    """The ranks of one writer, which wait until they are told to save.
+    """The ranks of one writer, which wait for commands to save.
 
     Args:
         python: The interpreter that has the writer's packages.
         writer: One of `save_writers.WRITERS`.
-        world: How many ranks.
-        megabytes: State of each.
-        environment: With the S3 server in it.
+        world: Number of ranks.
+        megabytes: State of each rank.
+        environment: Environment variables, including the S3 server.
 
     Raises:
-        RuntimeError: A rank ended, also when told to; with the last that it said.
+        RuntimeError: A rank exited; the message has its last output.
     """
 
     def __init__(self, python: str, writer: str, world: int, megabytes: int, environment: dict[str, str]) -> None:
@@ -66,7 +66,8 @@ class Ranks:
             limit.cancel()
         for rank, line in enumerate(lines):
             if not line:
-                raise RuntimeError(f"rank {rank} ended with {self._processes[rank].wait(15)}: {self._last(rank)}")
+                code = self._processes[rank].wait(15)
+                raise RuntimeError(f"rank {rank} exited with code {code}: {self._last(rank)}")
         return [json.loads(line) for line in lines]
 
     def _last(self, rank: int) -> str:
@@ -91,15 +92,16 @@ class Ranks:
 
 
 class Teams:
-    """Several writers' ranks, and what the server spends on each. A writer that fails is left out from then on; `lines`
-    says why.
+    """The ranks of several writers, and the server's cost for each.
+
+    A writer that fails is skipped from then on; `lines` has the reason.
 
     Args:
         names: The writers.
-        world: Ranks of each.
+        world: Ranks of each writer.
         megabytes: State of each rank.
-        environment: With the S3 server in it.
-        server: Its process.
+        environment: Environment variables, including the S3 server.
+        server: The process of the S3 server.
     """
 
     def __init__(self, names: list[str], world: int, megabytes: int, environment: dict[str, str], server: int) -> None:
@@ -121,7 +123,10 @@ class Teams:
                 self.lines.append(f"{name}: left out, {error}")
 
     def round(self, what: str) -> dict[str, Answers]:
-        """One save of each, beginning with another one each round; rank 0's answer has the server's CPU seconds too."""
+        """Runs one save of each writer, with a different first one each round.
+
+        The answer of rank 0 also has the CPU seconds of the server.
+        """
         names, found = list(self._teams), {}
         self._saves += 1
         first = self._saves % max(1, len(names))

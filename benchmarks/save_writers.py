@@ -1,6 +1,7 @@
 """The writers of the save benchmark: raypp's, raw boto3, and DCP's with other projects' storage.
 
-Each begins a save, at whose end training may go on, says while it is busy, and finishes when the save is durable.
+Each writer has calls to begin a save, after which training may continue; to report how long a step
+had to wait; and to finish, which returns once the save is durable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands."""
+    """The rank of a writer, the world it belongs to, and the MB of its state."""
 
     rank: int
     world: int
@@ -34,25 +35,25 @@ class Place:
 
 
 class Writer(Protocol):
-    """One rank's."""
+    """The writer of one rank."""
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
 
     def begin(self, number: int) -> None:
-        """Returns when the weights may change again."""
+        """Begins a save and returns once the weights may change again."""
 
     def busy(self) -> bool: ...
 
     def held_s(self) -> float:
-        """Seconds that the step after `begin` had to wait for it."""
+        """Returns the seconds that the step after `begin` waited for it."""
 
     def finish(self) -> Answer:
-        """Returns when the save is durable, with what it has to tell."""
+        """Waits until the save is durable and returns facts about it."""
 
 
 def layers(megabytes: int, rank: int) -> nn.Module:
-    """Square matrices of 4 MiB; with AdamW's state each is 12 MiB. Named by a global number."""
+    """Builds square matrices of 4 MiB (12 MiB with AdamW's state), named by a global number."""
     count = max(1, round(megabytes / 12.6))
     stage = nn.Module()
     for index in range(rank * count, (rank + 1) * count):
@@ -75,7 +76,7 @@ def trained(stage: nn.Module) -> torch.optim.Optimizer:
 
 
 def state_bytes(stage: nn.Module) -> int:
-    """Of weights and AdamW's two moments."""
+    """Returns the bytes of the weights and AdamW's two moments."""
     return 3 * sum(parameter.numel() * 4 for parameter in stage.parameters())
 
 
@@ -92,7 +93,7 @@ class Raypp:
             "127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.events: list[Any] = []
-        run = f"run-{place.port}"  # each team its own
+        run = f"run-{place.port}"  # one per team
         seat = Seat(run, 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1))
         self._begin_s = 0.0
         self.saver = CheckpointSaver(
@@ -122,7 +123,7 @@ class Raypp:
 
 
 class Boto3Parts:
-    """What anyone would write: parts of one buffer by `upload_part`, so many threads, boto3's own settings."""
+    """The plain solution: threads call `upload_part` on parts of a buffer; boto3's own settings."""
 
     def __init__(self, place: Place) -> None:
         import boto3
@@ -158,12 +159,12 @@ class Boto3Parts:
 
 
 class Dcp:
-    """torch's distributed checkpoint; `save` blocks, `async_save` returns when the state is copied.
+    """torch's distributed checkpoint: `save` blocks, `async_save` returns once the state is copied.
 
     Args:
-        place: This rank's.
-        writer: Makes the storage's writer of one save, by its number.
-        asynchronous: Which of the two.
+        place: The place of this rank.
+        writer: Creates the storage writer of a save, given its number.
+        asynchronous: Whether to use `async_save`.
     """
 
     def __init__(self, place: Place, writer: Callable[[int], Any], asynchronous: bool) -> None:
@@ -234,4 +235,4 @@ WRITERS: dict[str, Callable[[Place], Writer]] = {
     "fsspec_async": lambda place: fsspec(place, asynchronous=True),
 }
 FOREIGN = tuple(name for name in WRITERS if name.startswith(("s3torch", "fsspec")))
-"""Those that need packages which raypp does not have."""
+"""The writers that need packages which raypp does not install."""

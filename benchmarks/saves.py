@@ -1,7 +1,8 @@
-"""What a save costs, beside what others' do: `python -m benchmarks.saves`.
+"""The cost of a save, compared with other writers: `python -m benchmarks.saves`.
 
-One real S3 server on loopback, ranks as processes, all writers in every round in turn, medians over the rounds: what
-training loses, the upload and its CPU beside raw boto3 and DCP's writers, what a load onto other meshes reads.
+It uses one real S3 server on loopback and runs ranks as processes, with all writers in turn in
+every round. It prints medians over the rounds: what training loses; the upload and its CPU time,
+compared with raw boto3 and DCP's writers; and what a load onto other meshes reads.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ WORLD = 2
 
 
 def medians(found: list[Answers], key: str) -> float:
-    """Of the slowest rank."""
+    """Returns the value of the slowest rank."""
     return statistics.median(max(answer[key] for answer in answers) for answers in found)
 
 
 def ratios(theirs: list[float], ours: list[float]) -> float:
-    """The median over the rounds of theirs ÷ ours."""
+    """Returns the median over the rounds of theirs ÷ ours."""
     return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 def in_turns(what: str, rounds: int, teams: Teams, server: SeaweedServer) -> dict[str, list[Answers]]:
-    """By writer, the answers of every round; of writers that did not fail. The first is one more than asked for: it
-    takes memory, opens connections and grows the server's volumes."""
+    """Returns the answers of every round, for each writer that did not fail.
+
+    There is one additional round at the start, which allocates memory, opens connections and grows
+    the server's volumes.
+    """
     found: dict[str, list[Answers]] = {}
     for _ in range(rounds + 1):
         for name, answers in teams.round(what).items():
@@ -46,7 +50,7 @@ def in_turns(what: str, rounds: int, teams: Teams, server: SeaweedServer) -> dic
 
 
 def warm(found: dict[str, list[Answers]]) -> dict[str, list[Answers]]:
-    """Without the first round."""
+    """Drops the first round."""
     return {name: answers[1:] for name, answers in found.items()}
 
 
@@ -57,7 +61,7 @@ def clear(server: SeaweedServer) -> None:
 
 
 def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
-    """Saves with nothing beside them: seconds until they are durable, and CPU."""
+    """Measures saves without training: the seconds until they are durable, and the CPU time."""
     everything = in_turns("save", rounds, teams, server)
     found = warm(everything)
     seconds = {name: [max(a["seconds"] for a in one) for one in answers] for name, answers in found.items()}
@@ -94,12 +98,12 @@ def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
 
 
 def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], gigabytes: float) -> list[str]:
-    """What the server's own CPU leaves possible on this machine."""
+    """Computes the rate that the server's own CPU time allows on this machine."""
     least = min(one[0]["server"] for answers in found.values() for one in answers) / gigabytes
     cores = os.cpu_count() or 1
     lines = [
-        f"The server spends at least {least:.1f} CPU s per GB, whoever writes: with a writer that costs nothing these "
-        f"{cores} cores would take {cores * 1e3 / least:.0f} MB/s, when they do nothing else."
+        f"The server spends at least {least:.1f} CPU s per GB with every writer: with a writer that costs nothing, "
+        f"these {cores} cores could store {cores * 1e3 / least:.0f} MB/s if they did nothing else."
     ]
     for name in ("s3torchconnector", "fsspec"):
         if name in seconds:
@@ -109,11 +113,11 @@ def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], giga
 
 
 def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
-    """Saves beside which training goes on, if the writer lets it."""
+    """Measures saves during training, for writers that let it continue."""
     found = warm(in_turns("train", rounds, teams, server))
     lines = [
-        "| writer | step, s | training stands still, ms, median (longest) | a save costs training in all, s "
-        "| stands still ÷ raypp | in all ÷ raypp |",
+        "| writer | step, s | training stalls, ms, median (longest) | total cost of a save to training, s "
+        "| stall ÷ raypp | total ÷ raypp |",
         "|---|---|---|---|---|---|",
     ]
     own = {key: [max(a[key] for a in one) for one in found["raypp"]] for key in ("stall", "lost")}
@@ -128,10 +132,10 @@ def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
 
 
 def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: SeaweedServer) -> list[str]:
-    """raypp's own, of a larger state."""
+    """Measures raypp's saves of a larger state."""
     lines = [
         "| ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step "
-        "| stop ÷ step | of training, saved every 100 steps | step beside a save ÷ step |",
+        "| stop ÷ step | of training, saved every 100 steps | step during a save ÷ step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for world in (1, 2):
@@ -164,7 +168,7 @@ def beside_others(options: Any, environment: dict[str, str], server: SeaweedServ
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of uploads")
-    parser.add_argument("--trains", type=int, default=2, help="rounds of saves beside which training goes on")
+    parser.add_argument("--trains", type=int, default=2, help="rounds of saves during training")
     parser.add_argument("--megabytes", type=int, default=200, help="per rank, uploads")
     parser.add_argument("--state", type=int, default=1000, help="MB of all ranks, stops")
     parser.add_argument("--saves", type=int, default=3, help="measured saves, stops")
@@ -184,7 +188,7 @@ def main() -> None:
             print(describe(), "\n")
             for name, title, lines in (
                 ("stops", "Stop per save", lambda: stalls(options.saves, options.state, environment, server)),
-                ("uploads", "Beside other writers", lambda: beside_others(options, environment, server)),
+                ("uploads", "Compared with other writers", lambda: beside_others(options, environment, server)),
                 ("loads", "Bytes of a load", lambda: recut_table(f"{folder}/recut")),
             ):
                 if name in options.only:

@@ -1,8 +1,9 @@
-"""What networks carry, by simulation: `python -m benchmarks.scale`. Nothing is measured here; every number is computed.
+"""What networks can sustain, by simulation: `python -m benchmarks.scale`. Every number is computed.
 
-Models on 8 to 1,024 GPUs joined by 1 to 100 Gbit/s Ethernet, eight GPUs to a node with one port each: for every
-number of GPUs and rate the best mesh, schedule and lookahead that `raypp plan --search` knows of with 1F1B, as a share
-of the same GPUs with links that cost nothing; beside it the best mesh without a pipeline (pp 1).
+Models run on 8 to 1,024 GPUs, eight per node, connected by 1 to 100 Gbit/s Ethernet with one port
+per node. For every number of GPUs and rate, it prints the best mesh, schedule and lookahead that
+`raypp plan --search` finds with 1F1B, as a fraction of the speed of the same GPUs with free links,
+and the same for the best mesh without a pipeline (pp 1).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def job_of(model: dict[str, Any], pp: int, fsdp: int, replicas: int, microbatche
 
 
 def best(name: str, gpus: int, gbps: float | None, *, pipeline: bool) -> tuple[Job, Forecast] | None:
-    """The fastest mesh that fits, with or without a pipeline."""
+    """Returns the fastest mesh that fits, with or without a pipeline."""
     model, kind = MODELS[name]
     device, rows = DEVICES[kind], TOKENS_PER_BATCH // SEQ_LEN
     found: list[tuple[Job, Forecast]] = []
@@ -100,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     print(describe())
     print(f"\ncomputed; {TOKENS_PER_BATCH:,} tokens a batch in rows of {SEQ_LEN}, bf16, full recomputation,")
-    print(f"{PER_NODE} GPUs and one port a node, 200 Gbit/s inside; without a word about pp 1, it does not fit")
+    print(f"{PER_NODE} GPUs and one port per node, 200 Gbit/s inside a node; pp 1 is missing where it does not fit")
     for name in options.models:
         kind = DEVICES[MODELS[name][1]]
         print(f"{name}: {kind.name}, {kind.share:.0%} of {kind.tflops['bf16']:g} TFLOP/s, {kind.memory // GIB} GiB")

@@ -1,7 +1,8 @@
-"""Each schedule's measured step beside the simulator's: `python -m benchmarks.schedules`.
+"""Compares each schedule's measured step with the simulated one: `python -m benchmarks.schedules`.
 
-Two pipeline ranks on CPUs. The simulator is given what one process needs for a forward and a backward of each stage,
-measured in the same run, and no cost for links, optimizer or anything else.
+It uses two pipeline ranks on CPU. The simulator gets the time that one process needs for a forward
+and a backward of each stage, measured in the same run. Links, optimizer and everything else cost
+nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def job_of(schedule: str, stages_per_rank: int, pp: int = 2) -> Job:
 
 
 def pipeline_seconds(schedule: str, stages_per_rank: int, steps: int, ranks: int) -> float:
-    """Median seconds that the schedule itself takes in a step, on rank 0."""
+    """Returns the median seconds that the schedule itself takes in a step, on rank 0."""
     settings = [f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages_per_rank}"]
     arguments = ["--steps", str(steps), *(word for setting in settings for word in ("--set", setting))]
     found = torchrun("benchmarks.timed_rank", arguments, ranks)
@@ -37,7 +38,7 @@ def pipeline_seconds(schedule: str, stages_per_rank: int, steps: int, ranks: int
 
 
 def predicted(schedule: str, stages_per_rank: int, layer_s: float) -> tuple[float, float]:
-    """Makespan and bubble of the simulated program, in seconds, with a layer's forward taking `layer_s`."""
+    """Returns makespan (s) and bubble of the simulation; a layer's forward takes `layer_s`."""
     job = job_of(schedule, stages_per_rank)
     pipeline = resolve_pipeline(job)
     timeline = simulate(pipeline.program, stage_times(pipeline, layer_s, 2.0, 0.0))
@@ -56,7 +57,7 @@ def main() -> None:
         for variant in VARIANTS:
             measured[variant].append(pipeline_seconds(*variant, options.steps, 2))
     layers = model_options().num_layers + sum(end_weights(job_of("1f1b", 1)))
-    layer_s = statistics.median(alone) / MICROBATCHES / layers / 3  # a backward takes two forwards
+    layer_s = statistics.median(alone) / MICROBATCHES / layers / 3  # a backward takes as long as two forwards
     print(describe())
     print(f"\none process: {statistics.median(alone):.3f} s; a layer's forward {layer_s * 1e3:.1f} ms")
     print("\n| schedule | stages per rank | measured, s | simulated, s | measured ÷ simulated | simulated bubble |")

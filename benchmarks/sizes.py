@@ -1,4 +1,4 @@
-"""The model and batch all throughput figures use, unless they say otherwise."""
+"""The model and batch of all throughput figures, unless stated otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""From `raypp submit` to the first finished step, taken apart, against torchrun's start of the same ranks.
+"""The time from `raypp submit` to the first finished step, by part, compared with torchrun.
 
-`python -m benchmarks.startup`: starts an embedded cluster of its own, then alternates `raypp submit` and torchrun on
-the quickstart's mesh with a directory store, and prints medians and the ratio.
+torchrun starts the same ranks. Run it with `python -m benchmarks.startup`. It starts its own
+embedded cluster, alternates `raypp submit` and torchrun on the mesh of the quickstart with a
+directory store, and prints medians and the ratio.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def main() -> None:
 
 
 def report(submits: list[dict[str, float]], torchruns: list[float]) -> None:
-    """Medians; the first round, which uploads the package, is left out."""
+    """Prints medians without the first round, which uploads the package."""
     print(describe())
     print("\n| raypp submit, 4 CPU ranks | s, median |\n|---|---|")
     for part in submits[0]:

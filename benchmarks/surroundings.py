@@ -1,4 +1,4 @@
-"""What a figure needs beside it: hardware, versions, commit."""
+"""The context of a figure: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def describe() -> str:
-    """One line: date, processor, cores, memory, versions, commit."""
+    """Returns one line with date, processor, cores, memory, versions and commit."""
     model = next(
         (
             line.split(":", 1)[1].strip()

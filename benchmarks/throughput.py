@@ -1,7 +1,8 @@
-"""raypp against a bare Schedule1F1B script, pp 2, alternated in rounds: `python -m benchmarks.throughput`.
+"""Compares raypp with a bare Schedule1F1B script, pp 2, in alternating rounds.
 
-Prints the median over rounds of the ratio of each round's median step, for speed and for CPU seconds, and what share
-of a step each of raypp's parts takes.
+Run it with `python -m benchmarks.throughput`. It prints the median over the rounds of the ratio of
+each round's median step, for speed and for CPU seconds, and the fraction of a step that each of
+raypp's parts takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WARM = 2
 
 
 def torchrun(module: str, arguments: list[str], ranks: int = 2) -> list[dict[str, Any]]:
-    """Runs a module under torchrun, with cores that stay awake; what each rank measured."""
+    """Runs a module under torchrun with cores kept awake; returns what each rank measured."""
     with tempfile.TemporaryDirectory() as folder, cores_awake():
         out = f"{folder}/out"
         subprocess.run(
@@ -39,7 +40,10 @@ def torchrun(module: str, arguments: list[str], ranks: int = 2) -> list[dict[str
 
 
 def step_figures(ranks: list[dict[str, Any]]) -> tuple[float, float]:
-    """Median seconds of a step on rank 0, and median CPU seconds of a step over both ranks, without the first steps."""
+    """Returns the median seconds of a step on rank 0, and its median CPU seconds over both ranks.
+
+    The first steps are not counted.
+    """
     wall = statistics.median(ranks[0]["wall"][WARM:])
     cpu = statistics.median(sum(both) for both in zip(*(rank["cpu"][WARM:] for rank in ranks), strict=True))
     return wall, cpu

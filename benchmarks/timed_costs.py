@@ -1,4 +1,4 @@
-"""What the parts of a job's model cost on the core this runs on, by turns: what `raypp plan --measure` measures."""
+"""Measures the costs of a model's parts on one core, in turns, as `raypp plan --measure` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""raypp's rank runtime under torchrun, timed step by step: the same `run_rank` that Ray's workers call."""
+"""Times raypp's rank runtime under torchrun, step by step: the `run_rank` that workers call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raypp.train.seats import seat_from_environment
 
 
 class StepTimer:
-    """Notes wall and CPU time whenever a rank begins to read a step; the parts of each step on rank 0."""
+    """Records wall and CPU time when a rank starts to read a step; on rank 0, each step's parts."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -57,7 +57,7 @@ class StepTimer:
 
 
 def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", url: str = "/tmp/unused") -> Job:
-    """The job of the figures, with keys set."""
+    """Returns the benchmark's job, with keys set."""
     document: dict[str, Any] = {
         "name": "bench",
         "model": model_options().model_dump(),
@@ -82,7 +82,7 @@ def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", ur
 
 
 def wait_for_weights_and_sums() -> None:
-    """Makes sharded stages of this process wait for their weights and sums at once, as if nothing overlapped."""
+    """Makes sharded stages wait for their weights and sums immediately, without any overlap."""
 
     def unshard(self: ProgramRuntime, stage: PlannedStage, microbatch: int) -> None:
         for module in stage.submod.modules():

@@ -1,8 +1,8 @@
-"""How long torch's Schedule1F1B takes when forwards, backwards and messages take known times: it waits for messages.
+"""Simulates torch's Schedule1F1B with given times for forwards, backwards and messages.
 
-In its steady state a rank sends what it has just computed and receives what it needs next in one batch, and waits for
-both before it computes. A message crosses once both its ends were posted; each direction of each link carries one at a
-time.
+In its steady state, a rank sends its last result and receives its next input in one batch, and
+waits for both before it computes. A message crosses once both of its ends are posted. Each
+direction of each link carries one message at a time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 Op = tuple[str, int]
-"""send or recv, of F or B: `("sF", 3)`; or `("F", 3)`, `("B", 3)`: compute."""
+"""A send or receive of F or B, such as `("sF", 3)`; or a computation: `("F", 3)`, `("B", 3)`."""
 
 
 def _line(pp: int, rank: int, microbatches: int) -> list[tuple[list[Op], bool]]:
-    """A rank's batches of operations, and whether it waits for them before it goes on."""
+    """Returns a rank's batches of operations, and whether it waits for each before it continues."""
     warm = min(microbatches, pp - rank)
     line: list[tuple[list[Op], bool]] = []
     for index in range(warm):
@@ -35,7 +35,7 @@ def _line(pp: int, rank: int, microbatches: int) -> list[tuple[list[Op], bool]]:
 
 
 def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, message: float) -> float:
-    """Seconds from the first forward to the last backward."""
+    """Returns the seconds from the first forward to the last backward."""
     lines = {rank: _line(pp, rank, microbatches) for rank in range(pp)}
     clock, place = dict.fromkeys(lines, 0.0), dict.fromkeys(lines, 0)
     posted: dict[tuple[str, str, int, int], float] = {}
@@ -43,7 +43,7 @@ def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, me
     free: dict[tuple[str, int], float] = defaultdict(float)
 
     def channel(rank: int, op: Op) -> tuple[str, int, int] | None:
-        """(direction, sending rank, microbatch); None at the ends of the pipeline."""
+        """Returns (direction, sending rank, microbatch); None at the ends of the pipeline."""
         sender = rank if op[0][0] == "s" else rank + (-1 if op[0] == "rF" else 1)
         receiver = sender + (1 if op[0][1] == "F" else -1)
         return (op[0][1], sender, op[1]) if 0 <= sender < pp and 0 <= receiver < pp else None
@@ -72,5 +72,5 @@ def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, me
                 place[rank] += 1
                 moved = True
         if not moved:
-            raise AssertionError("torch's order cannot hang")
+            raise AssertionError("torch's order cannot deadlock")
     return max(clock.values())

@@ -1,7 +1,8 @@
-"""Programs that train by turns: each does a few steps when it is told to and waits meanwhile.
+"""Programs that train in turns: each runs a few steps on command and waits otherwise.
 
-This machine's speed moves by a fifth within a minute. What is compared must be measured within seconds of each other,
-and not once but many times; starting the processes anew for it would take longer than the steps.
+The speed of a machine can change by a fifth within a minute. Values that are compared must be
+measured within seconds of each other, many times. Restarting the processes for that would take
+longer than the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PATIENCE_S = 600.0
 
 
 class Gate:
-    """A rank's end: it tells of the step it has done and waits for its turn. Without a driver there is no waiting."""
+    """The rank's end: reports each step and waits for its turn. Without a driver, does not wait."""
 
     def __init__(self) -> None:
         fd = os.environ.get(ENVIRONMENT)
@@ -30,10 +31,12 @@ class Gate:
         self._begun: tuple[float, float] | None = None
 
     def step_begins(self, more: Callable[[], dict[str, Any]] = dict) -> None:
-        """Call where a step begins, on every rank. Ends the process when the driver wants no more.
+        """Reports the previous step and waits. Every rank calls it at the start of a step.
+
+        It exits the process when the driver stops.
 
         Args:
-            more: What else there is to tell of the step before, as JSON.
+            more: Additional JSON data about the previous step.
         """
         if self._stream is None:
             return
@@ -44,7 +47,7 @@ class Gate:
         self._stream.write(json.dumps(told).encode() + b"\n")
         self._stream.flush()
         if not self._stream.readline():
-            os._exit(0)  # nothing is left to say, and the others end in the same moment
+            os._exit(0)  # nothing is left to do, and the other ranks exit at the same time
         self._begun = time.perf_counter(), time.process_time()
 
 
@@ -53,8 +56,8 @@ class Turn:
     """One step of one program.
 
     Attributes:
-        seconds: Of the slowest rank.
-        told: By rank: `wall`, `cpu`, and what the program tells besides.
+        seconds: Time of the slowest rank.
+        told: Reports by rank: `wall`, `cpu`, and the program's additional data.
         sent: Bytes that each host sent.
     """
 
@@ -67,11 +70,12 @@ class Held:
     """The driver's end: the ranks of one program.
 
     Args:
-        commands: Of each rank, with its environment.
-        sent: Bytes that each host has sent so far.
+        commands: The command and environment of each rank.
+        sent: Returns the bytes that each host has sent so far.
 
     Raises:
-        SystemExit: A rank ended, or was silent for ten minutes; the end of what all said is told.
+        SystemExit: A rank exited, or was silent for ten minutes. The message has the last output of
+            all ranks.
     """
 
     def __init__(self, commands: Sequence[tuple[list[str], dict[str, str]]], sent: Callable[[], list[int]]) -> None:
@@ -105,12 +109,12 @@ class Held:
             if not line:
                 words = [self._said(other).read_text(errors="replace")[-3000:] for other in range(len(self._ranks))]
                 self.close()
-                raise SystemExit(f"rank {rank} ended or is silent\n" + "\n---\n".join(words))
+                raise SystemExit(f"rank {rank} exited or does not answer\n" + "\n---\n".join(words))
             told.append(json.loads(line))
         return told
 
     def steps(self, count: int) -> list[Turn]:
-        """Does so many steps, one after another."""
+        """Runs this many steps, one after another."""
         found = []
         for _ in range(count):
             before = self._sent()
@@ -123,7 +127,7 @@ class Held:
         return found
 
     def close(self) -> None:
-        """Ends the ranks; nothing of them is left."""
+        """Stops the ranks and cleans up."""
         for connection, stream in zip(self._sockets, self._streams, strict=True):
             stream.close()
             connection.close()

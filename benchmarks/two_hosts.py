@@ -1,4 +1,4 @@
-"""Two hosts (network namespaces) with a core each and a cable of a set rate, and ranks on them."""
+"""Two hosts (network namespaces) with one core each, a cable of a set rate, and ranks on them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PATIENCE_S = 900.0
 
 @contextmanager
 def two_hosts(prefix: str, *, awake: bool = True) -> Iterator[Hosts]:
-    """Makes the hosts; afterwards, also after SIGTERM, nothing of them is left.
+    """Creates the hosts, and removes them afterwards, even after SIGTERM.
 
     Args:
-        prefix: Two letters that the network's name begins with.
-        awake: Keep the machine's cores awake meanwhile (`benchmarks.awake`).
+        prefix: Two letters at the start of the network's name.
+        awake: Whether to keep the machine's cores awake meanwhile (`benchmarks.awake`).
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network = Network.make(f"{prefix}{os.getpid() % 100000}", 2)
@@ -40,29 +40,32 @@ def two_hosts(prefix: str, *, awake: bool = True) -> Iterator[Hosts]:
 
 
 class Hosts:
-    """Rank r of a program is on host r, on core r; with several ranks per host they take turns: 0, 1, 0, 1."""
+    """Two hosts. Rank r runs on host r and core r; further ranks alternate: 0, 1, 0, 1."""
 
     def __init__(self, network: Network) -> None:
         self.network, self._port = network, 29700
 
     def set_cable(self, mbit: float | None) -> None:
-        """The rate of both hosts' cables, each way; None: no limit."""
+        """Sets the rate of both hosts' cables, each way; None: no limit."""
         for host in range(2):
             self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
 
     def run(
         self, module: str, arguments: Sequence[str], more: Mapping[str, str] | None = None, per_host: int = 1
     ) -> list[dict[str, Any]]:
-        """What all ranks of a module measured, with `sent`: bytes that left the rank's host through its card.
+        """Runs the ranks of a module and returns what all of them measured.
+
+        The results include `sent`: the bytes that the rank's host sent through its network card.
 
         Args:
-            module: `benchmarks.timed_rank`, or another that reads torchrun's variables and writes to BENCH_OUT.
-            arguments: Its arguments.
-            more: Environment on top.
+            module: `benchmarks.timed_rank`, or another module that reads torchrun's variables and
+                writes to BENCH_OUT.
+            arguments: The module's arguments.
+            more: Additional environment variables.
             per_host: Ranks on each host.
 
         Raises:
-            SystemExit: A rank failed; the end of what all said is told.
+            SystemExit: A rank failed. The message has the last output of all ranks.
         """
         sent = self.sent()
         with tempfile.TemporaryDirectory() as folder:
@@ -88,16 +91,16 @@ class Hosts:
         return found
 
     def hold(self, module: str, arguments: Sequence[str], per_host: int = 1) -> Held:
-        """Starts the ranks of a program that trains by turns, as long as it is told to; arguments as of `run`."""
+        """Starts the ranks of a program that trains in turns; the arguments are those of `run`."""
         return Held(self._commands(module, [*arguments, "--steps", str(10**6)], per_host), self.sent)
 
     def sent(self) -> list[int]:
-        """Bytes the switch has received from each host."""
+        """Returns the bytes that the switch has received from each host."""
         folder = Path("/sys/class/net")
         return [int((folder / self.network.cable(host) / "statistics/rx_bytes").read_text()) for host in range(2)]
 
     def _commands(self, module: str, arguments: Sequence[str], per_host: int) -> list[tuple[list[str], dict[str, str]]]:
-        """What starts each rank, with its environment."""
+        """Returns the command and the environment of each rank."""
         self._port += 1
         found = []
         for rank in range(2 * per_host):
@@ -115,11 +118,11 @@ class Hosts:
 
 
 def pinned(core: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a module on one core, or on one of those that are there."""
+    """Returns the command that runs a module on a core; wraps around if there are fewer cores."""
     return ["taskset", "-c", str(core % (os.cpu_count() or 1)), sys.executable, "-m", module, *arguments]
 
 
 def spread(values: Sequence[float]) -> str:
-    """`1.23 (1.10 to 1.40)`: the median, and the range when there are several."""
+    """Formats the median, and the range if there are several values: `1.23 (1.10 to 1.40)`."""
     middle = f"{statistics.median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"

@@ -1,8 +1,9 @@
-"""What compressed messages cost in loss and save in bytes, on the real text: `python -m benchmarks.wire`. 7 minutes.
+"""What compressed messages cost in loss and save in bytes, on real text.
 
-Trains the same job with pp 2 on two CPU ranks once per way of sending, from the same weights on the same rows,
-evaluates the weights at the end on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`).
-Both are written after every training, with what there is. The figures do not depend on how busy the machine is.
+Run it with `python -m benchmarks.wire`. It takes 7 minutes. It trains the same job with pp 2 on two
+CPU ranks once per wire format, from the same weights on the same rows, evaluates the final weights
+on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`). It updates
+both after every run. The figures do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ WIRES: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "int8 / bf16": {"compression": {"activations": "int8", "gradients": "bf16"}},
 }
-"""Name (activations / gradients) and `pipeline.wire`."""
+"""Wire formats: name (activations / gradients) and `pipeline.wire`."""
 OTHER_SEED = "as computed, another seed"
 COLOURS = ("#222222", "#2a7de1", "#d1495b", "#3a9d6b")
 LAST = 10
-"""Steps whose mean is the final training loss."""
+"""The final training loss is the mean over this many steps."""
 
 
 class Losses:
-    """A reporter that keeps losses, bytes and the evaluation."""
+    """A reporter that collects losses, bytes and the evaluation."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {"loss": [], "bytes": []}
@@ -81,7 +82,7 @@ def rank(number: int, port: int, job: dict[str, Any], out: str) -> None:
 
 
 def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
-    """Losses, bytes and the held-out loss of one run."""
+    """Runs one training; returns its losses, bytes and held-out loss."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     with TemporaryDirectory() as folder:
         job, out = document(wire, steps, f"{folder}/store", seed), f"{folder}/out"
@@ -97,7 +98,7 @@ def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """Markdown: final losses beside those of the uncompressed run, and beside what another seed changes."""
+    """Returns a Markdown table of final losses, with those of no compression and another seed."""
 
     def last(figures: dict[str, Any]) -> float:
         losses = figures["loss"][-LAST:]
@@ -120,7 +121,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(found: dict[str, dict[str, Any]]) -> str:
-    """An SVG of all losses by step, and below it of their differences to the uncompressed run."""
+    """Returns an SVG of all losses by step, and of their differences to the uncompressed run."""
     width, height, gap = 640, 220, 46
     exact = found["as computed (fp32)"]["loss"]
     curves = {name: figures["loss"] for name, figures in found.items()}
@@ -154,7 +155,7 @@ def plot(found: dict[str, dict[str, Any]]) -> str:
 
 
 def write(found: dict[str, dict[str, Any]], steps: int, out: Path, begun: str) -> str:
-    """The page and the plot of what has been trained so far; returns the page."""
+    """Writes the page and the plot of the runs so far; returns the page."""
     command = f"`python -m benchmarks.wire --steps {steps}`"
     page = (
         f"# Compressed messages\n\n{command}: {steps} steps on the King James New Testament, pp 2, fp32,\n"

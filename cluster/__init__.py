@@ -1,1 +1,1 @@
-"""Machines for raypp: files that start Ray on them, and the test bed that imitates them."""
+"""Machines for raypp: files that start Ray on them, and a test bed that emulates them."""

@@ -1,6 +1,7 @@
-"""`python -m cluster.metrics.dashboard > raypp.json`: the Grafana dashboard of runs, from the metrics' own names.
+"""Prints the Grafana dashboard of runs: `python -m cluster.metrics.dashboard > raypp.json`.
 
-Import the file in Grafana (Dashboards, New, Import); it asks for the Prometheus data source.
+It uses the metric names from raypp's code. Import the file in Grafana (Dashboards, New, Import).
+Grafana asks for the Prometheus data source.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _RUN = '{run=~"$run"}'
 
 
 def panels() -> list[tuple[str, Metric, str, str]]:
-    """Title, metric, query, unit of each chart; every query is about the runs chosen above."""
+    """Title, metric, query and unit of each chart. Queries cover the runs selected at the top."""
     parts = f"sum by (run, part) ({_of(names.STEP_PART_SECONDS)})"
     states = f"{_of(names.STATE)} == 1"
     return [
@@ -34,7 +35,7 @@ def panels() -> list[tuple[str, Metric, str, str]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard, as Grafana imports it."""
+    """Returns the whole dashboard as Grafana imports it."""
     charts = [_chart(number, *panel) for number, panel in enumerate(panels())]
     runs = f"label_values(ray_{names.STEP.name}, run)"
     variable = {

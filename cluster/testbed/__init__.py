@@ -1,4 +1,6 @@
-"""Several hosts on one machine: network namespaces, rate-limited cables, a Ray node on each, an S3 server. Needs root.
+"""Several hosts on one machine: network namespaces, rate-limited cables, a Ray node on each.
+
+It also runs an S3 server. Needs root.
 
 with TestBed.up("mine", hosts=2, rate="1gbit") as bed:
     bed.run(0, ["python", "-c", "print('hello')"])

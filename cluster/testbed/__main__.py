@@ -22,31 +22,31 @@ _host = click.argument("host", type=int)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def testbed() -> None:
-    """Several hosts on one machine, to see what a job would do on your network. Needs root."""
+    """Emulates several hosts on one machine, to try a job on a network like yours. Needs root."""
 
 
 @testbed.command()
 @_name
-@click.option("--hosts", "-n", default=2, show_default=True, help="How many; host 0 is the Ray head.")
-@click.option("--rate", default="1gbit", show_default=True, help="Of each cable, each direction: 38mbit, 1gbit, none.")
+@click.option("--hosts", "-n", default=2, show_default=True, help="Number of hosts; host 0 is the Ray head.")
+@click.option("--rate", default="1gbit", show_default=True, help="Rate per cable and direction: 38mbit, 1gbit, none.")
 @click.option("--cpus", default=2, show_default=True, help="CPU slots of each host's Ray node.")
 @click.option("--no-ray", is_flag=True, help="Hosts and cables only.")
 @click.option("--no-store", is_flag=True, help="No S3 server.")
 @click.option("--pin", is_flag=True, help="Give each host one core of this machine.")
 def up(name: str, hosts: int, rate: str, cpus: int, no_ray: bool, no_store: bool, pin: bool) -> None:
-    """Make hosts, cables, Ray nodes and an S3 server."""
+    """Create hosts, cables, Ray nodes and an S3 server."""
     made = TestBed.up(name, hosts=hosts, rate=rate, cpus=cpus, ray=not no_ray, store=not no_store, pin=pin)
     click.echo(f"the test bed {name} is up: {hosts} hosts, {rate} each way")
     _show(made)
     click.echo(f'use it:  eval "$(python -m cluster.testbed env {name})"; raypp submit JOB')
-    click.echo(f"end it:  python -m cluster.testbed down {name}")
+    click.echo(f"stop it: python -m cluster.testbed down {name}")
 
 
 @testbed.command()
 @click.argument("name", required=False)
-@click.option("--all", "everything", is_flag=True, help="Every test bed of this machine.")
+@click.option("--all", "everything", is_flag=True, help="All test beds on this machine.")
 def down(name: str | None, everything: bool) -> None:
-    """End a test bed and remove all it made, also what a crash has left."""
+    """Stop a test bed and remove everything it created, even after a crash."""
     if not name and not everything:
         raise click.UsageError("give a NAME or --all")
     for one in instances() if everything else [str(name)]:
@@ -56,7 +56,7 @@ def down(name: str | None, everything: bool) -> None:
 @testbed.command()
 @click.argument("name", required=False)
 def status(name: str | None) -> None:
-    """Hosts, cables and processes; without NAME the test beds there are."""
+    """Show hosts, cables and processes; without NAME, list the test beds."""
     if name is None:
         click.echo("\n".join(instances()) or "there is no test bed")
     else:
@@ -66,7 +66,7 @@ def status(name: str | None) -> None:
 @testbed.command()
 @_name
 def env(name: str) -> None:
-    """Print shell lines that make `raypp` use the bed's cluster and store (they hold its keys)."""
+    """Print shell lines that make `raypp` use the bed's cluster and store. They contain keys."""
     for variable, value in TestBed.open(name).environment().items():
         click.echo(f"export {variable}={shlex.quote(value)}")
 
@@ -85,9 +85,11 @@ def exec(name: str, host: int, command: tuple[str, ...]) -> None:
 @testbed.command()
 @_name
 @_host
-@click.option("--one-way", type=click.Choice(["out", "in"]), help="Lose only what it sends, or only what it is sent.")
+@click.option(
+    "--one-way", type=click.Choice(["out", "in"]), help="Drop only what it sends, or only what is sent to it."
+)
 def cut(name: str, host: int, one_way: str | None) -> None:
-    """Break HOST's cable."""
+    """Cut HOST's cable."""
     TestBed.open(name).cut(host, Cut(one_way) if one_way else Cut.BOTH)
 
 
@@ -103,7 +105,7 @@ def rate(name: str, host: int, rate: str) -> None:
 @testbed.command()
 @_name
 @_host
-@click.option("--silently", is_flag=True, help="Pull its cable first: a power cut, of which nobody hears.")
+@click.option("--silently", is_flag=True, help="Cut its cable first, so that no other host notices, as in a power cut.")
 def kill(name: str, host: int, silently: bool) -> None:
     """Kill every process of HOST."""
     TestBed.open(name).kill(host, silently=silently)
@@ -117,9 +119,9 @@ def _plain(word: str, text: str, act: Callable[[TestBed, int], Any]) -> None:
         act(TestBed.open(name), host)
 
 
-_plain("heal", "Put HOST's cable in order again. A node Ray has given up needs `start`, too.", TestBed.heal)
+_plain("heal", "Repair HOST's cable. A node that Ray has declared dead also needs `start`.", TestBed.heal)
 _plain("freeze", "Stop every process of HOST (SIGSTOP).", TestBed.freeze)
-_plain("thaw", "Let HOST's processes go on.", TestBed.thaw)
+_plain("thaw", "Continue the processes of HOST (SIGCONT).", TestBed.thaw)
 _plain("start", "Start HOST's Ray node again.", TestBed.start)
 
 
@@ -138,7 +140,7 @@ def _show(shown: TestBed) -> None:
 
 
 def main() -> None:
-    """Runs one command; errors a person can act on are told without a traceback."""
+    """Runs one command; prints errors that the user can fix without a traceback."""
     try:
         testbed.main(prog_name="python -m cluster.testbed", standalone_mode=True)
     except RayppError as error:

@@ -1,7 +1,7 @@
-"""A test bed: the network, a Ray node on every host, and an S3 server beside the switch.
+"""A test bed: the network, a Ray node on every host, and an S3 server at the switch.
 
-State lives in `/tmp/rt-NAME/` (readable by its owner only): `state.json`, the Ray token, a log per host, Ray's session
-files, the S3 server's data. `down` removes all of it, also what a crash has left.
+State is in `/tmp/rt-NAME/` (readable by its owner only): `state.json`, the Ray token, a log per
+host, Ray's session files, the S3 server's data. `down` removes all of it, even after a crash.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEALTH_CHECK = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""For every Ray node's environment: a silent host is known to be lost after about 4 s, not after 63 s."""
+"""Environment of every Ray node: Ray detects a lost host after about 4 s instead of 63 s."""
 _DASHBOARD_PORT = 8265
 _GCS_PORT = 6379
 _AGENT_PORTS = {
@@ -53,7 +53,7 @@ _OBJECT_STORE_BYTES = 200_000_000
 
 
 class BedError(RayppError):
-    """A part of the test bed did not come up."""
+    """A part of the test bed did not start."""
 
 
 @dataclass
@@ -62,14 +62,14 @@ class TestBed:
 
     Attributes:
         network: Hosts, addresses, cables.
-        cpus: CPU slots each host's Ray node hands out.
-        rates: Of each host's cable, as set last; what `heal` restores.
+        cpus: CPU slots of each host's Ray node.
+        rates: The latest rate of each host's cable, which `heal` restores.
         ray: Whether hosts have a Ray node.
-        pin: Host i may use core i (modulo the cores) only.
-        store: The S3 server; its own cable is not limited.
+        pin: Whether host i may use only core i (modulo the number of cores).
+        store: The S3 server. Its own cable has no limit.
     """
 
-    __test__ = False  # for pytest: no test class
+    __test__ = False  # tells pytest that this is not a test class
 
     network: Network
     cpus: int
@@ -93,22 +93,26 @@ class TestBed:
         store: bool = True,
         pin: bool = False,
     ) -> TestBed:
-        """Makes hosts, cables, Ray nodes and the S3 server; returns when all answer. On failure nothing is left.
+        """Creates hosts, cables, Ray nodes and the S3 server, and waits until all answer.
+
+        On failure, it removes everything.
 
         Args:
-            name: a-z and 0-9, at most 7.
-            rate: Of each cable and direction: `38mbit`, `1gbit`, `none`.
+            name: At most 7 characters from a-z and 0-9.
+            hosts: Number of hosts.
+            rate: Rate of each cable and direction: `38mbit`, `1gbit`, `none`.
             cpus: CPU slots per host.
             ray: False: hosts and cables only, for programs started with `run` and `popen`.
             store: False: no S3 server.
-            pin: Give each host one core of this machine.
+            pin: Whether to give each host one core of this machine.
 
         Raises:
-            JobError: A wrong argument, or the name is taken.
-            BedError: Not possible here (no root …), or something did not come up; the end of its log is told.
+            JobError: An argument is invalid, or the name is taken.
+            BedError: This machine cannot run a test bed (no root …), or a part did not start. The
+                message has the end of its log.
         """
         if reason := why_not():
-            raise BedError(Problem("testbed", reason, "run it as root on a Linux machine of yours"))
+            raise BedError(Problem("testbed", reason, "run it as root on your own Linux machine"))
         bed = cls(Network.make(name, hosts, rate), cpus, [rate] * hosts, ray, pin)
         try:
             private_directory(bed.directory)
@@ -127,10 +131,10 @@ class TestBed:
 
     @classmethod
     def open(cls, name: str) -> TestBed:
-        """The running test bed of that name.
+        """Returns the running test bed of a name.
 
         Raises:
-            JobError: There is none.
+            JobError: There is no such test bed.
         """
         try:
             document = json.loads((_directory(name) / "state.json").read_text())
@@ -143,7 +147,7 @@ class TestBed:
         return cls(**document)
 
     def down(self) -> None:
-        """Ends every process of the bed and removes everything it made."""
+        """Stops every process of the bed and removes everything it created."""
         remove(self.network.name)
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,14 +175,20 @@ class TestBed:
 
     @property
     def address(self) -> str:
-        """`http://host:port` of the dashboard, what `raypp --address` takes; this machine and the hosts reach it."""
+        """`http://host:port` of the dashboard, for `raypp --address`.
+
+        This machine and all hosts can reach it.
+        """
         return f"http://{self.network.address(0)}:{_DASHBOARD_PORT}"
 
     def dashboard(self) -> Dashboard:
         return Dashboard(self.address, self.token_path.read_text().strip())
 
     def environment(self) -> dict[str, str]:
-        """What a user of the bed has in the environment, on a host or on this machine; the S3 keys, too."""
+        """Returns the environment variables for using the bed, including the S3 keys.
+
+        They work on a host and on this machine.
+        """
         settings = {
             "RAYPP_ADDRESS": self.address,
             "RAY_AUTH_MODE": "token",
@@ -187,69 +197,82 @@ class TestBed:
         return settings | (self.store.environment() if self.store else {})
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs a command on a host."""
+        """Returns the command line that runs a command on a host."""
         command = self.network.command(self._checked(host), command)
         return ["taskset", "-c", str(host % (os.cpu_count() or 1)), *command] if self.pin else command
 
     def with_environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """The whole environment of a command: this process' own, what leads to the bed, and `more`."""
+        """Returns the environment of a command: this process's, the bed's variables, and `more`."""
         return _bare_environment() | (more or {}) | self.environment()
 
     def run(self, host: int, command: Sequence[str], **more: Any) -> subprocess.CompletedProcess[Any]:
-        """`subprocess.run` on a host, with the bed's environment (and `env`, when given)."""
+        """Runs `subprocess.run` on a host, with the bed's environment (and `env`, if given)."""
         return subprocess.run(self.command(host, command), **(more | {"env": self.with_environment(more.get("env"))}))
 
     def popen(self, host: int, command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` on a host, with the bed's environment (and `env`, when given)."""
+        """Runs `subprocess.Popen` on a host, with the bed's environment (and `env`, if given)."""
         return subprocess.Popen(self.command(host, command), **(more | {"env": self.with_environment(more.get("env"))}))
 
     # Faults ---------------------------------------------------------------------------------------
 
     def cut(self, host: int, how: Cut = Cut.BOTH) -> None:
-        """Breaks a host's cable: what is sent is lost, and no connection is closed."""
+        """Cuts a host's cable: packets are lost, and no connection is closed."""
         self.network.cut(self._checked(host), how)
 
     def heal(self, host: int) -> None:
-        """Undoes a cut. A node Ray has given up stays dead: `start` it again."""
+        """Undoes a cut. A node that Ray has declared dead stays dead: `start` it again."""
         self.network.heal(self._checked(host), self.rates[host])
 
     def set_rate(self, host: int, rate: str) -> None:
-        """Limits a host's cable to another rate, from now on."""
+        """Changes the rate of a host's cable."""
         self.network.set_rate(self._checked(host), rate)
         self.rates[host] = rate
         self._write_state()
 
     def freeze(self, host: int) -> int:
-        """SIGSTOP to every process of a host; its kernel still answers pings. Returns how many there were."""
+        """Sends SIGSTOP to every process of a host; returns their number.
+
+        The kernel of the host still answers pings.
+        """
         return self.network.signal(self._checked(host), signal.SIGSTOP)
 
     def thaw(self, host: int) -> int:
-        """SIGCONT to every process of a host."""
+        """Sends SIGCONT to every process of a host."""
         return self.network.signal(self._checked(host), signal.SIGCONT)
 
     def kill(self, host: int, *, silently: bool = False) -> None:
-        """SIGKILL to every process of a host: its connections are closed by the kernel, as after a crash of programs.
+        """Sends SIGKILL to every process of a host.
+
+        The kernel closes their connections, as after a crash of programs.
 
         Args:
-            silently: Its cable is pulled first, so that nobody hears of it, as after a power cut.
+            host: Index of the host.
+            silently: Whether to cut its cable first, so that no other host notices, as in a power
+                cut.
         """
         if silently:
             self.cut(host)
         self.network.kill(self._checked(host))
 
     def start(self, host: int, patience_s: float = _READY_S) -> None:
-        """Starts a host's Ray node again; what is left of the old one is ended. Returns when Ray counts it in."""
+        """Restarts a host's Ray node and waits until Ray lists it.
+
+        It first kills leftover processes of the old node.
+        """
         address = self.network.address(self._checked(host))
         self.network.kill(host)
         before = {node.node_id for node in self.dashboard().nodes() if node.ip == address} if host else set()
         self._start_rays([host], partial(_has_node, address=address, but=before), patience_s)
 
     def nodes(self) -> list[NodeResources]:
-        """The nodes Ray believes alive."""
+        """Returns the nodes that Ray considers alive."""
         return self.dashboard().nodes()
 
     def status(self) -> list[dict[str, Any]]:
-        """One entry per host: its address, cable, processes, and whether Ray counts it in (None: cannot be asked)."""
+        """Returns one entry per host: its address, cable, processes, and whether Ray lists it.
+
+        The last is None if Ray does not answer.
+        """
         alive: set[str] | None = set()
         try:
             alive = {node.ip for node in self.dashboard().nodes()} if self.ray else None
@@ -277,7 +300,7 @@ class TestBed:
 
     def _start_all(self) -> None:
         self._start_rays([0], lambda nodes: len(nodes) == 1, _READY_S)
-        # Ray gives a node 30 s to start; on a machine with much else to do they do not all make it at once.
+        # Ray gives a node 30 s to start. On a loaded machine, not all nodes start in time at once.
         busy = os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
         last = [host + 1 for host in range(1, self.size)] if busy else [self.size] * (self.size > 1)
         first = 1
@@ -286,7 +309,10 @@ class TestBed:
             first = end
 
     def _start_rays(self, hosts: list[int], ready: Callable[[list[NodeResources]], bool], patience_s: float) -> None:
-        """Starts hosts' Ray nodes; returns when `ready` of the nodes Ray counts in. One that gave up is tried again."""
+        """Starts the Ray nodes of hosts; returns once `ready` accepts the nodes that Ray lists.
+
+        It restarts a node that failed to start.
+        """
         children = {host: self._start_ray(host) for host in hosts}
         tries = dict.fromkeys(hosts, _START_TRIES)
         end = time.monotonic() + patience_s
@@ -305,7 +331,7 @@ class TestBed:
             time.sleep(0.1)
         ends = {path: path.read_text(errors="replace")[-800:] for path in sorted(self.directory.glob("h*.log"))}
         logs = "\n".join(f"{path}: …{text}" for path, text in ends.items())
-        raise BedError(Problem("testbed", f"Ray did not come up on every host\n{logs}", "see these logs"))
+        raise BedError(Problem("testbed", f"Ray did not start on every host\n{logs}", "read these logs"))
 
     def _start_ray(self, host: int) -> subprocess.Popen[bytes]:
         address = self.network.address(host)
@@ -319,7 +345,7 @@ class TestBed:
             "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
             *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
             *role,
-            # A raylet waits 15 s for its agents to tell ports they chose themselves, and gives up then.
+            # A raylet waits only 15 s for its agents to report ports that they chose themselves.
             *(f"--{name}={port}" for name, port in _AGENT_PORTS.items()),
             f"--node-ip-address={address}",
             f"--num-cpus={self.cpus}",
@@ -355,7 +381,7 @@ class TestBed:
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.size:
-            raise JobError(Problem("host", f"there is no host {host}", f"hosts are 0 to {self.size - 1}"))
+            raise JobError(Problem("host", f"there is no host {host}", f"use 0 to {self.size - 1}"))
         return host
 
     def _write_state(self) -> None:
@@ -379,14 +405,14 @@ def _has_node(nodes: list[NodeResources], address: str, but: set[str]) -> bool:
 
 
 def remove(name: str) -> bool:
-    """Ends and removes a test bed, or what a crash left of one; returns whether there was anything."""
+    """Stops and removes a test bed, or the leftovers of a crash; returns whether there was any."""
     directory = _directory(name)
     found = bool(remove_leftovers(name)) or directory.exists()
     with contextlib.suppress(RayppError):
         server = TestBed.open(name).store
         if server is not None:
             server.stop()
-    # A server whose `up` was killed before its state was written.
+    # A server whose `up` was killed before it wrote the state.
     for process in psutil.process_iter(["cmdline"]):
         if f"-dir={directory}/s3/data" in (process.info["cmdline"] or []):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -397,12 +423,15 @@ def remove(name: str) -> bool:
 
 
 def _directory(name: str) -> Path:
-    # Short, because Ray puts sockets below it, whose paths may not exceed 107 bytes.
+    # Short, because Ray creates sockets under it, whose paths may not exceed 107 bytes.
     return Path("/tmp") / f"{PREFIX}{name}"
 
 
 def _bare_environment() -> dict[str, str]:
-    """This process' environment without another cluster's or store's settings; this Python's programs come first."""
+    """Returns this process's environment without settings of another cluster or store.
+
+    The programs of this Python come first in the PATH.
+    """
     unwanted = ("AWS_", "RAY_", "RAYPP_", "OMP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}

@@ -1,7 +1,8 @@
-"""The hosts' network: one namespace per host, one bridge as their switch, one rate-limited cable each.
+"""The hosts' network: one namespace and one rate-limited cable per host, a bridge as the switch.
 
-Everything is named after the instance: bridge `rt-NAME-br`, namespaces `rt-NAME-h0` …, cables `rt-NAME-v0` …, and
-`/etc/netns/rt-NAME-h0` … for the hosts' own /etc/hosts and /etc/nsswitch.conf. `remove` finds them by these names.
+Everything is named after the instance: bridge `rt-NAME-br`, namespaces `rt-NAME-h0` …, cables
+`rt-NAME-v0` …, and `/etc/netns/rt-NAME-h0` … for each host's /etc/hosts and /etc/nsswitch.conf.
+`remove` finds them by these names.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class NetworkError(RayppError):
 
 
 class Cut(StrEnum):
-    """How a cable is broken.
+    """The way in which a cable is cut.
 
-    both: pulled; the host itself sees that it has no carrier. out: what the host sends is lost, silently.
-    in: what is sent to it is lost, silently.
+    both: unplugged; the host sees that it has no carrier. out: packets from the host are silently
+    lost. in: packets to the host are silently lost.
     """
 
     BOTH = "both"
@@ -45,7 +46,7 @@ class Cut(StrEnum):
 
 
 def why_not() -> str | None:
-    """Why no test bed can be made here, or None."""
+    """Returns why this machine cannot run a test bed, or None."""
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"the program `{program}` is not installed (Debian, Ubuntu: apt install iproute2 util-linux)"
@@ -60,14 +61,14 @@ def why_not() -> str | None:
 
 
 def bits_per_s(rate: str) -> float:
-    """`150mbit`, `1gbit` as a number.
+    """Parses a rate such as `150mbit` or `1gbit`.
 
     Raises:
-        JobError: It is no rate.
+        JobError: The text is not a rate.
     """
     match = _RATE.match(rate.lower())
     if match is None or float(match[1]) <= 0:
-        raise JobError(Problem("rate", f"{rate!r} is no rate", "write it as 38mbit, 1gbit or none"))
+        raise JobError(Problem("rate", f"{rate!r} is not a rate", "write it as 38mbit, 1gbit or none"))
     return float(match[1]) * _SCALE[match[2]]
 
 
@@ -76,9 +77,9 @@ class Network:
     """The network of one instance.
 
     Attributes:
-        name: a-z and 0-9, at most 7: the names of network devices are short.
+        name: At most 7 characters from a-z and 0-9: names of network devices are short.
         subnet: `10.77.N`; host i is `10.77.N.(10+i)`, the switch (this machine) `10.77.N.1`.
-        size: How many hosts.
+        size: Number of hosts.
     """
 
     name: str
@@ -87,25 +88,27 @@ class Network:
 
     @classmethod
     def make(cls, name: str, size: int, rate: str = "none") -> Network:
-        """Makes it; nothing is left when that fails.
+        """Creates the network. On failure, it removes everything.
 
         Args:
-            rate: Of every cable and direction, `1gbit`; `none`: as fast as the machine goes.
+            name: At most 7 characters from a-z and 0-9.
+            size: Number of hosts.
+            rate: Rate of every cable and direction, such as `1gbit`; `none`: no limit.
 
         Raises:
-            JobError: A name or rate that is none, or the name is taken.
+            JobError: The name or the rate is invalid, or the name is taken.
             NetworkError: The kernel refused.
         """
         if not _NAME.match(name):
-            raise JobError(Problem("name", f"{name!r} names no test bed", "use 1 to 7 of a-z and 0-9"))
+            raise JobError(Problem("name", f"{name!r} is not a valid name", "use 1 to 7 characters from a-z and 0-9"))
         if not 1 <= size <= 200:
-            raise JobError(Problem("hosts", f"{size} hosts", "use 1 to 200"))
+            raise JobError(Problem("hosts", f"{size} hosts are not possible", "use 1 to 200"))
         if rate != "none":
             bits_per_s(rate)
         if leftovers(name):
             raise JobError(
                 Problem(
-                    "name", f"a test bed {name!r} is there already", f"end it: python -m cluster.testbed down {name}"
+                    "name", f"a test bed {name!r} already exists", f"stop it: python -m cluster.testbed down {name}"
                 )
             )
         network = cls(name, _free_subnet(), size)
@@ -131,7 +134,7 @@ class Network:
         return f"{PREFIX}{self.name}-h{host}"
 
     def cable(self, host: int) -> str:
-        """The switch's end of a host's cable; the host's own end is `eth0` in its namespace."""
+        """Returns the switch's end of a host's cable. The host's end is `eth0` in its namespace."""
         return f"{PREFIX}{self.name}-v{host}"
 
     @property
@@ -141,12 +144,12 @@ class Network:
     # Cables ---------------------------------------------------------------------------------------
 
     def set_rate(self, host: int, rate: str) -> None:
-        """Limits a host's cable, each direction by itself (full duplex)."""
+        """Limits a host's cable, each direction separately (full duplex)."""
         for end in self._ends(host):
             _limit(end, rate)
 
     def cut(self, host: int, how: Cut = Cut.BOTH) -> None:
-        """Breaks a host's cable. Packets are lost; no connection is closed."""
+        """Cuts a host's cable. Packets are lost; no connection is closed."""
         outward, inward = self._ends(host)
         if how is Cut.BOTH:
             _do("ip", "link", "set", self.cable(host), "down")
@@ -159,7 +162,7 @@ class Network:
         self.set_rate(host, rate)
 
     def condition(self, host: int, rate: str) -> str:
-        """How a host's cable is, for people: `1gbit`, `cut`, `cut outward`, `cut inward`."""
+        """Describes a host's cable: `1gbit`, `cut`, `cut outward`, `cut inward`."""
         if "state UP" not in _do("ip", "link", "show", self.cable(host)):
             return "cut"
         lost = ["qdisc blackhole" in _do("tc", *end.showing()) for end in self._ends(host)]
@@ -168,19 +171,22 @@ class Network:
     # Processes ------------------------------------------------------------------------------------
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """What runs a command on a host: in its network, with its /etc/hosts, under its host name."""
+        """Returns the command prefix that runs a command on a host.
+
+        The command gets the host's network, its /etc/hosts and its host name.
+        """
         as_host = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.hostname(host))
         return ["ip", "netns", "exec", self.namespace(host), *as_host, *command]
 
     def pids(self, host: int) -> list[int]:
-        """Every process of a host."""
+        """Returns every process of a host."""
         found = subprocess.run(
             ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=False
         )
         return [int(pid) for pid in found.stdout.split()]
 
     def signal(self, host: int, number: signal.Signals) -> int:
-        """Sends a signal to every process of a host, until no new one appears; returns how many got it."""
+        """Sends a signal to all processes of a host until no new one appears; returns the count."""
         done: set[int] = set()
         while fresh := [pid for pid in self.pids(host) if pid not in done]:
             for pid in fresh:
@@ -190,15 +196,15 @@ class Network:
         return len(done)
 
     def kill(self, host: int, patience_s: float = 10.0) -> None:
-        """SIGKILL to every process of a host; returns when they are gone."""
+        """Sends SIGKILL to every process of a host and waits until they are gone."""
         end = time.monotonic() + patience_s
         while self.signal(host, signal.SIGKILL):
             if time.monotonic() > end:
-                raise NetworkError(f"processes of {self.namespace(host)} do not die: {self.pids(host)}")
+                raise NetworkError(f"processes of {self.namespace(host)} do not exit: {self.pids(host)}")
             time.sleep(0.05)
 
     def remove(self) -> None:
-        """Ends every process of the hosts and removes the network; see `remove_leftovers`."""
+        """Kills every process of the hosts and removes the network; see `remove_leftovers`."""
         remove_leftovers(self.name)
 
     # Making ---------------------------------------------------------------------------------------
@@ -221,7 +227,10 @@ class Network:
                 self.set_rate(host, rate)
 
     def _write_etc(self, host: int) -> None:
-        """Names are looked up in files only: a DNS nobody answers would hold up every rendezvous for ten seconds."""
+        """Makes hosts look up names in files only.
+
+        A DNS server that does not answer would delay every rendezvous by ten seconds.
+        """
         directory = _ETC / self.namespace(host)
         directory.mkdir(parents=True, exist_ok=True)
         others = (f"{self.address(other)} {self.hostname(other)}" for other in range(self.size))
@@ -230,23 +239,23 @@ class Network:
         (directory / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def _ends(self, host: int) -> tuple[_End, _End]:
-        """(what leaves the host, what goes to it)."""
+        """Returns the ends for traffic (from the host, to the host)."""
         return _End("eth0", self.namespace(host)), _End(self.cable(host), None)
 
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a cable; what is sent there goes through its queue."""
+    """One end of a cable. Packets sent at this end pass through its queue."""
 
     device: str
     namespace: str | None
 
     def replacing(self, *queue: str) -> list[str]:
-        """Arguments for `tc` that put another queue there."""
+        """Returns arguments for `tc` that replace the queue."""
         return [*self._inside(), "qdisc", "replace", "dev", self.device, *queue]
 
     def showing(self) -> list[str]:
-        """Arguments for `tc` that tell the queue."""
+        """Returns arguments for `tc` that show the queue."""
         return [*self._inside(), "qdisc", "show", "dev", self.device]
 
     def _inside(self) -> list[str]:
@@ -254,13 +263,13 @@ class _End:
 
 
 _WHOLE_BLOCK = 72_000
-"""Bytes that the largest block TCP hands over (64 KiB, and the headers of its 45 packets) takes in a bucket. Blocks
-that do not fit are cut into packets, each of which wakes the reader; the cards of real hosts cut blocks and join them
-again by themselves, so that costs their CPUs nothing."""
+"""Bytes that TCP's largest block (64 KiB, and the headers of its 45 packets) takes in a bucket.
+Blocks that do not fit are cut into packets, and each of them wakes the reader. The network cards of
+real hosts cut and join blocks in hardware, which costs their CPUs nothing."""
 
 
 def _limit(end: _End, rate: str) -> None:
-    """A token bucket as small as still reaches the rate: what fits into the bucket passes at full speed."""
+    """Returns the smallest token bucket that reaches the rate: it passes bursts at full speed."""
     if rate == "none":
         _do("tc", *end.replacing("root", "pfifo"))
         return
@@ -270,13 +279,13 @@ def _limit(end: _End, rate: str) -> None:
 
 
 def leftovers(name: str) -> list[str]:
-    """Namespaces and network devices of an instance that are there."""
+    """Returns the existing namespaces and network devices of an instance."""
     namespaces = [one for one in _namespaces() if one.startswith(f"{PREFIX}{name}-h")]
     return namespaces + [one for one in _devices() if re.match(rf"{PREFIX}{name}-(br|v\d+)$", one)]
 
 
 def instances() -> list[str]:
-    """Names of the instances of which anything is there."""
+    """Returns the names of all instances that have any namespace or device."""
     found = {
         match[1] for one in [*_namespaces(), *_devices()] if (match := re.match(rf"{PREFIX}([a-z0-9]+)-[hbv]", one))
     }
@@ -284,14 +293,17 @@ def instances() -> list[str]:
 
 
 def remove_leftovers(name: str) -> list[str]:
-    """Ends all processes of an instance's hosts, and removes its namespaces, devices and files; returns their names."""
+    """Kills all processes of an instance's hosts; removes its namespaces, devices and files.
+
+    Returns the names of what it removed.
+    """
     found = leftovers(name)
     for one in found:
         if one.startswith(f"{PREFIX}{name}-h"):
             host = int(one.rpartition("h")[2])
             Network(name, "", host + 1).kill(host)
             _do("ip", "netns", "del", one)
-    # A cable goes with its namespace.
+    # Removing a namespace removes its cable.
     for one in leftovers(name):
         with contextlib.suppress(NetworkError):
             _do("ip", "link", "del", one)
@@ -311,13 +323,13 @@ def _devices() -> Iterator[str]:
 
 
 def _free_subnet() -> str:
-    """The first 10.77.N no interface of this machine has."""
+    """Returns the first 10.77.N that no interface of this machine uses."""
     used = [ipaddress.ip_interface(line.split()[3]).network for line in _do("ip", "-4", "-o", "addr").splitlines()]
     for third in range(256):
         wanted = ipaddress.ip_network(f"10.77.{third}.0/24")
         if not any(wanted.overlaps(one) for one in used):
             return f"10.77.{third}"
-    raise NetworkError("every network of 10.77.0.0/16 is taken")
+    raise NetworkError("every subnet of 10.77.0.0/16 is in use")
 
 
 def _do(*command: str) -> str:

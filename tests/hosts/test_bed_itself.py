@@ -145,15 +145,15 @@ def test_what_a_killed_owner_left_is_removed_by_name() -> None:
 def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed) -> None:
     with TestBed.up(_name(), hosts=1, ray=False, store=False) as other:
         assert other.network.subnet != bare.network.subnet
-        with pytest.raises(JobError, match="is there already"):
+        with pytest.raises(JobError, match="already exists"):
             TestBed.up(other.network.name, ray=False, store=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"name": "Too-Long-A-Name"}, "names no test bed"),
-        ({"rate": "fast"}, "is no rate"),
+        ({"name": "Too-Long-A-Name"}, "is not a valid name"),
+        ({"rate": "fast"}, "is not a rate"),
         ({"hosts": 0}, "0 hosts"),
     ],
 )
