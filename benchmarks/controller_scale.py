@@ -2,8 +2,8 @@
 
 Run it with `python -m benchmarks.controller_scale`. It starts its own Ray with the real controller
 actor (`raypp.control.controller`, with its leader, record, watch and metrics) and simulates the
-ranks of the run: each rank reports through its own `ReportBuffer` once per period, and rank 0 reports a
-finished step every second. Nothing is trained. There are four cases, in this order:
+ranks of the run: each rank reports through its own `ReportBuffer` once per period, and rank 0
+reports a finished step every second. Nothing is trained. There are four cases, in this order:
 
 - "nobody reports": no reports.
 - "without Ray": the leader receives the same batches inside its own process. The difference to the

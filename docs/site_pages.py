@@ -1,7 +1,9 @@
-"""A hook of `properdocs`: the pages outside of docs/ join the site, and links between the two are followed.
+"""A hook of `properdocs`: the pages outside of docs/ join the site, and links between the two are
+followed.
 
-Links in the pages are those of the repository, so that they work where the repository is browsed. On the site a page
-outside of docs/ is below `repository/`. A link to a file that is no page becomes the file's name.
+Links in the pages are those of the repository, so that they work where the repository is browsed.
+On the site a page outside of docs/ is below `repository/`. A link to a file that is no page becomes
+the file's name.
 """
 
 from __future__ import annotations

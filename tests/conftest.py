@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-# Before torch is imported: threads of OpenMP that wait for each other burn more than the small tensors of a test cost.
+# Before torch is imported: threads of OpenMP that wait for each other burn more than the small
+# tensors of a test cost.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for folder in ("e2e", "servers"):
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one cluster stay with one worker of pytest-xdist (`--dist loadgroup`), which has it for its session."""
+    """Tests of one cluster stay with one worker of pytest-xdist (`--dist loadgroup`), which has it
+    for its session."""
     for item in items:
         for cluster in {"laptop", "cluster", "office"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(cluster))
@@ -56,7 +58,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractCont
 def laptop(
     tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Laptop]:
-    """`raypp local up` with a home of its own; whatever it started must be gone when the session ends."""
+    """`raypp local up` with a home of its own; whatever it started must be gone when the session
+    ends."""
     from laptop import Laptop
 
     from raypp.memory.files import remove_dead
@@ -67,7 +70,8 @@ def laptop(
         yield laptop
     finally:
         left = laptop.down()
-        # `raypp local down` removes snapshots that nobody will come back for: now there can be none.
+        # `raypp local down` removes snapshots that nobody will come back for: now there can be
+        # none.
         left += [f"a snapshot in shared memory: {name}" for name in remove_dead()]
     assert not left, f"left behind by the embedded cluster or its runs: {left}"
 

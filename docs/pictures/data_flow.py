@@ -1,4 +1,5 @@
-"""Draws `data_flow.svg`: how a job becomes a trained model. `make docs` runs it; standard library only."""
+"""Draws `data_flow.svg`: how a job becomes a trained model. `make docs` runs it; standard library
+only."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def box(x: int, y: int, w: int, h: int, kind: str, title: str, *lines: str) -> s
 
 
 def zone(x: int, y: int, w: int, h: int, title: str, title_y: int = 22) -> str:
-    """Returns a dashed frame around boxes that run in one place, with its title `title_y` below its upper edge."""
+    """Returns a dashed frame around boxes that run in one place, with its title `title_y` below its
+    upper edge."""
     place = f"x='{x}' y='{y}' width='{w}' height='{h}' rx='12'"
     frame = f"<rect {place} fill='{FILLS['zone']}' stroke='{FAINT}' stroke-dasharray='6 4'/>"
     return frame + f"<text x='{x + 14}' y='{y + title_y}' font-size='13' fill='{FAINT}'>{escape(title)}</text>"

@@ -36,8 +36,8 @@ class LiveView:
     """Shows one run while it is active.
 
     On a terminal, one line is updated in place and events scroll above it. Elsewhere it prints
-    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of a
-    run that is resumed.
+    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of
+    a run that is resumed.
 
     Args:
         console: Where to write; standard output by default.

@@ -137,7 +137,8 @@ class Leader:
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good
         self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
-        # Not chosen again after a restart: the devices counted at first may be gone with a lost node.
+        # Not chosen again after a restart: the devices counted at first may be gone with a lost
+        # node.
         chosen = run_events.last_device(self.record.earlier_events()) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
         self._placement = Placement.of(self._job, self._sizing.largest().world, device)

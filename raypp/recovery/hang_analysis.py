@@ -5,9 +5,11 @@ Every rank marks what it does. This module understands these marks, which `raypp
 | mark | the rank |
 |---|---|
 | `step 12 read` | reads its rows of step 12 |
-| `step agree`, `step tie`, `step sum`, `step replicas` | is in a collective of all ranks (tie: of the two ends) |
+| `step agree`, `step sum`, `step replicas` | is in a collective of all ranks |
+| `step tie` | is in a collective of the two ends of the pipeline |
 | `step 1F7`, `step 1B7`, `step 1I7`, `step 1W7` | computes microbatch 7 of stage 1 |
-| `step 1F7 waits` | waits for the message that this needs: activations of stage 0, or gradients of stage 2 |
+| `step 1F7 waits` | waits for the message it needs: activations of stage 0 |
+| `step 1B7 waits` | waits for the message it needs: gradients of stage 2 |
 | `step sends` | waits until its last messages have been taken |
 | `step update` | updates its weights |
 | `rendezvous`, `build`, `load`, `save …`, `evaluate …`, `finish` | does what the mark says |

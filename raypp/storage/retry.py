@@ -34,7 +34,8 @@ class Patience:
 
         Time counts from the first `next`.
         """
-        # At least half of each pause is certain, so that retries do not hit an overloaded server at once.
+        # At least half of each pause is certain, so that retries do not hit an overloaded server at
+        # once.
         return Backoff(self.total_s, _FIRST_S, _LONGEST_S, jitter=0.5).pauses()
 
 

@@ -1,7 +1,8 @@
 """The table: which faults fall on which run, one after the other.
 
-A run goes through a chain of them, since surviving is cheaper than starting. Strikes that end an attempt are
-apart by more than a checkpoint interval, or fall in the start of the next attempt: then recovery itself is struck.
+A run goes through a chain of them, since surviving is cheaper than starting. Strikes that end an
+attempt are apart by more than a checkpoint interval, or fall in the start of the next attempt: then
+recovery itself is struck.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ class Ordeal:
     # Living ---------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Submits, strikes what is outside of the ranks, and returns when the run has ended, or patience."""
+        """Submits, strikes what is outside of the ranks, and returns when the run has ended, or
+        patience."""
         write_plan(self.directory, list(self.chain.strikes))
         begun = time.monotonic()
         self._submit()
@@ -167,7 +168,8 @@ class Ordeal:
         return [event for event in self.events if event.kind == "rank_failed" and event.attempt == attempt]
 
     def judge_strike(self, strike: Strike) -> None:
-        """It fell, and the events tell it: who, how, when; and, when nobody was to fail, no failure."""
+        """It fell, and the events tell it: who, how, when; and, when nobody was to fail, no
+        failure."""
         assert strike.number in self.fallen, f"it never fell: the run is {self.state}, {self._last_words()}"
         fact = self.fallen[strike.number]
         told = self.failures_after(strike)
@@ -191,7 +193,8 @@ class Ordeal:
         return [self.chain.strikes[number] for number, fact in self.fallen.items() if fact["attempt"] == attempt]
 
     def judge_run(self, reference: Ordeal | None) -> None:
-        """It ended as an undisturbed one does, with as many restarts as were due, and left nothing."""
+        """It ended as an undisturbed one does, with as many restarts as were due, and left
+        nothing."""
         assert self.state == "SUCCEEDED", self._last_words()
         due = sum(strike.ends_attempt for strike in self.chain.strikes)
         restarts = [event for event in self.events if event.kind == "restarting"]
@@ -222,7 +225,8 @@ class Ordeal:
         return weights(self.store, self.name)
 
     def recovery_s(self, strike: Strike) -> float | None:
-        """Seconds from a strike to the first step of the attempt after; None when that one was struck before it."""
+        """Seconds from a strike to the first step of the attempt after; None when that one was
+        struck before it."""
         fact = self.fallen.get(strike.number)
         if fact is None or not strike.ends_attempt:
             return None
@@ -250,7 +254,8 @@ def _known_within(strike: Strike) -> float:
 
 
 def _known_late(strike: Strike) -> int:
-    """Steps that the controller may not know of yet when a rank dies without a word: those of half a second."""
+    """Steps that the controller may not know of yet when a rank dies without a word: those of half
+    a second."""
     return 0 if strike.kind == "raise" and strike.moment not in ("finish",) else STEPS
 
 

@@ -1,9 +1,9 @@
 """A random storm: one long run, faults at exponential times, and what became of the time.
 
-`make chaos MINUTES=30 MTBF=20 SEED=1` starts an embedded cluster, trains on three stages while faults fall from outside
-on the ranks, the controller and the store, and stops the run after the minutes with a last save. Then it trains as
-many steps undisturbed, and compares weights and history bit for bit. Kinds, victims and times come from the seed;
-where a fault meets the run does not.
+`make chaos MINUTES=30 MTBF=20 SEED=1` starts an embedded cluster, trains on three stages while
+faults fall from outside on the ranks, the controller and the store, and stops the run after the
+minutes with a last save. Then it trains as many steps undisturbed, and compares weights and history
+bit for bit. Kinds, victims and times come from the seed; where a fault meets the run does not.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Storm:
     faults: list[Fault] = field(default_factory=list)
 
     def rage(self, seconds: float) -> None:
-        """Draws when and what; what finds nobody to hit (the run is between two attempts) waits until it does."""
+        """Draws when and what; what finds nobody to hit (the run is between two attempts) waits
+        until it does."""
         draw = random.Random(self.seed)
         end = time.time() + seconds
         due = time.time() + draw.expovariate(1 / self.mtbf_s)

@@ -1,12 +1,14 @@
-"""The real rank, which strikes itself, or lets itself be struck, at an exact moment: `struck:run_rank`.
+"""The real rank, which strikes itself, or lets itself be struck, at an exact moment:
+`struck:run_rank`.
 
-The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (of `resources.env`). A rank comes by its
-moments as it lives: by what it reports (phases and actions of the schedule), by torch's hook before an optimizer's
-step, and by functions that are called through: those that send a save's bytes and its COMMIT, and the one that hands
-out a step's gradients. The first strike of the plan that has not fallen waits for its rank, moment and step; when they
-are there the rank puts down what it is about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a
-hang. For what must come from outside (the controller's end, the store's silence) it waits at the very moment until the
-test has done it and says so in `done-N`.
+The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (of `resources.env`). A
+rank comes by its moments as it lives: by what it reports (phases and actions of the schedule), by
+torch's hook before an optimizer's step, and by functions that are called through: those that send a
+save's bytes and its COMMIT, and the one that hands out a step's gradients. The first strike of the
+plan that has not fallen waits for its rank, moment and step; when they are there the rank puts down
+what it is about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a hang. For
+what must come from outside (the controller's end, the store's silence) it waits at the very moment
+until the test has done it and says so in `done-N`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 if "CHAOS_DIR" in os.environ:
-    # In a rank's process, as the real rank is loaded: before its life begins. Begun in two threads at once, by the rank
-    # and by `leave`, an import of torch ends the process.
+    # In a rank's process, as the real rank is loaded: before its life begins. Begun in two threads
+    # at once, by the rank and by `leave`, an import of torch ends the process.
     import raypp.train.rank  # noqa: F401
 
 _PATIENCE_S = 60.0
@@ -32,8 +34,9 @@ _FORWARD = re.compile(r"^\d+F[1-9]\d*$")
 _BACKWARD = re.compile(r"^\d+[BI][1-9]\d*$")
 START = ("rendezvous", "build", "load", "first step")
 MOMENTS = (*START, "forward", "backward", "optimizer", "save", "commit", "committed", "last step", "finish")
-"""In the order of a life. `save`: this rank's bytes are about to be sent, in the saver's thread; `commit`: COMMIT is
-about to be written; `committed`: it is written, and nobody knows; `finish`: all steps are done."""
+"""In the order of a life. `save`: this rank's bytes are about to be sent, in the saver's thread;
+`commit`: COMMIT is about to be written; `committed`: it is written, and nobody knows; `finish`: all
+steps are done."""
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "freeze": signal.SIGSTOP}
 
 
@@ -45,7 +48,8 @@ class Strike:
         number: Its place in the plan.
         rank: At whose moment.
         moment: One of MOMENTS.
-        kind: kill, segfault, freeze, raise, hang, nan; or nothing, when only something outside is struck.
+        kind: kill, segfault, freeze, raise, hang, nan; or nothing, when only something outside is
+            struck.
         step: The earliest step it falls in (moments of steps and saves).
         also: Ranks that are killed by it in the same instant.
         outside: controller, driver, store: what the test strikes meanwhile.

@@ -56,7 +56,8 @@ class Killer:
         self.kill(MOMENTS[1], ranks)
 
     def while_saving(self, ranks: dict[str, psutil.Process]) -> None:
-        """The store stands still, so that the next save stays under way; the victim has sent its part already."""
+        """The store stands still, so that the next save stays under way; the victim has sent its
+        part already."""
         laptop, before = self.run.laptop, self.run.commits()[-1]
         self.run.until(lambda: self.run.commits()[-1] > before, "another commit")
         with laptop.frozen_store():
@@ -65,7 +66,8 @@ class Killer:
             ranks[self.victim].wait(10)
 
     def while_loading(self, ranks: dict[str, psutil.Process]) -> None:
-        """Once the ranks have their seats the attempt is claimed; rank 0 then asks the store where to begin."""
+        """Once the ranks have their seats the attempt is claimed; rank 0 then asks the store where
+        to begin."""
         laptop = self.run.laptop
         with laptop.frozen_store():
             self.run.until(lambda: laptop.asks_frozen_store(ranks["pp0"]), "a rank that loads")
@@ -123,7 +125,8 @@ def test_the_middle_of_three_stages_is_killed_and_the_others_keep_their_processe
 
 
 def _assert_told(run: Run, kills: list[Kill]) -> None:
-    """Each kill is told with rank, node and cause, and followed by a restart; and how long each took."""
+    """Each kill is told with rank, node and cause, and followed by a restart; and how long each
+    took."""
     failed = {event.details["pid"]: event for event in run.events("rank_failed") if event.details["kind"] == "killed"}
     assert failed.keys() == {kill.pid for kill in kills}
     restarts = run.events("restarting")

@@ -1,4 +1,5 @@
-"""Kinds of faults, moments of a run's life, and victims: every row of the table ends as if nothing had happened."""
+"""Kinds of faults, moments of a run's life, and victims: every row of the table ends as if nothing
+had happened."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
 
 @pytest.mark.slow
 def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Laptop, undisturbed: Run) -> None:
-    """The one without a driver trains on for longer than `raypp submit` waits for records after a Ray job's end."""
+    """The one without a driver trains on for longer than `raypp submit` waits for records after a
+    Ray job's end."""
     first = laptop.start(laptop.job("twin-one", train__steps=4 * STEPS), "--json")
     second = laptop.start(laptop.job("twin-two"), "--json")
     first.wait_step(EVERY)

@@ -20,7 +20,8 @@ class Told:
 
 
 class Recorded:
-    """A run of ten steps of a second each: struck at 6.5 s in step 6, trains again at 10 s from step 4 (of 3 saved)."""
+    """A run of ten steps of a second each: struck at 6.5 s in step 6, trains again at 10 s from
+    step 4 (of 3 saved)."""
 
     def events(self, kind: str) -> list[Told]:
         seconds = {"seconds": {"first step": 1.0}}

@@ -26,9 +26,10 @@ class Part:
 def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Part]:
     """The stretches of a run, in order.
 
-    An attempt's ranks step from its `first_step` (less that step's own time, which the event tells) until the fault
-    that ends it, else until the failure was told. What they did beyond the step that the next attempt went on from is
-    done again: that many steps of the next attempt, from its first, are redoing. All else is recovering.
+    An attempt's ranks step from its `first_step` (less that step's own time, which the event tells)
+    until the fault that ends it, else until the failure was told. What they did beyond the step
+    that the next attempt went on from is done again: that many steps of the next attempt, from its
+    first, are redoing. All else is recovering.
     """
     firsts = {event.attempt: event for event in run.events("first_step")}
     failed: dict[int, Any] = {}

@@ -1,7 +1,9 @@
-"""A user at a laptop: the `raypp` command with an embedded cluster of its own, and what can be seen from outside.
+"""A user at a laptop: the `raypp` command with an embedded cluster of its own, and what can be seen
+from outside.
 
-Everything a test does goes through the command line in a process of its own. What it looks at, it looks at as an
-outsider could: process titles, the dashboard's HTTP address, and the objects in the store.
+Everything a test does goes through the command line in a process of its own. What it looks at, it
+looks at as an outsider could: process titles, the dashboard's HTTP address, and the objects in the
+store.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Laptop:
         return left
 
     def _processes(self) -> list[psutil.Process]:
-        """Living processes that mention this home or this Ray session in their command or environment."""
+        """Living processes that mention this home or this Ray session in their command or
+        environment."""
         marks = (str(self.directory), self.state["ray_dir"])
         found = []
         for one in psutil.process_iter():
@@ -113,7 +116,8 @@ class Laptop:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def job(self, name: str, **changes: Any) -> Path:
-        """Writes a small job; `changes` are dotted keys with `__` for the dot, or whole sections."""
+        """Writes a small job; `changes` are dotted keys with `__` for the dot, or whole
+        sections."""
         document: dict[str, Any] = {
             "name": name,
             "model": {
@@ -131,7 +135,8 @@ class Laptop:
                 "steps": STEPS,
                 "micro_batch_size": 4,
                 "optimizer": {"kind": "adamw", "lr": 1.0e-3},
-                # Constant, so that the same step has the same rate however many steps a run is to take.
+                # Constant, so that the same step has the same rate however many steps a run is to
+                # take.
                 "lr_schedule": {"kind": "constant", "warmup_steps": 5},
             },
             "checkpoint": {"url": "s3://raypp/tests", "every_steps": EVERY, "keep": 3},
@@ -188,7 +193,8 @@ class Laptop:
         return found
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """A rank's environment names this cluster: other clusters of this machine have ranks, too."""
+        """A rank's environment names this cluster: other clusters of this machine have ranks,
+        too."""
         return any(self.state["ray_dir"] in value or self.state["gcs"] in value for value in process.environ().values())
 
     def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
@@ -200,7 +206,8 @@ class Laptop:
 
     @contextlib.contextmanager
     def frozen_store(self) -> Iterator[None]:
-        """The S3 server answers nothing inside; what it is asked waits, and is carried out afterwards."""
+        """The S3 server answers nothing inside; what it is asked waits, and is carried out
+        afterwards."""
         os.kill(self.s3.pid, signal.SIGSTOP)
         try:
             yield
@@ -208,7 +215,8 @@ class Laptop:
             os.kill(self.s3.pid, signal.SIGCONT)
 
     def asks_frozen_store(self, process: psutil.Process) -> bool:
-        """Whether a process waits for an answer of the frozen server: bytes it sent are still unread there."""
+        """Whether a process waits for an answer of the frozen server: bytes it sent are still
+        unread there."""
         port = int(self.s3.endpoint.rpartition(":")[2])
         mine = {one.laddr.port for one in process.net_connections("tcp") if one.raddr and one.raddr.port == port}
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -257,7 +265,8 @@ class Run:
             raise AssertionError(f"{error}; status {self.status()}\n{self.told()}") from None
 
     def wait_titles(self, ranks: int = 2, but: frozenset[int] | set[int] = frozenset()) -> dict[str, psutil.Process]:
-        """Waits until so many ranks live that are none of the processes `but`; returns them by coordinates."""
+        """Waits until so many ranks live that are none of the processes `but`; returns them by
+        coordinates."""
 
         def there() -> dict[str, psutil.Process] | None:
             found = self.laptop.workers(f"{self.name}/")
@@ -317,7 +326,8 @@ class Run:
 
 
 def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Every tensor of a commit (the newest one's), read from its objects; ranks hold disjoint names on these meshes."""
+    """Every tensor of a commit (the newest one's), read from its objects; ranks hold disjoint names
+    on these meshes."""
     step = step if step is not None else list_checkpoints(store, run)[-1].step
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for record in read_commit(store, run, step).objects:

@@ -1,4 +1,5 @@
-"""Wrong jobs, data, stores and clusters: each gets an exit code and a text that names where, what and the way out."""
+"""Wrong jobs, data, stores and clusters: each gets an exit code and a text that names where, what
+and the way out."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def bad_data_runs(laptop: Laptop) -> dict[str, Run]:
 def test_data_that_cannot_be_used_end_the_run_at_once_and_are_named(
     laptop: Laptop, bad_data_runs: dict[str, Run], file: str
 ) -> None:
-    """Only a rank reads the data. Its run fails without a restart, and its name can be used with other data."""
+    """Only a rank reads the data. Its run fails without a restart, and its name can be used with
+    other data."""
     run = bad_data_runs[file]
     assert run.exit_code == 2, run.told()
     answer = json.loads(run.out.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""A run that is saved, stopped, gone on with, left alone and cut anew; and the same job without Ray."""
+"""A run that is saved, stopped, gone on with, left alone and cut anew; and the same job without
+Ray."""
 
 from __future__ import annotations
 

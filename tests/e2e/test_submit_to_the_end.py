@@ -1,4 +1,5 @@
-"""One run through the command line, and everything that can be asked about it afterwards, from other processes."""
+"""One run through the command line, and everything that can be asked about it afterwards, from
+other processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The same numerics on CUDA and NCCL: `pytest tests/gpu`, on as many devices as the machine has.
 
-Needs neither Ray nor S3. With one device the mesh has one rank; with more, pipelines and FSDP over them.
+Needs neither Ray nor S3. With one device the mesh has one rank; with more, pipelines and FSDP over
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def needs(devices: int) -> None:
 def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
     cpu, cuda = run("cpu"), run("cuda")
     assert cuda["tokens"] == cpu["tokens"]
-    # Sums in another order, through three steps of AdamW, whose first steps amplify rounding of small gradients.
+    # Sums in another order, through three steps of AdamW, whose first steps amplify rounding of
+    # small gradients.
     assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-5)
     for name, value in cpu["gradients"][0].items():
         assert relative(cuda["gradients"][0][name], value) < 1e-4, name

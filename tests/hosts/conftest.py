@@ -1,4 +1,5 @@
-"""Three hosts with a Ray node each, and a user who sits at a fourth machine. Skipped where no network can be made."""
+"""Three hosts with a Ray node each, and a user who sits at a fourth machine. Skipped where no
+network can be made."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ HOSTS = 3
 
 
 def shards(run: Run) -> dict[str, Any]:
-    """Every tensor of a run's newest commit by its object's name and its own: on one mesh each rank writes the same."""
+    """Every tensor of a run's newest commit by its object's name and its own: on one mesh each rank
+    writes the same."""
     store = run.laptop.store(run.url)
     step = list_checkpoints(store, run.name)[-1].step
     found = {}
@@ -77,7 +79,8 @@ class Office(Laptop):
 def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     if reason := why_not():
         pytest.skip(reason)
-    # Three hosts on a few shared cores stand still for seconds at times; nobody may take that for their end.
+    # Three hosts on a few shared cores stand still for seconds at times; nobody may take that for
+    # their end.
     os.environ.setdefault("RAY_health_check_failure_threshold", "10")
     name = f"t{time.monotonic_ns() % 10**6}"
     with TestBed.up(name, hosts=HOSTS, rate="1gbit", cpus=2) as bed:

@@ -1,7 +1,8 @@
 """Every command of docs/two-machines.md, typed into the shells of two hosts as it stands there.
 
-What stands for the real thing: network namespaces for the machines, a home and a /tmp of their own for each, this
-checkout for the clone, and little programs for sudo, ssh and scp. What cannot be typed here is in `_NOT_TYPED`.
+What stands for the real thing: network namespaces for the machines, a home and a /tmp of their own
+for each, this checkout for the clone, and little programs for sudo, ssh and scp. What cannot be
+typed here is in `_NOT_TYPED`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _NOT_TYPED = {
     "make venv": "its environment is there",
 }
 _LOADED = "RAY_health_check_failure_threshold=30"
-"""Instead of 3: hosts on a few shared cores stand still for seconds at times; nobody may take that for their end."""
+"""Instead of 3: hosts on a few shared cores stand still for seconds at times; nobody may take that
+for their end."""
 
 
 def _blocks(section: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""CONTRIBUTING's recipes for a failure policy and a failure kind, followed to the letter in a copy of raypp."""
+"""CONTRIBUTING's recipes for a failure policy and a failure kind, followed to the letter in a copy
+of raypp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of a rank on CPUs: large blocks that are freed stay with the process, for the next microbatch."""
+"""Memory of a rank on CPUs: large blocks that are freed stay with the process, for the next
+microbatch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 
 def given_back(way: str, **settings: str) -> tuple[str, int]:
-    """What the process says of itself, and the megabytes (of 48) that it gives back when it frees them."""
+    """What the process says of itself, and the megabytes (of 48) that it gives back when it frees
+    them."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
     done = subprocess.run([sys.executable, "-c", PROGRAM, way], env=environment, capture_output=True, text=True)
     kept, megabytes = done.stdout.split()

@@ -24,7 +24,8 @@ def _instructions() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_images_commands_install_raypp_in_a_plain_directory(tmp_path: Path) -> None:
-    """In an environment of its own instead of the image; apt and useradd are left out. Needs a package index."""
+    """In an environment of its own instead of the image; apt and useradd are left out. Needs a
+    package index."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "python")], check=True)
     place = tmp_path / "image"
     place.mkdir()

@@ -1,4 +1,5 @@
-"""CONTRIBUTING's recipes are true: one file, and the new kind is known, planned and trained with everywhere.
+"""CONTRIBUTING's recipes are true: one file, and the new kind is known, planned and trained with
+everywhere.
 
 tests/ranks/test_recipes_on_ranks.py runs the contract tests on the new kinds, and trains with them.
 """

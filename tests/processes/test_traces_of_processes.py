@@ -1,4 +1,5 @@
-"""What can be learned of another process: its stacks while it lives, and the words it leaves when a signal ends it."""
+"""What can be learned of another process: its stacks while it lives, and the words it leaves when a
+signal ends it."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ over.set()
 
 @pytest.fixture(scope="module")
 def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What faulthandler writes of the thread of a rank that is in `attention`, whatever its frames are called now."""
+    """What faulthandler writes of the thread of a rank that is in `attention`, whatever its frames
+    are called now."""
     source = tmp_path_factory.mktemp("me") / "model.py"
     source.write_text(f"import sys{_LIVE}")
     words = subprocess.run([sys.executable, source], capture_output=True, text=True, check=True, timeout=60).stderr

@@ -1,10 +1,10 @@
 """How the numbers of two trainings are compared: bit for bit, or by what is added up.
 
-A mesh that cuts a step's tokens over ranks adds the same contributions in another order. In fp32 that
-order alone is a relative error of up to 6e-7 in a gradient of the first step. AdamW then divides every
-gradient by its own size, so where one is nearly 0 a rounding becomes an update of another length: two
-steps later the error is up to 2e-5, and how much depends on the CPU's kernels. A bound on that either
-fails by chance or hides a fault.
+A mesh that cuts a step's tokens over ranks adds the same contributions in another order. In fp32
+that order alone is a relative error of up to 6e-7 in a gradient of the first step. AdamW then
+divides every gradient by its own size, so where one is nearly 0 a rounding becomes an update of
+another length: two steps later the error is up to 2e-5, and how much depends on the CPU's kernels.
+A bound on that either fails by chance or hides a fault.
 
 So sums are compared in fp64, where the same roundings end at 1e-14 after the same updates.
 """
@@ -20,11 +20,12 @@ from training import Numbers
 from raypp.measure.parity import relative_error
 
 WIDE = 1e-10
-"""Relative error in fp64 after as many steps as the tests take. Rounding is 1e-14 at most, with AVX-512,
-AVX2 and no vector kernels; a contribution that is off by 1e-6 of itself is some 1e-7."""
+"""Relative error in fp64 after as many steps as the tests take. Rounding is 1e-14 at most, with
+AVX-512, AVX2 and no vector kernels; a contribution that is off by 1e-6 of itself is some 1e-7."""
 FIRST_STEP = 1e-5
-"""Relative error in fp32 before any update, which AdamW has not amplified. Rounding is 6e-7 at most. This
-finds faults of fp32 itself, such as a buffer of the wrong size; fp64 checks what is added."""
+"""Relative error in fp32 before any update, which AdamW has not amplified. Rounding is 6e-7 at
+most. This finds faults of fp32 itself, such as a buffer of the wrong size; fp64 checks what is
+added."""
 
 
 def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -41,7 +42,8 @@ def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def assert_same_sums(found: Numbers, reference: Numbers) -> None:
-    """The same contributions were added, in whatever order: all steps and the weights in fp64, one step in fp32."""
+    """The same contributions were added, in whatever order: all steps and the weights in fp64, one
+    step in fp32."""
     for result in (found, reference):
         assert {value.dtype for value in result.wide["weights"].values()} == {torch.float64}
         assert {value.dtype for value in result.first["weights"].values()} == {torch.float32}
@@ -52,7 +54,8 @@ def assert_same_sums(found: Numbers, reference: Numbers) -> None:
 
 
 def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: float) -> None:
-    """Losses, norms and gradients of every step are within a relative error; of a gradient, by its 2-norm."""
+    """Losses, norms and gradients of every step are within a relative error; of a gradient, by its
+    2-norm."""
     assert found["tokens"] == reference["tokens"]
     assert found["loss"] == pytest.approx(reference["loss"], rel=relative, abs=0)
     assert found["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative, abs=0)

@@ -1,4 +1,5 @@
-"""The order in which workers of pytest-xdist take the files of this tier (`--dist loadfile --no-loadscope-reorder`)."""
+"""The order in which workers of pytest-xdist take the files of this tier (`--dist loadfile
+--no-loadscope-reorder`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a real process, and brings back what each returned.
 
-Processes come from a fork server that has torch imported, so that a rank starts in tens of milliseconds.
+Processes come from a fork server that has torch imported, so that a rank starts in tens of
+milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ TIMEOUT_S = 240.0
 
 
 def _part_of(room: Callable[[], range]) -> Callable[[], range]:
-    """This worker's part of all ports, where pytest-xdist has several: none takes what another has dealt."""
+    """This worker's part of all ports, where pytest-xdist has several: none takes what another has
+    dealt."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return lambda: room()[worker::workers]
@@ -72,7 +74,8 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
 
 def run_in_turn(world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Like `run_ranks` for several cases, by the same processes, one after another; each rendezvous has its own port.
+    """Like `run_ranks` for several cases, by the same processes, one after another; each rendezvous
+    has its own port.
 
     Returns:
         Of each case, the results in rank order.

@@ -1,4 +1,5 @@
-"""Whole lives of ranks (`run_rank`) in real processes that are killed by real signals, attempt after attempt."""
+"""Whole lives of ranks (`run_rank`) in real processes that are killed by real signals, attempt
+after attempt."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Fate:
-    """Who dies, and when: in the step after `after`, as soon as every rank has a whole snapshot of that step.
+    """Who dies, and when: in the step after `after`, as soon as every rank has a whole snapshot of
+    that step.
 
     Attributes:
         ranks: Who is killed by SIGKILL.
@@ -126,7 +128,8 @@ def _live(
     environment: dict[str, str],
     stay: bool,
 ) -> None:
-    """A rank's process. With `stay`, a rank that lost a peer waits for its next seat and lives on in this process."""
+    """A rank's process. With `stay`, a rank that lost a peer waits for its next seat and lives on
+    in this process."""
     os.environ.update(environment)
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
     job, seat = parse_job(document), first
@@ -190,7 +193,8 @@ class Lives:
         self._processes: dict[int, tuple[Any, Any]] = {}
 
     def attempt_once(self, fate: Fate | None = None, *, stay: bool = False) -> Told:
-        """Runs an attempt to its end: success, or death as told; survivors go on in the next one when `stay`."""
+        """Runs an attempt to its end: success, or death as told; survivors go on in the next one
+        when `stay`."""
         self.attempt += 1
         claim_attempt(self.store, self.document["name"], self.attempt)
         mesh, port = Mesh.of(parse_job(self.document).mesh), free_port()

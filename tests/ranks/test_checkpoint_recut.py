@@ -1,4 +1,5 @@
-"""Checkpoints written by one mesh and loaded by another, over real gloo ranks: every bit comes back."""
+"""Checkpoints written by one mesh and loaded by another, over real gloo ranks: every bit comes
+back."""
 
 from __future__ import annotations
 
@@ -75,10 +76,12 @@ def rank_life(
     width: int = WIDTH,
     inner: int = 5,
 ) -> dict[str, Any]:
-    """Builds this rank's stage on a pp × dp_replicate × fsdp mesh; trains and saves it, or loads it.
+    """Builds this rank's stage on a pp × dp_replicate × fsdp mesh; trains and saves it, or loads
+    it.
 
     Returns:
-        Every tensor of its state, if it is small: whole, by global name; the events told; the bytes read and needed.
+        Every tensor of its state, if it is small: whole, by global name; the events told; the bytes
+            read and needed.
     """
     pp, replicate, fsdp = sizes
     server = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
@@ -156,7 +159,8 @@ MOVES: list[tuple[Sizes, Sizes]] = [
     ((1, 2, 2), (2, 1, 1)),
 ]
 LARGE = ((2, 1, 1), (1, 1, 2))
-"""A move of large slices, 2 MB each, where real ones have tens; no size is a multiple of a block of checksums."""
+"""A move of large slices, 2 MB each, where real ones have tens; no size is a multiple of a block of
+checksums."""
 LARGE_WIDTHS = (1501, 701)
 
 

@@ -1,4 +1,5 @@
-"""The comparison of sums fails for what is added wrongly and passes for what is added in another order.
+"""The comparison of sums fails for what is added wrongly and passes for what is added in another
+order.
 
 A step's gradient is put together here from those of its microbatches, each trained alone.
 """
@@ -33,7 +34,8 @@ def trained() -> list[dict[torch.dtype, dict[str, Any]]]:
 
 
 def added(dtype: torch.dtype, factors: list[float], order: list[int]) -> dict[str, Any]:
-    """The whole step with a gradient that is the sum of its microbatches' contributions, each times a factor."""
+    """The whole step with a gradient that is the sum of its microbatches' contributions, each times
+    a factor."""
     whole, *parts = (result[dtype] for result in trained())
     total: dict[str, torch.Tensor] = {}
     for index in order:

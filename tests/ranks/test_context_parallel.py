@@ -1,4 +1,5 @@
-"""Context parallelism does not change the numbers: attention by itself, then whole training steps."""
+"""Context parallelism does not change the numbers: attention by itself, then whole training
+steps."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ STEPS = 2
 
 
 def attention_errors(rank: int, world: int, port: int, cases: list[tuple[Any, ...]]) -> list[float]:
-    """The largest difference of each case between this rank's outputs and gradients and those of whole rows."""
+    """The largest difference of each case between this rank's outputs and gradients and those of
+    whole rows."""
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     up, down = (dist.new_group(list(range(world))) for _ in range(2))
@@ -89,8 +91,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
     ],
 }  # fmt: skip
-# Of outputs and gradients of order 1. bf16: rounded inputs are the same in both, so what is left is the rounding of
-# outputs (2^-9 of their size), and with several blocks that of each block's share of a gradient.
+# Of outputs and gradients of order 1. bf16: rounded inputs are the same in both, so what is left is
+# the rounding of outputs (2^-9 of their size), and with several blocks that of each block's share
+# of a gradient.
 TOLERANCE = {DOUBLE: 1e-12, SINGLE: 3e-6, HALF: 6e-2}
 
 
@@ -193,7 +196,8 @@ def write_documents(path: Path, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])
 def test_a_microbatch_without_any_label_among_packed_documents_of_different_lengths(style: str, tmp_path: Path) -> None:
-    # A document one longer than a row leaves a piece of one token, which has nothing to predict, and no room behind it.
+    # A document one longer than a row leaves a piece of one token, which has nothing to predict,
+    # and no room behind it.
     write_documents(tmp_path / "a.jsonl", [30, 10, 49, 48, 20, 5, 23, 40, 7, 12, 33])
     data = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "seq_len": 48, "shuffle": False}
     job = document({"cp": 2, "cp_style": style}, data=data, train={"micro_batch_size": 1})
@@ -207,8 +211,9 @@ def test_a_microbatch_without_any_label_among_packed_documents_of_different_leng
 
 def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations() -> None:
     # Measured: 0.8 % of a gradient's norm; bf16 itself differs from fp32 by 1.1 % here.
-    # AdamW's first steps divide each gradient by its own size: a gradient that is nearly 0 turns a rounding into a
-    # change of the weight. A large eps keeps the update proportional to the gradient, so that the second step compares.
+    # AdamW's first steps divide each gradient by its own size: a gradient that is nearly 0 turns a
+    # rounding into a change of the weight. A large eps keeps the update proportional to the
+    # gradient, so that the second step compares.
     bf16 = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": 1e-3}}
     assert_close(train(2, document({"cp": 2}, train=bf16)), train(1, document(train=bf16)), 2e-2)
 

@@ -1,4 +1,5 @@
-"""A run that loses half of its ranks and gets them back takes the steps of one that was never disturbed."""
+"""A run that loses half of its ranks and gets them back takes the steps of one that was never
+disturbed."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def world_of(source: dict[str, Any]) -> int:
 
 @cache
 def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """All runs of so many ranks, one after another by the same processes: what each rank told, by name and cadence."""
+    """All runs of so many ranks, one after another by the same processes: what each rank told, by
+    name and cadence."""
     names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if world_of(source_of(name)) == world]
     keys = [(name, every) for name in names for every in ((2, 0) if name in QUIET else (2,))]
     with TemporaryDirectory() as folder:

@@ -1,7 +1,8 @@
-"""Experts: neither the mesh nor where they are spread changes the numbers. The reference is one process.
+"""Experts: neither the mesh nor where they are spread changes the numbers. The reference is one
+process.
 
-Which experts a token goes to can flip when two of them are equally likely to within a rounding, and then all numbers
-differ. The seeds here are such that none does.
+Which experts a token goes to can flip when two of them are equally likely to within a rounding, and
+then all numbers differ. The seeds here are such that none does.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def batch(*meshes: dict[str, int]) -> dict[str, InBothTypes]:
     return dict.fromkeys(jobs, shared)
 
 
-# Meshes of four ranks have processes of their own: torch's DTensor remembers, for as long as a process lives, the names
-# of the groups it moved the parts of a tensor through, and a mesh of another shape has other names.
+# Meshes of four ranks have processes of their own: torch's DTensor remembers, for as long as a
+# process lives, the names of the groups it moved the parts of a tensor through, and a mesh of
+# another shape has other names.
 BATCHES = batch(*(mesh for mesh in MESHES if ranks_of(mesh) == 2))
 for one in MESHES:
     if ranks_of(one) == 4:
@@ -165,8 +167,9 @@ def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_
     bf16 = {"precision": "bf16"}
     reference = trained(document(train=bf16), 1)
     assert_identical(trained(document(train=bf16, mesh={"pp": 2}), 1), reference)
-    # An expert's gradient over the tokens of two ranks is rounded to bf16 (8 bits: 4e-3) once, not once per rank;
-    # 1.8e-3 was measured. Later steps are not compared: after a rounding, tokens may go to other experts.
+    # An expert's gradient over the tokens of two ranks is rounded to bf16 (8 bits: 4e-3) once, not
+    # once per rank; 1.8e-3 was measured. Later steps are not compared: after a rounding, tokens may
+    # go to other experts.
     assert_close(trained(document(train=bf16, mesh={"fsdp": 2, "ep": 2}), 1), reference, 4e-3)
 
 

@@ -1,4 +1,5 @@
-"""When a run's first weights are drawn, and that nothing is drawn where something else gives every value."""
+"""When a run's first weights are drawn, and that nothing is drawn where something else gives every
+value."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.ranks
 
 
 def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, Any]) -> list[tuple[bool, bool]]:
-    """Of every parameter: whether it was left alone at first, and whether it has the same bits either way.
+    """Of every parameter: whether it was left alone at first, and whether it has the same bits
+    either way.
 
     torch fills new memory with NaN, so that a value which nothing gave is seen.
     """

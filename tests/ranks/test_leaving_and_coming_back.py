@@ -1,4 +1,5 @@
-"""One process through several attempts: the real rank's life is left in the middle, and begins again."""
+"""One process through several attempts: the real rank's life is left in the middle, and begins
+again."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Standing(Told):
 
 
 def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts: list[int | None]) -> dict[str, Any]:
-    """A life per port; rank 1 stands still in it before the step given, and both are made to leave it."""
+    """A life per port; rank 1 stands still in it before the step given, and both are made to leave
+    it."""
     job = parse_job(_document(Path(root)))
     seconds, left_over = [], []
     for attempt, (port, halt) in enumerate(zip(ports, halts, strict=True), start=1):

@@ -1,4 +1,5 @@
-"""Depths of the warm-up change no bit; compressed messages repeat theirs, and stay near the exact ones."""
+"""Depths of the warm-up change no bit; compressed messages repeat theirs, and stay near the exact
+ones."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.ranks
 def steps_of(
     rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None
 ) -> dict[str, Any]:
-    """Trains some steps, with a program of another depth from the steps named in `depths` on, as `lookahead: auto`
-    does; keeps what is told."""
+    """Trains some steps, with a program of another depth from the steps named in `depths` on, as
+    `lookahead: auto` does; keeps what is told."""
     parsed, told = parse_job(job), Told()
     kept: dict[str, dict[str, torch.Tensor]] = {}
 

@@ -1,4 +1,5 @@
-"""`raypp plan --measure` on this machine: the parts of a small model, and a plan that rests on them."""
+"""`raypp plan --measure` on this machine: the parts of a small model, and a plan that rests on
+them."""
 
 from __future__ import annotations
 

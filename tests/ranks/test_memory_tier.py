@@ -1,4 +1,5 @@
-"""Snapshots in host memory: ranks are killed by real signals, and the run goes on at the step they had reached."""
+"""Snapshots in host memory: ranks are killed by real signals, and the run goes on at the step they
+had reached."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
 def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
-    """Three attempts: one byte wrong in one rank's newest snapshot; then every snapshot of a rank gone."""
+    """Three attempts: one byte wrong in one rank's newest snapshot; then every snapshot of a rank
+    gone."""
     folder = shared_memory()
     lives = Lives(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
     lives.attempt_once(Fate((0, 1), after=5, commit=3))
@@ -153,7 +155,8 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
 
 
 def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:
-    """Four ranks, pp across the nodes and fsdp inside; then both copies of one node are gone, too: the store."""
+    """Four ranks, pp across the nodes and fsdp inside; then both copies of one node are gone, too:
+    the store."""
     job = {**document(every_steps=3), "mesh": {"pp": 2, "fsdp": 2}}
     reference = Lives(
         job | {"checkpoint": {"memory_tier": False}}, tmp_path / "reference", [tmp_path] * 4, [0, 0, 1, 1]

@@ -72,7 +72,8 @@ def sums_of_one_process() -> Numbers:
 
 
 def sizes_of(schedule: str) -> list[tuple[str, int, int]]:
-    """Pipeline ranks and stages per rank that a schedule is tried with: up to 8 stages, its least on three ranks."""
+    """Pipeline ranks and stages per rank that a schedule is tried with: up to 8 stages, its least
+    on three ranks."""
     kind = schedule_named(schedule)
     tried = {(2, kind.nearest_stages(2)), (2, kind.nearest_stages(4)), (3, kind.stages_per_rank[0])}
     tried.add((4, kind.nearest_stages(2)))
@@ -194,7 +195,8 @@ def test_resharding_between_microbatches_changes_nothing() -> None:
 
 
 def test_bf16_under_a_pipeline_gives_the_bits_of_one_process_in_bf16() -> None:
-    # Activations cross in bf16, as they are computed: the cut rounds nothing that one process does not round.
+    # Activations cross in bf16, as they are computed: the cut rounds nothing that one process does
+    # not round.
     assert_identical(SETTINGS["bf16"], one_process("bf16"))
 
 
@@ -202,7 +204,8 @@ def test_gradients_summed_in_bf16_stay_near_those_summed_in_fp32() -> None:
     job = document(fsdp=2, microbatches=4, train={"precision": "bf16", "reduce_dtype": "bf16"})
     rough = merged(run_ranks(2, train_steps, job, STEPS))
     exact = one_process("bf16")
-    # bf16 keeps 8 bits, so a sum of 4 microbatches on 2 ranks is off by some 2^-9 of each gradient: 0.4 % measured.
+    # bf16 keeps 8 bits, so a sum of 4 microbatches on 2 ranks is off by some 2^-9 of each gradient:
+    # 0.4 % measured.
     for name, value in exact["gradients"][0].items():
         error = float((rough["gradients"][0][name] - value).norm() / value.norm())
         assert error <= 2e-2, f"{name}: {error:.1e}"

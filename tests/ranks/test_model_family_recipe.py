@@ -1,7 +1,8 @@
-"""CONTRIBUTING's recipe for a model family, followed to the letter in a copy of the project, and a user's own model.
+"""CONTRIBUTING's recipe for a model family, followed to the letter in a copy of the project, and a
+user's own model.
 
-The made-up kind is a family that transformers has and raypp has not: Seed-OSS, Llama with biases on queries, keys and
-values. Its file is all that is added.
+The made-up kind is a family that transformers has and raypp has not: Seed-OSS, Llama with biases on
+queries, keys and values. Its file is all that is added.
 """
 
 from __future__ import annotations

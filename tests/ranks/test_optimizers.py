@@ -75,7 +75,8 @@ class Quiet:
 
 
 def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
-    """Goes on from the newest checkpoint, if there is one, and saves another if there was a step to do.
+    """Goes on from the newest checkpoint, if there is one, and saves another if there was a step to
+    do.
 
     Returns:
         The optimizer's state as it was loaded and at the end, and the weights, all whole.

@@ -1,4 +1,5 @@
-"""A tensor that is not as long as the step's plan says stops the step by name, on the rank where it shows."""
+"""A tensor that is not as long as the step's plan says stops the step by name, on the rank where it
+shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CONTRIBUTING's recipes are true on real ranks: made-up kinds train, and the tests of ranks take them up."""
+"""CONTRIBUTING's recipes are true on real ranks: made-up kinds train, and the tests of ranks take
+them up."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from training import merged, train_steps
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
-# Inductor fuses norms, rotary encoding and SiLU, and sums in another order: 1.1e-5 on the worst gradient, measured.
+# Inductor fuses norms, rotary encoding and SiLU, and sums in another order: 1.1e-5 on the worst
+# gradient, measured.
 COMPILED = 1e-4
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on CPU needs a C++ compiler"

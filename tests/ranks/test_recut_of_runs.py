@@ -1,7 +1,7 @@
 """Runs that go on with another mesh: the numbers go on as if nothing had happened.
 
-Every chain is a run of three steps on three meshes; the reference is one process that takes them at one go. Chains
-share their processes: all that needs so many ranks at that point runs in turn.
+Every chain is a run of three steps on three meshes; the reference is one process that takes them at
+one go. Chains share their processes: all that needs so many ranks at that point runs in turn.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
 def runs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[str, dict[int, tuple]]]:
-    """Where the runs are (each chain's, and each model's reference), and what their first ranks told of each step.
+    """Where the runs are (each chain's, and each model's reference), and what their first ranks
+    told of each step.
 
     Only the chains of the tests that were chosen are run.
     """
@@ -133,7 +134,8 @@ def runs(
         for name, results in zip(jobs, run_all(list(jobs.values())), strict=True):
             assert all(result["committed"] == (3 if name in references else step) for result in results)
             assert ("resumed" in results[0]["kinds"]) == (step > 1 and name not in references)
-            # A run that goes on tells its last steps again, as they were: those must not have changed.
+            # A run that goes on tells its last steps again, as they were: those must not have
+            # changed.
             for number, *rest in results[0]["numbers"]:
                 assert numbers[name].setdefault(number, tuple(rest)) == tuple(rest)
     return root, numbers
@@ -166,7 +168,8 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
         return
     for step, (loss, norm, tokens) in expected.items():
         assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens)
-    # A step of Adam is lr = 3e-3 long whatever the gradient, so three of them may part tiny weights by 1e-5 of it.
+    # A step of Adam is lr = 3e-3 long whatever the gradient, so three of them may part tiny weights
+    # by 1e-5 of it.
     assert max(one.max_abs for one in comparison.different if not one.name.startswith("optim/")) < 1e-4
 
 

@@ -42,7 +42,8 @@ def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) ->
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
-    """A job whose ranks need about half a second for each save at 10 Mbit/s, and far less for a step."""
+    """A job whose ranks need about half a second for each save at 10 Mbit/s, and far less for a
+    step."""
     checkpoint = {
         "url": str(root), "every_steps": 1, "keep": 99, "if_busy": if_busy, "max_upload_mbps": mbps,
         "memory_tier": False,

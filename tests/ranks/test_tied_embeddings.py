@@ -82,9 +82,10 @@ def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None
 
 
 def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:
-    # One process goes through FSDP, where autograd adds the two gradients of a microbatch in bf16 (8 bits: 4e-3) before
-    # they are gathered in fp32; a pipeline never adds them in bf16. Measured: 1.4e-3 on the shared matrix at the first
-    # step, 8e-6 on the rest, which only see it through the clip; then the weights differ.
+    # One process goes through FSDP, where autograd adds the two gradients of a microbatch in bf16
+    # (8 bits: 4e-3) before they are gathered in fp32; a pipeline never adds them in bf16. Measured:
+    # 1.4e-3 on the shared matrix at the first step, 8e-6 on the rest, which only see it through the
+    # clip; then the weights differ.
     found, reference = trained(2, pp=2, train={"precision": "bf16"}), one_process("bf16")
     assert found["loss"] == pytest.approx(reference["loss"], rel=1e-4)
     for name, value in reference["gradients"][0].items():

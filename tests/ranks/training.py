@@ -1,4 +1,5 @@
-"""A few training steps of a job on one rank, without store or control: what the numerics tests compare."""
+"""A few training steps of a job on one rank, without store or control: what the numerics tests
+compare."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def train_steps(
     blank: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Trains and returns losses, norms, the scaled gradients of every step and the final weights, by global name.
+    """Trains and returns losses, norms, the scaled gradients of every step and the final weights,
+    by global name.
 
     Args:
         rank: This rank.
@@ -96,7 +98,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result from those of all ranks: every rank has part of the names, and all must report the same sums."""
+    """One result from those of all ranks: every rank has part of the names, and all must report the
+    same sums."""
     first = results[0]
     for other in results[1:]:
         same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras"))
@@ -110,7 +113,8 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Batch:
-    """Jobs that are trained by the same processes, one after another: starting four costs as much as a small job.
+    """Jobs that are trained by the same processes, one after another: starting four costs as much
+    as a small job.
 
     Args:
         world: Ranks of every job.
@@ -156,7 +160,8 @@ class Numbers(NamedTuple):
 
 
 class InBothTypes(Batch):
-    """Jobs that are trained in fp64, and for one step in fp32. `ranks` is asked for `(name, dtype)`."""
+    """Jobs that are trained in fp64, and for one step in fp32. `ranks` is asked for `(name,
+    dtype)`."""
 
     def _cases(self) -> dict[Any, tuple[Any, ...]]:
         lengths = {torch.float64: self._steps, torch.float32: 1}

@@ -1,4 +1,5 @@
-"""More nodes for the embedded cluster: raylets on this machine, each with a loopback address of its own."""
+"""More nodes for the embedded cluster: raylets on this machine, each with a loopback address of its
+own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _PATIENCE_S = 300.0
 
 
 def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """A command of Ray's own command line, and the environment in which it is one of this cluster."""
+    """A command of Ray's own command line, and the environment in which it is one of this
+    cluster."""
     program = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
     environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}

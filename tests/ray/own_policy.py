@@ -16,7 +16,8 @@ def build(recovery: RecoverySection) -> Policy:
 
 @dataclass(frozen=True)
 class OneLife:
-    """Restarts only what does not count, such as a preemption; says so with an exit code of its own."""
+    """Restarts only what does not count, such as a preemption; says so with an exit code of its
+    own."""
 
     usual: Policy
 

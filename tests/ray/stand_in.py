@@ -1,8 +1,9 @@
 """A rank that trains nothing: it takes steps, commits and faults on command, without torch.
 
-The ranks of a run share a directory (`STAND_IN_DIR` of `resources.env`): rank 0 writes how far it is, `commit`
-holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is `kind:rank:step:times`. Every step is
-also put down in `taken`, one line each: whoever repeats one shows.
+The ranks of a run share a directory (`STAND_IN_DIR` of `resources.env`): rank 0 writes how far it
+is, `commit` holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is
+`kind:rank:step:times`. Every step is also put down in `taken`, one line each: whoever repeats one
+shows.
 """
 
 from __future__ import annotations

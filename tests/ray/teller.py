@@ -1,6 +1,8 @@
-"""Ranks that only report: each sends an event and a line of output twenty times a second, until `finish` exists.
+"""Ranks that only report: each sends an event and a line of output twenty times a second, until
+`finish` exists.
 
-They share a directory (`STAND_IN_DIR` of `resources.env`), into which each writes how much it told at the end.
+They share a directory (`STAND_IN_DIR` of `resources.env`), into which each writes how much it told
+at the end.
 """
 
 from __future__ import annotations

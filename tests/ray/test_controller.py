@@ -1,4 +1,5 @@
-"""A run under a real Ray: seats, faults, commands, and what remains afterwards. The ranks are stand-ins."""
+"""A run under a real Ray: seats, faults, commands, and what remains afterwards. The ranks are
+stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ray drains a node, as autoscalers and clouds request: a last checkpoint, and the run continues elsewhere."""
+"""Ray drains a node, as autoscalers and clouds request: a last checkpoint, and the run continues
+elsewhere."""
 
 from __future__ import annotations
 

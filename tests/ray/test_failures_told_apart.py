@@ -1,4 +1,5 @@
-"""Under a real Ray: what killed a rank is named, a notice to go is heeded, and no secret is written down."""
+"""Under a real Ray: what killed a rank is named, a notice to go is heeded, and no secret is written
+down."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ _PATIENCE_S = 180.0
 
 
 class Head:
-    """A head without devices that keeps its state in a directory, as `docs/control.md` describes."""
+    """A head without devices that keeps its state in a directory, as `docs/control.md`
+    describes."""
 
     def __init__(self, beside: Cluster, directory: Path) -> None:
         assert beside.embedded is not None
@@ -83,7 +84,8 @@ class Head:
                 process.kill()
         self._process.wait()
         self._process = None
-        # With it Ray would take the raylets of the other nodes, which are on this machine too, for a head that runs.
+        # With it Ray would take the raylets of the other nodes, which are on this machine too, for
+        # a head that runs.
         (self.directory / "ray_current_cluster").unlink(missing_ok=True)
 
 

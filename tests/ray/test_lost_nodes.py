@@ -1,4 +1,5 @@
-"""A node of several is lost: spares, smaller meshes, larger ones again. The ranks are stand-ins, the nodes raylets."""
+"""A node of several is lost: spares, smaller meshes, larger ones again. The ranks are stand-ins,
+the nodes raylets."""
 
 from __future__ import annotations
 

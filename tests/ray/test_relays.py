@@ -1,4 +1,5 @@
-"""Ranks that report through a relay: when the relay or the controller dies, every report is written, once."""
+"""Ranks that report through a relay: when the relay or the controller dies, every report is
+written, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Processes that outlive an attempt, and attempts that outlive a controller. The ranks are stand-ins."""
+"""Processes that outlive an attempt, and attempts that outlive a controller. The ranks are
+stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks end while the controller is down: the restarted controller records the truth about the run."""
+"""Ranks end while the controller is down: the restarted controller records the truth about the
+run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def _controller(run: Started) -> int:
 
 
 def _freeze_and_run_out(run: Started) -> int:
-    """Freezes the controller after a few steps, and waits until its ranks have taken all; returns its pid."""
+    """Freezes the controller after a few steps, and waits until its ranks have taken all; returns
+    its pid."""
     run.wait_step(3)
     controller = _controller(run)
     os.kill(controller, signal.SIGSTOP)
@@ -86,7 +88,8 @@ def test_when_no_rank_is_left_checkpoints_tell_of_the_last_steps(start_run: Star
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
-    """The controller dies before the ranks know of the request: they keep running, or are gone, too."""
+    """The controller dies before the ranks know of the request: they keep running, or are gone,
+    too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
     controller = _controller(run)

@@ -1,4 +1,5 @@
-"""Real S3 servers, one of each kind for all tests here, and a proxy of faults before one of them."""
+"""Real S3 servers, one of each kind for all tests here, and a proxy of faults before one of
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 
 @pytest.fixture(scope="session", params=["seaweed", pytest.param("ceph", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest):
-    """Each kind of server. They disagree about conditions and checksums, as servers in the wild do."""
+    """Each kind of server. They disagree about conditions and checksums, as servers in the wild
+    do."""
     if request.param == "seaweed":
         yield request.getfixturevalue("seaweed_server")
         return

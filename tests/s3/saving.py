@@ -1,4 +1,5 @@
-"""A rank that saves and loads through a store, for tests of the store's faults: a real saver, a world of one."""
+"""A rank that saves and loads through a store, for tests of the store's faults: a real saver, a
+world of one."""
 
 from __future__ import annotations
 

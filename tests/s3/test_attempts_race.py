@@ -1,4 +1,5 @@
-"""Two attempts of one run at once, and one that dies at any request: on a real server, through the real saver."""
+"""Two attempts of one run at once, and one that dies at any request: on a real server, through the
+real saver."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class Mortal:
 @pytest.mark.slow
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(server: SeaweedServer, answered: bool) -> None:
-    """Between the parts of an upload, at its completion, at the claim's check, at COMMIT, and while old ones go."""
+    """Between the parts of an upload, at its completion, at the claim's check, at COMMIT, and while
+    old ones go."""
     seen, at = set(), 0
     while True:
         at += 1

@@ -1,4 +1,5 @@
-"""Creating an object once: on servers that honour If-None-Match, and on a real one that ignores it."""
+"""Creating an object once: on servers that honour If-None-Match, and on a real one that ignores
+it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class Identities:
             keys = {"accessKey": name, "secretKey": f"secret-of-{name}"}
             identities.append({"name": name, "credentials": [keys], "actions": allowed})
         if taken_back:
-            # The server keeps identities that its file no longer has: it must be told of another secret.
+            # The server keeps identities that its file no longer has: it must be told of another
+            # secret.
             keys = {"accessKey": taken_back, "secretKey": "another"}
             identities.append({"name": taken_back, "credentials": [keys], "actions": ALL})
         self._file.write_text(json.dumps({"identities": identities}))
@@ -107,7 +108,8 @@ def test_a_bucket_that_turns_read_only_fails_saves_in_words_and_loads_as_before(
 def test_keys_that_are_replaced_in_the_middle_are_asked_for_anew(
     identities: Identities, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The profile's program hands out keys that say nothing of their end; then the server takes the first ones back."""
+    """The profile's program hands out keys that say nothing of their end; then the server takes the
+    first ones back."""
     identities.set(first=ALL, second=ALL)
     handed_out = tmp_path / "keys.json"
     _hand_out(handed_out, "first")
@@ -170,7 +172,8 @@ def _use_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str, en
     monkeypatch.setenv("AWS_PROFILE", "short")
 
 
-# Clocks ---------------------------------------------------------------------------------------------
+# Clocks
+# ---------------------------------------------------------------------------------------------
 
 _OTHER_CLOCK = r"""
 #define _GNU_SOURCE
@@ -217,7 +220,8 @@ print(rank.attempt, committed(store, run), newest(store, run), int(time.time()))
 
 @pytest.fixture(scope="module")
 def other_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that shifts the clock of a whole process by CLOCK_SHIFT_S: what a host with a wrong clock sees."""
+    """A library that shifts the clock of a whole process by CLOCK_SHIFT_S: what a host with a wrong
+    clock sees."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to make another clock with")
@@ -254,7 +258,8 @@ def save_elsewhere(
 def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_newest(
     kind: str, identities: Identities, run: str, other_clock: Path, tmp_path: Path
 ) -> None:
-    """The first attempt's host is 10 minutes ahead, the second's 10 minutes behind: its commits look older."""
+    """The first attempt's host is 10 minutes ahead, the second's 10 minutes behind: its commits
+    look older."""
     url = f"s3://{BUCKET}/clocks" if kind == "s3" else str(tmp_path / "clocks")
     environment = identities.server.environment()
     ahead = save_elsewhere(url, run, "1,2", +600, other_clock, **environment)

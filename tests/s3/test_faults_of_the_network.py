@@ -1,4 +1,5 @@
-"""Saves and loads while the way to a real server loses, delays, damages and refuses what it carries."""
+"""Saves and loads while the way to a real server loses, delays, damages and refuses what it
+carries."""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
 
 
 def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
-    """This server does not compare a part with its signature, but with the sum that goes with it."""
+    """This server does not compare a part with its signature, but with the sum that goes with
+    it."""
     assert store.sums.compared()
     flip = proxy.add(is_part, times=2, flip_request_at=12_345)
     rank = OneRank(store, run)

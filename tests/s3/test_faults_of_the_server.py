@@ -1,4 +1,5 @@
-"""A real server that is killed (SIGKILL) in the middle of things and started again elsewhere, with the same data."""
+"""A real server that is killed (SIGKILL) in the middle of things and started again elsewhere, with
+the same data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Hugging Face model in a bucket: imported, compared, exported and named by a job, all by the command line."""
+"""A Hugging Face model in a bucket: imported, compared, exported and named by a job, all by the
+command line."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def test_aws_region_counts_and_is_what_requests_are_signed_for(
 
 @pytest.fixture
 def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names below localhost are this machine's (RFC 6761), also where the resolver does not know that."""
+    """Names below localhost are this machine's (RFC 6761), also where the resolver does not know
+    that."""
     try:
         socket.getaddrinfo(f"{BUCKET}.localhost", 80)
     except OSError:
@@ -102,7 +103,8 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://localhost:{port}")
     monkeypatch.setenv("RAYPP_S3_ADDRESSING_STYLE", "virtual")
     store = open_store(f"s3://{BUCKET}/virtual")
-    # The server would have to know its own domain to look at the name; what is sent is what matters.
+    # The server would have to know its own domain to look at the name; what is sent is what
+    # matters.
     proxy.add(lambda _request: True, times=None, status=403, code="AccessDenied")
     with pytest.raises(Exception, match="access denied"):
         store.get("a/b")

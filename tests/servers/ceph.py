@@ -1,9 +1,10 @@
-"""A second real S3 server for tests: one Ceph of one monitor, one OSD and one radosgw, on loopback and in a temporary
-directory. It honours and ignores other things than SeaweedFS does, as servers in the wild do.
+"""A second real S3 server for tests: one Ceph of one monitor, one OSD and one radosgw, on loopback
+and in a temporary directory. It honours and ignores other things than SeaweedFS does, as servers in
+the wild do.
 
-Several may run at once: nothing of a cluster lies in a place that another one uses. Its ports are below those that the
-system hands out, and claimed for as long as it lives, because a client that finds another cluster's monitor at its
-port talks to it without a doubt until "wrong fsid".
+Several may run at once: nothing of a cluster lies in a place that another one uses. Its ports are
+below those that the system hands out, and claimed for as long as it lives, because a client that
+finds another cluster's monitor at its port talks to it without a doubt until "wrong fsid".
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class CephServer:
         self._claims.clear()
 
     def _start_somewhere(self) -> None:
-        """Starts; once more with other ports and an empty directory when a program that claims nothing took a port."""
+        """Starts; once more with other ports and an empty directory when a program that claims
+        nothing took a port."""
         above = self.directory
         for number in range(1, _TRIES + 1):
             self.directory = above / f"try-{number}"

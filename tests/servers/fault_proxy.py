@@ -1,7 +1,8 @@
-"""A proxy that makes faults on purpose: the bytes of a real server pass through it, except where a rule says otherwise.
+"""A proxy that makes faults on purpose: the bytes of a real server pass through it, except where a
+rule says otherwise.
 
-It speaks HTTP/1.1 as far as S3 clients and servers use it (bodies with a length or in chunks), one thread for each
-connection. Requests keep their Host and their signature.
+It speaks HTTP/1.1 as far as S3 clients and servers use it (bodies with a length or in chunks), one
+thread for each connection. Requests keep their Host and their signature.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class FaultProxy:
         """Nothing listens any more; what is under way is reset."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            # close() alone does not wake the thread in accept(), which would take one more connection.
+            # close() alone does not wake the thread in accept(), which would take one more
+            # connection.
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()

@@ -1,4 +1,5 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter with made-up kinds in a copy of the project."""
+"""The recipes of CONTRIBUTING.md, followed to the letter with made-up kinds in a copy of the
+project."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ FILES = {
     "raypp/train/signs.py": OPTIMIZER,
     "tests/unit/data/samples/lines.lines": "one line\nanother line\n\na third line\n",
 }
-"""What the recipes ask for: the file of each kind, and the sample that a data source's contract test reads."""
+"""What the recipes ask for: the file of each kind, and the sample that a data source's contract
+test reads."""
 
 
 def tree_with_recipes(place: Path) -> Path:

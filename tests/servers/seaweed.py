@@ -14,7 +14,8 @@ BUCKET = "raypp-tests"
 
 @contextmanager
 def seaweed(directory: Path | None = None) -> Iterator[SeaweedServer]:
-    """A running server with the bucket `raypp-tests`; its data are removed with it when no directory is given."""
+    """A running server with the bucket `raypp-tests`; its data are removed with it when no
+    directory is given."""
     with tempfile.TemporaryDirectory(prefix="raypp-seaweed-") as temporary:
         server = SeaweedServer.start(directory or temporary, buckets=(BUCKET,))
         try:

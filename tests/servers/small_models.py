@@ -1,4 +1,5 @@
-"""A small model of any family: what the tests that run over the registry build. Nothing here knows a family by name."""
+"""A small model of any family: what the tests that run over the registry build. Nothing here knows
+a family by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every store must do. A new store is tested by a class that inherits this and gives it a `store` fixture."""
+"""What every store must do. A new store is tested by a class that inherits this and gives it a
+`store` fixture."""
 
 from __future__ import annotations
 

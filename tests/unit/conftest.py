@@ -1,4 +1,5 @@
-"""Tests of this tier start no process: what needs one belongs into tests/processes or tests/ranks."""
+"""Tests of this tier start no process: what needs one belongs into tests/processes or
+tests/ranks."""
 
 from __future__ import annotations
 

@@ -238,7 +238,8 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(0, 30))
 def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[tuple[bool, bool]], steps: int) -> None:
-    """Every attempt either finds no room and shrinks, or trains, may take a step, and is offered room."""
+    """Every attempt either finds no room and shrinks, or trains, may take a step, and is offered
+    room."""
     shapes = [Shape(1, 1, 1, 1, 1, 8), HALF, WHOLE]
     machine, _ = play(m.Machine(), m.Start(shape=WHOLE))
     launches, step = 1, 0

@@ -67,7 +67,8 @@ def test_the_search_for_offences_finds_them(tmp_path: Path, monkeypatch: pytest.
     assert len(list(_offences(path))) == 5
 
 
-# Names ----------------------------------------------------------------------------------------------
+# Names
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -131,7 +132,8 @@ def test_a_setting_is_data_or_an_error_for_people(setting: str) -> None:
     assert all(problem.what for problem in document.problems)
 
 
-# Secrets --------------------------------------------------------------------------------------------
+# Secrets
+# --------------------------------------------------------------------------------------------
 
 SECRETS = {
     "WANDB_API_KEY": "value-of-wandb", "DB_PASSWORD": "value-of-db", "MY_TOKEN": "value-of-token",

@@ -1,4 +1,5 @@
-"""A worker process without a cluster: seats taken, left and taken again. Its controller never answers."""
+"""A worker process without a cluster: seats taken, left and taken again. Its controller never
+answers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class NotFiniteError(RayppError):
 
 
 def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
-    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5 is fine, 6 is not
-    finite."""
+    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5
+    is fine, 6 is not finite."""
     reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
     _lived.add(seat.attempt)
     if seat.attempt == 3:

@@ -22,13 +22,15 @@ def pages() -> tuple[Path, ...]:
 
 
 def guides() -> tuple[Path, ...]:
-    """Returns the pages that are written for readers: all but the dated decisions in docs/design."""
+    """Returns the pages that are written for readers: all but the dated decisions in
+    docs/design."""
     return tuple(page for page in pages() if page.parts[:2] != ("docs", "design"))
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a page. `fence` is the language of the block it is in, `None` outside of blocks and on their fences."""
+    """A line of a page. `fence` is the language of the block it is in, `None` outside of blocks and
+    on their fences."""
 
     number: int
     text: str

@@ -1,10 +1,10 @@
 """What the pages tell a reader to type, and what they say comes of it.
 
 - A `yaml` block is a job, or sections that a job may have: it must pass what `raypp plan` checks.
-- A `console` block is a session: each command after `$` is run, and what follows it must come out, in this order. A
-  line with `…` alone stands for lines left out.
-- Every other `raypp` command, in blocks and in text, must be one there is, with options there are. The job and the
-  `--set`s of `submit`, `plan` and `parity` must pass what `raypp plan` checks.
+- A `console` block is a session: each command after `$` is run, and what follows it must come out,
+  in this order. A line with `…` alone stands for lines left out.
+- Every other `raypp` command, in blocks and in text, must be one there is, with options there are.
+  The job and the `--set`s of `submit`, `plan` and `parity` must pass what `raypp plan` checks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def test_a_job_of_a_page_passes_the_checks(
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Returns `below` with the keys of `above`; another model or another kind of data replaces the section."""
+    """Returns `below` with the keys of `above`; another model or another kind of data replaces the
+    section."""
     merged = dict(below)
     for key, value in above.items():
         kept = isinstance(value, dict) and isinstance(below.get(key), dict) and not {"kind", "from_hf"} & set(value)
@@ -105,7 +106,8 @@ def _in_order(shown: str, told: str, where: str) -> None:
 
 
 def commands(page: Path, sessions: bool = True) -> Iterator[tuple[int, list[str]]]:
-    """Yields the `raypp` commands of a page: lines of its blocks, and what stands in backquotes in its text."""
+    """Yields the `raypp` commands of a page: lines of its blocks, and what stands in backquotes in
+    its text."""
     for line in lines(page):
         if line.fence == "console" and not sessions:
             continue
@@ -156,7 +158,8 @@ ELSEWHERE = re.compile("s3://bucket/|/path/to/")
 
 
 def typed_jobs() -> list[Any]:
-    """Returns the `submit` and `plan` commands of blocks, with their jobs and `--set`s, that need nothing measured."""
+    """Returns the `submit` and `plan` commands of blocks, with their jobs and `--set`s, that need
+    nothing measured."""
     found = []
     for page in PAGES:
         for number, words in commands(page, sessions=False):

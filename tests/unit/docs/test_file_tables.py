@@ -1,4 +1,5 @@
-"""Every package has a page, and its table of files is the tree: each file once, with what it is for."""
+"""Every package has a page, and its table of files is the tree: each file once, with what it is
+for."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def files_of(folder: Path) -> list[str]:
 
 
 def table_of(page: Path) -> dict[str, str]:
-    """Returns file -> purpose of the tables whose first column is headed `file`; a file named twice fails."""
+    """Returns file -> purpose of the tables whose first column is headed `file`; a file named twice
+    fails."""
     rows: dict[str, str] = {}
     within = False
     for line in prose(page):

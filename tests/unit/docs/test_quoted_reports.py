@@ -1,4 +1,5 @@
-"""Reports and messages that pages quote are what raypp says: each is made here, as a run would make it."""
+"""Reports and messages that pages quote are what raypp says: each is made here, as a run would make
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="ut
 
 
 def blame(first: str, second: str, still: tuple[float, float], inside: str = "", silent: bool = False) -> Blame:
-    """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or silent."""
+    """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or
+    silent."""
     one = RankActivity(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
     two = RankActivity(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
     return find_culprit([one, two], (0, 1, 2))

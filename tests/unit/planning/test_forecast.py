@@ -110,7 +110,8 @@ def test_the_search_keeps_the_batch_and_finds_the_cable():
         assert one.job.mesh.world == 4
     times = [one.forecast.step_s for one in found.best]
     assert times == sorted(times)
-    # Over 10 Mbit/s, a mesh whose pipeline crosses the nodes beats every mesh that reduces gradients across them.
+    # Over 10 Mbit/s, a mesh whose pipeline crosses the nodes beats every mesh that reduces
+    # gradients across them.
     assert found.best[0].job.mesh.pp >= 2
     assert times[0] <= forecast(job, Machines.alike(4, 2, 0.01), costs).step_s
 
@@ -199,7 +200,8 @@ def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
     [({"pp": 1}, 0.0), ({"pp": 1, "fsdp": 4}, 2 * 0.75 * 8), ({"pp": 1, "dp_replicate": 4}, 2 * 1.5 * 4)],
 )
 def test_where_cores_copy_sharded_weights_and_sums_the_step_takes_so_much_longer(mesh, copied):
-    """Counts `copied` bytes per weight, sent and received: all-gather and reduce-scatter, or all-reduce."""
+    """Counts `copied` bytes per weight, sent and received: all-gather and reduce-scatter, or
+    all-reduce."""
     job, machines = job_with(model={"num_layers": 4}, mesh=mesh), Machines.alike(1, 4, None)
     copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
     free, taken = (forecast(job, machines, costs).parts for costs in (UNIT, copying))

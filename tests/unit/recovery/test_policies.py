@@ -1,4 +1,5 @@
-"""What every recovery policy and every kind of failure keep to. A new one is tested here as soon as it is there."""
+"""What every recovery policy and every kind of failure keep to. A new one is tested here as soon as
+it is there."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_a_run_led_by_it_ends_and_never_restarts_in_vain_more_often_than_the_job
     assert machine.state is RunState.FAILED
 
 
-# Kinds of failure -----------------------------------------------------------------------------------
+# Kinds of failure
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

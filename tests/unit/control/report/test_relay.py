@@ -1,4 +1,5 @@
-"""Relays merge the reports of many ranks; whatever fails, no report is lost and no answer is wrong."""
+"""Relays merge the reports of many ranks; whatever fails, no report is lost and no answer is
+wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the controller does with the relay_reports of relays. It leads an attempt that has ranks, but no processes."""
+"""What the controller does with the relay_reports of relays. It leads an attempt that has ranks,
+but no processes."""
 
 from __future__ import annotations
 
