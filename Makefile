@@ -2,8 +2,9 @@
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
 # make test-slow   the rest: every fault, several hosts
+# make docs        the documentation as a site, in build/site
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow lint bench chaos clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow lint docs bench chaos clean
 .NOTPARALLEL:
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -77,6 +78,16 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as a site, in build/site. A broken link or anchor fails.
+DOCS_STAMP := $(VENV)/.docs-installed
+docs: $(DOCS_STAMP)
+	@$(BIN)/python docs/pictures/data_flow.py
+	@$(BIN)/properdocs build
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 bench: venv
 	$(BIN)/python -m benchmarks.run

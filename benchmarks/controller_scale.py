@@ -2,7 +2,7 @@
 
 Run it with `python -m benchmarks.controller_scale`. It starts its own Ray with the real controller
 actor (`raypp.control.controller`, with its leader, record, watch and gauges) and simulates the
-ranks of the run: each rank reports through its own `Outbox` once per period, and rank 0 reports a
+ranks of the run: each rank reports through its `ReportBuffer` once per period, and rank 0 reports a
 finished step every second. Nothing is trained. There are four cases, in this order:
 
 - "nobody reports": no reports.
@@ -33,6 +33,7 @@ from typing import Any
 import ray
 
 from benchmarks.held_ranks import (
+    DEVICES_PER_NODE,
     Gathered,
     HeldController,
     HeldRelay,
@@ -44,7 +45,7 @@ from benchmarks.held_ranks import (
 )
 from benchmarks.surroundings import describe
 from raypp.control.protocol import RunRequest
-from raypp.control.report.relay_tree import Shape
+from raypp.control.report.route import HEARTBEAT_S
 from raypp.spec.job import Job
 
 STARTS = 5
@@ -91,9 +92,9 @@ def measure(ranks: int, period_s: float, seconds: float, senders: int) -> tuple[
         after = ray.get(controller.usage.remote())
         rows.append(_row(ranks, "without Ray", before, after, seconds, int(ranks / period_s * seconds), made=made))
         gathered: Any = Gathered.remote(controller, ranks)  # type: ignore[attr-defined]
-        levels = ray.get(gathered.levels.remote())
+        relays = ray.get(gathered.relays.remote())
         rows.append(_sent(ranks, "by relays", controller, [gathered], period_s, seconds))
-        words = f"{ranks:,} ranks: " + ", ".join(map(str, levels)) + " relays, from the lowest level"
+        words = f"{ranks:,} ranks: {relays} relays, one per node of {DEVICES_PER_NODE}"
         share = -(-ranks // senders)
         firsts = range(0, ranks, share)
         crowd: list[Any] = [Sender.remote(controller, at, min(share, ranks - at), ranks) for at in firsts]  # type: ignore[attr-defined]
@@ -133,14 +134,14 @@ def _row(
 
 
 def measure_relay(period_s: float, seconds: float) -> float:
-    """Returns CPU seconds per second of one relay with the most ranks that it may have."""
-    ranks = Shape().ranks_each
+    """Returns CPU seconds per second of one relay with the ranks of a node."""
+    ranks = DEVICES_PER_NODE
     with tempfile.TemporaryDirectory() as folder:
         document = Job.model_validate(job_document(40, folder)).model_dump(mode="json")
         stand_in = ray.remote(StandIn).options(num_cpus=0, max_concurrency=50).remote(40)
         controller: Any = ray.remote(HeldController).options(num_cpus=0, max_concurrency=THREADS)
         controller = controller.remote(RunRequest("held", document), stand_in)
-        relay: Any = ray.remote(HeldRelay).options(num_cpus=0).remote("held", controller, None, 600.0, 5.0)
+        relay: Any = ray.remote(HeldRelay).options(num_cpus=0).remote("held", controller, 600.0, 5.0, HEARTBEAT_S)
         sender: Any = Sender.remote(relay, 1, ranks, ranks)  # type: ignore[attr-defined]
         ray.get(sender.send.remote(period_s, 2.0))
         before = ray.get(relay.cpu_s.remote())
@@ -169,7 +170,7 @@ def _start_ray() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--ranks", type=int, nargs="+", default=[1000, 10000], help="multiples of 20, from 80")
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[1000], help="multiples of 20, from 80")
     arguments.add_argument("--period", type=float, default=1.0, help="seconds between two reports of a rank")
     arguments.add_argument("--seconds", type=float, default=12.0, help="how long each way is watched")
     arguments.add_argument("--senders", type=int, default=2, help="processes that send for the ranks")
@@ -196,7 +197,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     print("\n" + "\n".join(told))
-    print(f"one relay with {Shape().ranks_each} ranks: {relay:.2%} of a core")
+    print(f"one relay with {DEVICES_PER_NODE} ranks: {relay:.2%} of a core")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,20 @@ import ray
 from raypp.control import machine as m
 from raypp.control.controller import Controller
 from raypp.control.leader import Leader, start_thread
-from raypp.control.orphan import asks_every_s
+from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
-from raypp.control.protocol import Answer, Batch, Parcel, Presence, RunRequest, Standing, Word
-from raypp.control.report.outbox import Outbox
-from raypp.control.report.relay import Relay, Sorting
-from raypp.control.report.relay_tree import Plan, Shape
-from raypp.control.worker_group import Crew
+from raypp.control.protocol import (
+    BatchAnswer,
+    RelayAnswer,
+    RelayReport,
+    ReportBatch,
+    RunRequest,
+    WorkerInfo,
+    WorkerStatus,
+)
+from raypp.control.report.buffer import ReportBuffer
+from raypp.control.report.relay import Relay, RelayQueue, relay_pace_s
+from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, Seat, StepReport
 
@@ -51,7 +58,7 @@ class HeldLeader(Leader):
     """Leads simulated ranks: it adopts them like a restarted controller, then works as usual."""
 
     def __init__(self, request: RunRequest, handle: Any, stand_in: Any) -> None:
-        super().__init__(request, handle, again=False)
+        super().__init__(request, handle, restarted=False)
         self._stand_in = stand_in
 
     def _begin(self) -> None:
@@ -59,8 +66,8 @@ class HeldLeader(Leader):
         mesh = Mesh.of(job.mesh)
         self._device = "cpu"
         self._placement = Placement(f"{self._request.run}-no-group", mesh.world, {"CPU": 1.0})
-        self._crew = Crew(self._request, job, self._handle, self._device)
-        self._equipped = True
+        self._workers = WorkerGroup(self._request, job, self._handle, self._device)
+        self._has_resources = True
         self.record.begin(None)
         attempt = self._new_attempt(1)
         attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
@@ -69,13 +76,13 @@ class HeldLeader(Leader):
         self._apply(m.Start(1, None, adopted=True))
 
 
-def _standing(run: str, mesh: Mesh, rank: int) -> Standing:
+def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
     """Returns what a worker in that seat would report about itself."""
     node = rank // DEVICES_PER_NODE
     address = f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
     facts = NodeFacts(f"{node:056x}", address, f"node-{node}", 10_000 + rank, "eth0", rank % DEVICES_PER_NODE)
     seat = Seat(run, 1, rank, mesh.world, mesh.coordinates(rank), mesh.sizes, node_rank=node, node=address)
-    return Standing(Presence(facts, 29500), rank, seat, ended=False)
+    return WorkerStatus(WorkerInfo(facts, 29500), rank, seat, ended=False)
 
 
 class StandIn:
@@ -125,21 +132,21 @@ class HeldController(Controller):
         """Returns the state of the run."""
         return str(self._leader.record.status().state)
 
-    def report(self, batch: Batch) -> Answer:
+    def report(self, batch: ReportBatch) -> BatchAnswer:
         self._calls += 1
         return super().report(batch)
 
-    def relay(self, parcel: Parcel) -> Word:
+    def relay(self, report: RelayReport) -> RelayAnswer:
         self._calls += 1
-        return super().relay(parcel)
+        return super().relay(report)
 
     def alive(self) -> None:
         self._calls += 1
 
     def usage(self) -> Usage:
         own = next(t for t in psutil.Process().threads() if t.id == self._thread.native_id)
-        watch, now = self._leader._watch, time.monotonic()
-        oldest = max(now - sign.heard for sign in watch._signs) if watch is not None else 0.0
+        watch, now = self._leader._reports.watch, time.monotonic()
+        oldest = watch.oldest_heartbeat_s(now) if watch is not None else 0.0
         resident = psutil.Process().memory_info().rss
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
 
@@ -154,10 +161,10 @@ class HeldController(Controller):
             batches = [simulated[number % ranks].batch() for number in range(done, due)]
             made += time.thread_time() - started
             done = due
-            answers = [self._leader.take(batch) for batch in batches]
+            answers = [self._leader.intake.report(batch) for batch in batches]
             started = time.thread_time()
             for batch, answer in zip(batches, answers, strict=True):
-                simulated[batch.rank].outbox.delivered(batch, answer)
+                simulated[batch.rank].buffer.sent(batch, answer)
             made += time.thread_time() - started
             time.sleep(0.02)
         return made
@@ -173,17 +180,17 @@ class Simulated:
 
     def __init__(self, rank: int, first: int) -> None:
         coordinates = Coordinates()
-        self.rank, self.outbox = rank, Outbox(Seat("held", 1, rank, 1, coordinates, coordinates))
+        self.rank, self.buffer = rank, ReportBuffer(Seat("held", 1, rank, 1, coordinates, coordinates))
         self._stepped, self._step, self._told = time.monotonic(), first, 0
-        self.outbox._number = first
+        self.buffer._number = first
 
-    def batch(self) -> Batch:
+    def batch(self) -> ReportBatch:
         self._told += 1
         if self.rank == 0 and time.monotonic() - self._stepped >= 1.0:
             self._stepped, self._step = time.monotonic(), self._step + 1
             parts = dict.fromkeys(PARTS, 0.123456789)
-            self.outbox.add_step(StepReport(self._step, 3.25, 1.5, 65536, 4096, 1.0, 65536.0, 1, 3e-4, parts))
-        return self.outbox.take(f"step {self._told} 1F{self._told % 8}", 0.01)
+            self.buffer.add_step(StepReport(self._step, 3.25, 1.5, 65536, 4096, 1.0, 65536.0, 1, 3e-4, parts))
+        return self.buffer.next_batch(f"step {self._told} 1F{self._told % 8}", 0.01)
 
 
 @ray.remote(num_cpus=0)
@@ -201,8 +208,8 @@ class Sender:
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
         """Reports for this many seconds; returns the number of answers and the longest wait."""
 
-        async def report(batch: Batch) -> Answer:
-            answer: Answer = await self._target.report.remote(batch)
+        async def report(batch: ReportBatch) -> BatchAnswer:
+            answer: BatchAnswer = await self._target.report.remote(batch)
             return answer
 
         return await _tell_all([(one, report) for one in self._simulated], self._all, period_s, seconds)
@@ -210,41 +217,36 @@ class Sender:
 
 @ray.remote(num_cpus=0)
 class Gathered:
-    """A process with all ranks and all relays of a run, as `RelayTree` would start them."""
+    """A process with all ranks and relays of a run, as `Relays` would start them: one per node."""
 
     def __init__(self, controller: Any, ranks: int) -> None:
         self._controller, self._ranks = controller, ranks
-        shape = Shape()
-        plan = Plan.of([str(rank // DEVICES_PER_NODE) for rank in range(ranks)], shape)
-        assert plan is not None, f"{ranks} ranks have no relays"
-        self._levels = [len(level) for level in plan.levels]
-        above: list[Sorting] = []
-        self._relays: list[Sorting] = []
-        for level in reversed(plan.levels):
-            carriers = [above[number // shape.relays_each].take if above else self._up for number in range(len(level))]
-            above = [Sorting([(carrier, 60.0)]) for carrier in carriers]
-            self._relays += above
+        count = -(-ranks // DEVICES_PER_NODE)
+        pace_s = relay_pace_s(count)
+        self._relays = [RelayQueue(self._up, timeout_s=60.0, heartbeat_s=pace_s) for _ in range(count)]
         self._simulated = [Simulated(rank, 1_000_000) for rank in range(ranks)]
-        self._ways = [self._directly if rank == 0 else above[plan.relay_of[rank]].report for rank in range(ranks)]
+        self._ways = [
+            self._directly if rank == 0 else self._relays[rank // DEVICES_PER_NODE].report for rank in range(ranks)
+        ]
 
-    async def levels(self) -> list[int]:
-        """Returns the number of relays per level, the lowest level first."""
-        return self._levels
+    async def relays(self) -> int:
+        """Returns the number of relays."""
+        return len(self._relays)
 
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
         """As `Sender.send`."""
-        working = [asyncio.create_task(relay.hand_on()) for relay in self._relays]
+        working = [asyncio.create_task(relay.forward_reports()) for relay in self._relays]
         told = await _tell_all(list(zip(self._simulated, self._ways, strict=True)), self._ranks, period_s, seconds)
         for task in working:
             task.cancel()
         return told
 
-    async def _up(self, parcel: Parcel) -> Word:
-        word: Word = await self._controller.relay.remote(parcel)
+    async def _up(self, report: RelayReport) -> RelayAnswer:
+        word: RelayAnswer = await self._controller.relay.remote(report)
         return word
 
-    async def _directly(self, batch: Batch) -> Answer:
-        answer: Answer = await self._controller.report.remote(batch)
+    async def _directly(self, batch: ReportBatch) -> BatchAnswer:
+        answer: BatchAnswer = await self._controller.report.remote(batch)
         return answer
 
 
@@ -256,7 +258,7 @@ class Idlers:
         """Returns once the process has started."""
 
     async def ask(self, controller: Any, ranks: int, seconds: float) -> None:
-        between = asks_every_s(ranks) / -(-ranks // DEVICES_PER_NODE)
+        between = ask_interval_s(ranks) / -(-ranks // DEVICES_PER_NODE)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             await controller.alive.remote()
@@ -270,7 +272,7 @@ class HeldRelay(Relay):
         return time.process_time()
 
 
-Teller = tuple[Simulated, Callable[[Batch], Awaitable[Answer]]]
+Teller = tuple[Simulated, Callable[[ReportBatch], Awaitable[BatchAnswer]]]
 
 
 async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds: float) -> tuple[int, float]:
@@ -278,12 +280,12 @@ async def _tell_all(tellers: list[Teller], ranks: int, period_s: float, seconds:
     told = [0, 0.0]
     begun = time.monotonic()
 
-    async def tell(one: Simulated, report: Callable[[Batch], Awaitable[Answer]]) -> None:
+    async def tell(one: Simulated, report: Callable[[ReportBatch], Awaitable[BatchAnswer]]) -> None:
         due = begun + period_s * one.rank / ranks  # spread, as ranks of different nodes are
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             batch, asked = one.batch(), time.monotonic()
-            one.outbox.delivered(batch, await report(batch))
+            one.buffer.sent(batch, await report(batch))
             told[0], told[1] = told[0] + 1, max(told[1], time.monotonic() - asked)
             due = max(due + period_s, time.monotonic())
 

@@ -158,8 +158,9 @@ def write(found: dict[str, dict[str, Any]], steps: int, out: Path, begun: str) -
     """Writes the page and the plot of the runs so far; returns the page."""
     command = f"`python -m benchmarks.wire --steps {steps}`"
     page = (
-        f"# Compressed messages\n\n{command}: {steps} steps on the King James New Testament, pp 2, fp32, CPUs. "
-        f"Another seed shows how large a difference that means nothing is.\n\n{table(found)}\n\n![losses](wire.svg)\n\n"
+        f"# Compressed messages\n\n{command}: {steps} steps on the King James New Testament, pp 2, fp32,\n"
+        "CPUs. The row of another seed shows how large a difference by chance is.\n\n"
+        f"{table(found)}\n\n![losses](wire.svg)\n\n"
         f"{begun}\n"
     )
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The kinds of failure, and what each of them means for the process, the node and the run.
 
-This is the only place that knows: whoever has to decide asks a kind for its traits. The text of a kind stands in
-events, in stores and in what commands print, so it never changes.
+No other file knows: code that decides asks a kind for its traits. Events, stores and printed output
+contain the text of a kind, so it never changes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Traits:
-    """What a kind of failure means.
+    """Properties of a kind of failure.
 
     Attributes:
         words: One line for people.
-        permanent: Every attempt would meet it again: the run ends at once.
-        recurring: It comes from the program and its numbers: the same again at the same step ends the run.
-        witness: The consequence of another rank's failure. It blames nobody, and does not explain by itself why an
-            attempt ended.
+        permanent: Every attempt would fail the same way, so the run fails at once.
+        recurring: The program or its numbers cause it. The same failure at the same step again
+            fails the run.
+        witness: A consequence of another rank's failure. It does not blame this rank, and does not
+            by itself explain why an attempt ended.
         counts: A restart after it counts against `recovery.max_restarts`.
-        keeps_process: The process is as good as before and can take another seat.
-        ends_process: The process may still live, but must be ended: it does not answer, or has to go.
-        node_lost: The node, or Ray on it, is gone; its ranks are not to blame.
-        taints_snapshots: Snapshots in memory may hold the same error and are removed.
-        symptom: Of an exception: when it was caused by a full disk or by too little memory, that is the failure.
-        exit_code: Of a run that ends because of it (see `raypp.errors`).
+        keeps_process: The process is intact and can take another seat.
+        ends_process: The process may still run but must be ended: it does not respond, or its node
+            is going away.
+        node_lost: The node, or Ray on it, is gone. Its ranks are not to blame.
+        taints_snapshots: Snapshots in memory may contain the same error and are removed.
+        symptom: For an exception: if a full disk or too little memory caused it, that is the
+            failure instead.
+        exit_code: Exit code of a run that ends because of it (see `raypp.errors`).
     """
 
     words: str
@@ -43,27 +46,27 @@ class Traits:
 
 
 class FailureKind(StrEnum):
-    """Why a rank failed. docs/reliability.md tells how each kind is noticed and what follows."""
+    """Why a rank failed. docs/reliability.md describes how each kind is detected and handled."""
 
     _value_: str
     traits: Traits
 
-    KILLED = "killed", Traits("the process ended without a word")
-    SEGFAULT = "segfault", Traits("the process was ended by a signal of native code")
-    OUT_OF_MEMORY = "out_of_memory", Traits("memory was short", recurring=True)
+    KILLED = "killed", Traits("the process ended without a message")
+    SEGFAULT = "segfault", Traits("a signal in native code ended the process")
+    OUT_OF_MEMORY = "out_of_memory", Traits("out of memory", recurring=True)
     RAISED = "raised", Traits("an exception", recurring=True)
     USER_ERROR = "user_error", Traits("the job or its data are wrong", permanent=True, symptom=True, exit_code=2)
     NODE_LOST = "node_lost", Traits("the node is gone", node_lost=True)
     RAYLET_LOST = "raylet_lost", Traits("Ray's process on the node ended", node_lost=True)
-    PREEMPTED = "preempted", Traits("the node was taken away on purpose", counts=False, ends_process=True)
-    HUNG = "hung", Traits("the attempt stands still and waits for this rank", ends_process=True)
-    STORE_DOWN = "store_down", Traits("the store does not answer, or refuses", symptom=True)
-    UNREACHABLE = "unreachable", Traits("an address does not answer", symptom=True)
+    PREEMPTED = "preempted", Traits("the node was preempted", counts=False, ends_process=True)
+    HUNG = "hung", Traits("the attempt hangs and waits for this rank", ends_process=True)
+    STORE_DOWN = "store_down", Traits("the store does not respond, or refuses requests", symptom=True)
+    UNREACHABLE = "unreachable", Traits("an address does not respond", symptom=True)
     DISK_FULL = "disk_full", Traits("a file system is full")
-    NONFINITE = "nonfinite", Traits("loss or gradients are not finite", recurring=True, keeps_process=True)
-    CORRUPT = "corrupt", Traits("weights are damaged", taints_snapshots=True)
+    NONFINITE = "nonfinite", Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True)
+    CORRUPT = "corrupt", Traits("the weights are corrupt", taints_snapshots=True)
     LOST_PEER = "lost_peer", Traits("another rank went away", witness=True, keeps_process=True)
-    UNKNOWN = "unknown", Traits("nobody knows why")
+    UNKNOWN = "unknown", Traits("the cause is unknown")
 
     def __new__(cls, text: str, traits: Traits) -> FailureKind:
         kind = str.__new__(cls, text)
@@ -73,5 +76,5 @@ class FailureKind(StrEnum):
 
     @classmethod
     def read(cls, text: str) -> FailureKind:
-        """The kind of that text; UNKNOWN when this version has none, as in the events of another one."""
+        """Returns the kind of a text; UNKNOWN if this version does not know it."""
         return next((kind for kind in cls if kind == text), cls.UNKNOWN)

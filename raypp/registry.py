@@ -1,13 +1,13 @@
-"""A name in a job file -> what it stands for: the one plug-in mechanism.
+"""Registries: map a name in a job file to what it stands for. The only plug-in mechanism.
 
-A registry holds the kinds of one thing: models, data sources, schedules, stores, optimizers. A kind declares itself in
-the file that implements it:
+A registry holds the kinds of one thing: models, data sources, schedules, stores, optimizers. A kind
+declares itself in the file that implements it:
 
     KIND = ScheduleKind("gpipe", "all forwards, then all backwards")
 
-The registry reads such declarations without importing their files, so that the job language knows every kind and no
-command waits for torch. A declaration is therefore written in literals. The function that builds the thing is imported
-when it is called.
+The registry reads such declarations without importing their files, so that the job language knows
+every kind and no command waits for torch. The arguments of a declaration must therefore be
+literals. The function that builds the thing is imported on first use.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ DECLARATION = "KIND"
 
 @dataclass(frozen=True)
 class Kind:
-    """One entry. Each registry has a subclass with what is asked about its kinds.
+    """One entry of a registry. Each registry has a subclass with the properties of its kinds.
 
     Attributes:
-        name: The word in the job file.
+        name: Its name in the job file.
         summary: One line of help.
-        available: False: the language knows the word, this version cannot do it yet.
-        position: Kinds are listed by this number; of the same, by name or in the order of their registration.
-        options: The pydantic class of its options, where kinds differ in their keys.
-        builder: The function that builds it, or `package.module:function`. Filled in for a kind that declares itself.
-        own: It is a user's own, not part of raypp: what it builds is checked. Filled in by the registry.
+        available: False if the job language knows the name but this version does not support it
+            yet.
+        position: Sort key of lists of kinds. Ties are sorted by name, registered kinds by
+            registration order.
+        options: Pydantic class of its options, if kinds differ in their keys.
+        builder: The function that builds it, or `package.module:function`. Filled in for a kind
+            that declares itself.
+        own: True for a user's own kind, which is not part of raypp. raypp checks what it builds.
+            Filled in by the registry.
     """
 
     name: str
@@ -53,14 +57,14 @@ class Kind:
 
     @classmethod
     def undeclared(cls, name: str) -> Self:
-        """What is taken for granted of a user's own function whose module declares nothing."""
+        """Returns the kind of a user's own function whose module declares none."""
         return cls(name, "your own")
 
     def build(self) -> Callable[..., Any]:
-        """The builder itself, imported now when it was given by name.
+        """Returns the builder. Imports it now if it was given by name.
 
         Raises:
-            JobError: It is not available, or cannot be imported.
+            JobError: The kind is not available, or its builder cannot be imported.
         """
         if not self.available:
             raise JobError(Problem("", f"{self.name} is not available yet ({self.summary})"))
@@ -71,14 +75,17 @@ K = TypeVar("K", bound=Kind)
 
 
 class Registry(Generic[K]):
-    """The kinds of one thing: those in raypp's package, those of installed packages, and those registered by a call.
+    """The kinds of one thing.
+
+    These are the kinds in raypp's package, those of installed packages, and those registered by a
+    call.
 
     Args:
-        noun: What the kinds are kinds of, for messages: "model", "schedule".
-        entry: The class of its kinds.
-        package: Where they are found: every module there that declares a `KIND` of that class.
-        function: The builder's name in such a module.
-        group: The entry-point group in which installed packages name modules that declare one.
+        noun: What a kind is, for messages: "model", "schedule".
+        entry: Class of its kinds.
+        package: Package whose modules are searched for a `KIND` of that class.
+        function: Name of the builder in such a module.
+        group: Entry-point group in which installed packages list modules with a `KIND`.
     """
 
     @overload
@@ -97,7 +104,7 @@ class Registry(Generic[K]):
         self._all: dict[str, K] | None = None
 
     def register(self, name: str, builder: str | Callable[..., Any] = "", **facts: Any) -> K:
-        """Adds a kind by a call; a name can be taken once."""
+        """Adds a kind. A name can be registered only once."""
         if name in self._registered:
             raise ValueError(f"{self.noun} kind {name!r} is registered twice")
         home = builder if isinstance(builder, str) else builder.__module__
@@ -110,7 +117,7 @@ class Registry(Generic[K]):
         return list(self._listed())
 
     def usable(self) -> list[K]:
-        """The kinds that are available."""
+        """Returns the kinds that are available."""
         return [kind for kind in self if kind.available]
 
     def __iter__(self) -> Iterator[K]:
@@ -120,15 +127,16 @@ class Registry(Generic[K]):
         return name in self._in_raypp() or name in self._listed()
 
     def get(self, name: str, *, key: str = "", fix: str = "") -> K:
-        """The kind of that name, or a user's own given as `module.path:function`.
+        """Returns the kind of that name, or a user's own kind given as `module.path:function`.
 
         Args:
-            name: The word of the job file.
-            key: Where it stands, for errors.
-            fix: What to do when no name is close to this one.
+            name: Value in the job file.
+            key: Its key, for errors.
+            fix: Fix to suggest if no name is close to this one.
 
         Raises:
-            JobError: No such kind; the message lists those there are and the closest name.
+            JobError: There is no such kind. The message lists the kinds and suggests the closest
+                name.
         """
         if name in self._in_raypp():
             return self._in_raypp()[name]
@@ -143,7 +151,10 @@ class Registry(Generic[K]):
         raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(usable)}", fix))
 
     def _in_raypp(self) -> dict[str, K]:
-        """The kinds of the package and those registered by a call, without a look at what is installed."""
+        """Returns the kinds of the package and those registered by a call.
+
+        Skips installed packages.
+        """
         if self._ours is None:
             found = sorted(self._in_package(), key=lambda kind: kind.name)
             ours = sorted([*found, *self._registered.values()], key=lambda kind: kind.position)
@@ -153,7 +164,7 @@ class Registry(Generic[K]):
     def _listed(self) -> dict[str, K]:
         if self._all is None:
             others = {name: self._installed_kind(name, value) for name, value in _installed(self.group).items()}
-            self._all = self._in_raypp() | others | self._in_raypp()  # ours first, and ours where both have a name
+            self._all = self._in_raypp() | others | self._in_raypp()  # ours come first and win name clashes
         return self._all
 
     def _in_package(self) -> Iterator[K]:
@@ -169,7 +180,7 @@ class Registry(Generic[K]):
                 yield kind
 
     def _declared(self, file: Path, builder: str) -> K | None:
-        """The kind that a file declares; None when it declares none of this registry."""
+        """Returns the kind that a file declares; None if it declares none of this registry."""
         found = _declaration(file, self._entry.__name__)
         if found is None:
             return None
@@ -178,7 +189,7 @@ class Registry(Generic[K]):
         return replace(kind, builder=builder)
 
     def _own(self, name: str, value: str) -> K:
-        """A user's own kind: what its module declares, or what the class takes for granted."""
+        """Returns a user's own kind: the one its module declares, else `undeclared`."""
         module, _, function = value.partition(":")
         spec = _spec(module)
         builder = f"{module}:{function or self._function}"
@@ -188,14 +199,17 @@ class Registry(Generic[K]):
         return replace(kind, name=name, builder=builder, own=True)
 
     def _installed_kind(self, name: str, value: str) -> K:
-        """A kind of an installed package; one whose module cannot be found is listed as not available."""
+        """Returns a kind of an installed package.
+
+        It is marked as not available if its module cannot be found.
+        """
         kind = self._own(name, value)
         module = value.partition(":")[0]
         return kind if is_module(module) else replace(kind, available=False, summary=f"cannot import {module}")
 
 
 def is_module(name: str) -> bool:
-    """Whether there is a module of that name. Packages that hold it are imported, it itself is not."""
+    """Whether a module exists. Imports the packages that contain it, but not the module itself."""
     return _spec(name) is not None
 
 
@@ -207,12 +221,12 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def _installed(group: str) -> dict[str, str]:
-    """The kinds that installed packages name: {"mine": "my_package.my_schedule"}."""
+    """Returns the kinds that installed packages list: {"mine": "my_package.my_schedule"}."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)} if group else {}
 
 
 def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """The arguments of `KIND = class_name(…)` in a file; None when there is no such line.
+    """Returns the arguments of `KIND = class_name(…)` in a file; None if there is no such line.
 
     Raises:
         ValueError: An argument is not a literal.
@@ -223,7 +237,7 @@ def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]
     if not text.startswith(opening, start):
         return None
     end = start
-    while True:  # the statement ends with the first line at which it can be parsed
+    while True:  # the statement ends at the first line where it parses
         end = text.find("\n", end + 1)
         try:
             statement = ast.parse(text[start : end if end >= 0 else len(text)]).body[0]
@@ -245,14 +259,14 @@ def load_object(path: str) -> Any:
     """Imports `package.module:attribute`.
 
     Raises:
-        JobError: The module or the attribute is not there; the message says which.
+        JobError: The module or the attribute does not exist. The message says which.
     """
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         what = f"cannot import {module_name!r} (from {path!r}): {error}"
-        raise JobError(Problem("", what, "is it installed, or on PYTHONPATH, on every node?")) from error
+        raise JobError(Problem("", what, "install it on every node, or put it on PYTHONPATH")) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 # Before torch is imported: threads of OpenMP that wait for each other burn more than the small tensors of a test cost.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,1 +1,1 @@
-"""The command line: one command family per file, each imported when it is used."""
+"""The command line. Each file has one family of commands and is imported on first use."""

@@ -1,4 +1,4 @@
-"""`raypp checkpoints`: list, verify and prune are here, the others beside."""
+"""`raypp checkpoints`: list, verify and prune. The other subcommands are in their own files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from raypp.storage import ObjectStore
 
 @click.group("checkpoints")
 def checkpoints_group() -> None:
-    """Look at checkpoints, check, remove, export and import them.
+    """List, show, verify, prune, compare, export and import checkpoints.
 
-    RUN is a run's name, or URL/NAME; for one checkpoint add /step-N.
+    RUN is a run's name, or URL/NAME. Append /step-N for one checkpoint.
     """
 
 
@@ -38,11 +38,11 @@ for _command in (show_command, diff_command, export_command, import_command):
 
 @checkpoints_group.command("list")
 @click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list, oldest first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, oldest first.")
 def list_command(run: str, as_json: bool) -> None:
     """List the committed checkpoints of RUN.
 
-    Only what COMMIT says is shown; `raypp checkpoints verify` reads the bytes.
+    Shows what COMMIT records. `raypp checkpoints verify` reads the data itself.
     """
     store, name, step = open_run(run)
     rows = [_row(store, name, found) for found in committed_steps(store, name, step)]
@@ -58,11 +58,11 @@ def list_command(run: str, as_json: bool) -> None:
 
 @checkpoints_group.command("verify")
 @click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list, oldest first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, oldest first.")
 def verify_command(run: str, as_json: bool) -> None:
-    """Read every byte of RUN's checkpoints again and compare it with what was committed.
+    """Read RUN's checkpoints in full and compare every byte with what was committed.
 
-    Exit code 1, and the name of each object, when one is missing, torn or corrupt.
+    If an object is missing, torn or corrupt, prints its name and exits with code 1.
     """
     store, name, step = open_run(run)
     steps = committed_steps(store, name, step)
@@ -94,21 +94,21 @@ def verify_command(run: str, as_json: bool) -> None:
 @checkpoints_group.command("prune")
 @click.argument("run")
 @click.option(
-    "--keep", type=click.IntRange(1), default=None, help="How many to keep.  [default: the job's checkpoint.keep]"
+    "--keep", type=click.IntRange(1), default=None, help="Checkpoints to keep.  [default: the job's checkpoint.keep]"
 )
 @click.option(
     "--keep-every",
     type=click.IntRange(0),
     default=None,
     metavar="N",
-    help="Also keep the steps that are multiples of N; 0: none.  [default: the job's checkpoint.keep_every]",
+    help="Also keep steps that are multiples of N. 0: none.  [default: the job's checkpoint.keep_every]",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
-    """Remove all but the newest checkpoints of RUN, and leftovers of saves that never were committed.
+    """Remove old checkpoints of RUN, and leftovers of saves that were never committed.
 
-    The newest one is read in full first; when it is not whole, nothing is removed.
+    Reads the newest checkpoint in full first. If it is damaged, nothing is removed.
     """
     store, name, step = open_run(run)
     if step is not None:
@@ -121,7 +121,9 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
             problems = verify_checkpoint(store, name, steps[-1], progress=advance)
         if problems:
             advice = Problem(
-                "", "nothing was removed: older checkpoints may be all there is", "look at `raypp checkpoints verify`"
+                "",
+                "nothing was removed: an older checkpoint may be the last good one",
+                "run `raypp checkpoints verify`",
             )
             raise CheckpointError([*problems, advice])
     pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
@@ -147,7 +149,7 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
     if left:
         click.echo(f"{verb} {left}")
     if left.under_way:
-        click.echo(f"left alone: {len(left.under_way)} uploads of the newest attempt, which may be under way")
+        click.echo(f"kept {len(left.under_way)} uploads of the newest attempt, which may still be in progress")
 
 
 def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
@@ -185,9 +187,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _tell(store: ObjectStore, name: str, step: int, problems: list[Problem], seconds: float) -> None:
     if not problems:
         size = _size(store, name, step)
-        click.echo(f"step {step}: whole, {size / 1e6:.1f} MB re-read in {seconds:.1f} s")
+        click.echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {seconds:.1f} s")
         return
-    click.echo(f"step {step}: cannot be used", err=True)
+    click.echo(f"step {step}: unusable", err=True)
     for problem in problems:
         click.echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
 
@@ -200,7 +202,10 @@ def _size(store: ObjectStore, name: str, step: int) -> int:
 
 
 def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: int | None) -> tuple[int, int]:
-    """What the caller said, and for the rest what the job says. Jobs without keep_every keep no step for ever."""
+    """Returns the given values, else those of the job.
+
+    A job without keep_every keeps no extra steps.
+    """
     try:
         section = read_spec(store, name)["checkpoint"]
         return keep or int(section["keep"]), int(section.get("keep_every", 0)) if keep_every is None else keep_every
@@ -210,7 +215,7 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
         raise JobError(
             Problem(
                 "--keep",
-                "the job of this run is not in its store, so its checkpoint.keep is not known",
-                "say how many to keep: --keep N",
+                "the store does not contain this run's job, so its checkpoint.keep is unknown",
+                "give the number to keep: --keep N",
             )
         ) from None

@@ -1,4 +1,4 @@
-"""`raypp checkpoints export | import`: to and from Hugging Face's format."""
+"""`raypp checkpoints export | import`: convert to and from the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -30,16 +30,21 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 @click.command("export")
 @click.argument("run")
 @click.argument("target", metavar="DIR_OR_S3")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of the tensors written.  [default: as saved]")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
 @click.option(
-    "--shard-gb", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True, help="Most of one file."
+    "--shard-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Maximum size of one file, in GB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as_json: bool) -> None:
     """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
 
-    safetensors, config.json and, when the job has a tokenizer.json, the tokenizer: what transformers' from_pretrained
-    loads. Tensors go from store to store a few rows at a time; every byte read is checked.
+    Writes safetensors, config.json and, if the job has a tokenizer.json, the tokenizer, as
+    transformers' from_pretrained loads them. Tensors are copied a few rows at a time, and every
+    byte read is checked.
     """
     store, commit = open_checkpoint(run)
     lend_store_settings()
@@ -73,16 +78,16 @@ def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as
 @click.command("import")
 @click.argument("source", metavar="HF_DIR_OR_S3")
 @click.argument("job", metavar="JOB_OR_URL/NAME")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def import_command(source: str, job: str, as_json: bool) -> None:
-    """Begin a run with the weights of a Hugging Face model: a committed checkpoint of step 0.
+    """Start a run from the weights of a Hugging Face model, as a committed checkpoint of step 0.
 
-    The run is that of a job file, or URL/NAME. `raypp submit JOB --resume` then goes on from it. Only safetensors are
-    read, and nothing is written when a tensor does not fit the job's model.
+    The run is that of a job file, or URL/NAME. Then `raypp submit JOB --resume` trains it. Reads
+    only safetensors. Writes nothing if a tensor does not fit the job's model.
     """
     lend_store_settings()
     files = HfFiles(source)
-    store, name, options, document = _of_job(files, job) if _is_file(job) else _of_place(files, job)
+    store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
     with progress_bar("importing", None) as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     if as_json:
@@ -100,11 +105,14 @@ def _is_file(argument: str) -> bool:
     return argument.endswith((".yaml", ".yml", ".json"))
 
 
-def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
-    """The run of a job file. That the model's sizes are the job's is checked after its tensors were named."""
+def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """Returns the run of a job file.
+
+    Checks the model's sizes last, after the errors that name a tensor.
+    """
     file = load_checked_job(Path(path))
     job = file.job
-    # Every field counts, also those left at their defaults: the job decides, not config.json.
+    # Every field counts, including defaults: the job decides, not config.json.
     asked = parse_job(job_document(job)).model
     from raypp.hf.from_hf import matching_tensors
     from raypp.hf.names import model_tensors
@@ -117,8 +125,8 @@ def _of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions
     return open_store(job.checkpoint.url), job.name, asked, job_document(job)
 
 
-def _of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
-    """A run by its place: of its job, only the model is decided."""
+def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """Returns the run at URL/NAME. Its job contains only the model."""
     url, name, step = split_location(argument)
     if url is None or step is not None:
         raise JobError(Problem("JOB_OR_URL/NAME", f"{argument!r} is neither", "give a job.yaml, or URL/NAME"))
@@ -133,5 +141,5 @@ def _of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderO
 def _check_empty(target: ObjectStore) -> None:
     for info in target.list():
         if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
-            what = f"{target.url} holds a model already ({info.key})"
-            raise JobError(Problem("DIR_OR_S3", what, "give another place, or remove it first"))
+            what = f"{target.url} already contains a model ({info.key})"
+            raise JobError(Problem("DIR_OR_S3", what, "use another place, or remove the model first"))

@@ -1,4 +1,4 @@
-"""`raypp checkpoints show | diff`: what is in a checkpoint, and what two of them have in common."""
+"""`raypp checkpoints show | diff`: show the contents of a checkpoint, and compare two."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN = 20
 
 @click.command("show")
 @click.argument("run")
-@click.option("--all", "everything", is_flag=True, help="Also the tensors of the optimizer's state.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, with all tensors.")
+@click.option("--all", "everything", is_flag=True, help="Include the tensors of the optimizer's state.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all tensors.")
 def show_command(run: str, everything: bool, as_json: bool) -> None:
-    """Show what is in a checkpoint of RUN (the newest, or RUN/step-N): mesh, sizes, tensors.
+    """Show the contents of a checkpoint of RUN (the newest, or RUN/step-N): mesh, sizes, tensors.
 
-    Headers are read and checked, the tensors' data are not.
+    Reads and checks headers, but not the tensors' data.
     """
     store, commit = open_checkpoint(run)
     tensors = SavedTensors(store, commit).infos
@@ -53,13 +53,13 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
-@click.option("--no-optimizer", is_flag=True, help="Compare the model only.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--no-optimizer", is_flag=True, help="Compare only the model.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
-    """Compare two checkpoints, A and B, tensor by tensor; their meshes do not matter.
+    """Compare two checkpoints, A and B, tensor by tensor. Their meshes may differ.
 
-    Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exit code 0 when every bit is equal, 1 when
-    something differs.
+    Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
+    bits are equal, else with code 1.
     """
     (store_a, commit_a), (store_b, commit_b) = open_checkpoint(a), open_checkpoint(b)
     tensors_a, tensors_b = SavedTensors(store_a, commit_a), SavedTensors(store_b, commit_b)
@@ -110,13 +110,13 @@ def _table(tensors: list[TensorInfo]) -> Table:
     table.add_column("size", justify="right")
     table.add_column("on ranks")
     for info in tensors:
-        shape = " × ".join(map(str, info.shape)) or "a number"
+        shape = " × ".join(map(str, info.shape)) or "scalar"
         table.add_row(info.name, info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
     return table
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
-    """`0–3, 6`."""
+    """Formats ranks as `0–3, 6`."""
     texts = []
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]
@@ -149,7 +149,7 @@ def _tell(found: Comparison) -> None:
         if len(largest) > _SHOWN:
             click.echo(f"…{_more(len(largest))}")
     count = len(found.different) + len(found.only_a) + len(found.only_b) + len(found.other_form)
-    click.echo(f"{found.equal} tensors are equal bit for bit, {count} are not")
+    click.echo(f"{found.equal} tensors are bitwise equal, {count} are not")
 
 
 def _more(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Which checkpoint an argument means, and the looks that the `checkpoints` commands share."""
+"""Finds the checkpoint that an argument refers to. Output helpers of the `checkpoints` commands."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from raypp.storage import ObjectStore, open_store
 
 
 def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
-    """The store, the run and the step that `RUN`, `URL/NAME` or `URL/NAME/step-N` means.
+    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`.
 
     Raises:
-        JobError: There is nothing of such a run.
+        JobError: The store contains nothing of that run.
     """
     url, name, step = split_location(argument)
     place = known_runs.locate_run(name if url is None else f"{url}/{name}")
     store = open_store(place.url)
     if next(store.list(f"{name}/"), None) is None:
         raise JobError(
-            Problem("RUN", f"there is no run {name!r} below {store.url}", "is it the checkpoint.url of the job?")
+            Problem("RUN", f"there is no run {name!r} below {store.url}", "use the checkpoint.url of the run's job")
         )
     return store, name, step
 
 
 def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int]:
-    """The committed steps of a run, or the one that is meant.
+    """Returns the committed steps of a run, or only the requested one.
 
     Raises:
-        JobError: That one is not committed.
+        JobError: The requested step is not committed.
     """
     steps = [checkpoint.step for checkpoint in list_checkpoints(store, name)]
     if only is None:
@@ -47,11 +47,11 @@ def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int
 
 
 def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit]:
-    """The checkpoint that an argument means: of a run without a step, the newest.
+    """Returns the checkpoint that an argument refers to. Without a step, the run's newest one.
 
     Raises:
         JobError: There is no such run, or no such step.
-        CheckpointError: It has no checkpoint, or COMMIT cannot be read.
+        CheckpointError: The run has no checkpoint, or COMMIT cannot be read.
     """
     store, name, step = open_run(argument)
     steps = committed_steps(store, name, step)
@@ -61,12 +61,13 @@ def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit]:
 
 
 def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
-    return CheckpointError(Problem(f"{store.url}/{name}", "has no committed checkpoint", "has the run saved yet?"))
+    place = f"{store.url}/{name}"
+    return CheckpointError(Problem(place, "has no committed checkpoint", "wait for the run's first save"))
 
 
 @contextmanager
 def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while bytes go by (on a terminal only)."""
+    """Shows progress in bytes on stderr, if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -75,7 +76,7 @@ def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]
 
 
 def wide_console() -> Console:
-    """The terminal, or 120 columns where there is none."""
+    """Returns a console for the terminal; 120 columns wide without one."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 

@@ -1,4 +1,4 @@
-"""A loss curve as a small picture of characters."""
+"""Draws a loss curve with characters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def loss_curve(
     """Draws values over steps.
 
     Args:
-        points: (step, value), steps rising. Values that are no finite numbers are left out.
-        width: Columns in all, labels included.
-        height: Rows in all, the axis and its labels included (two of them).
+        points: (step, value), in ascending order of steps. Values that are not finite are skipped.
+        width: Total width in columns, including labels.
+        height: Total height in rows, including the axis and its labels (two rows).
         ascii_only: For terminals that cannot show braille.
 
     Returns:
-        At most `height` lines of at most `width` columns; none when there are fewer than two values to draw.
+        At most `height` lines of at most `width` columns; empty if there are fewer than two values
+        to draw.
     """
     points = [(step, value) for step, value in points if math.isfinite(value)]
     if len(points) < 2 or points[0][0] == points[-1][0]:
@@ -48,7 +49,7 @@ def loss_curve(
 
 
 def _value_labels(low: float, high: float) -> tuple[str, str]:
-    """The top and the bottom label, with as many digits (of up to six) as tell them apart."""
+    """Returns the top and the bottom label, with up to six digits so that they differ."""
     for digits in range(3, 7):
         labels = f"{high:.{digits}g}", f"{low:.{digits}g}"
         if labels[0] != labels[1]:
@@ -57,14 +58,14 @@ def _value_labels(low: float, high: float) -> tuple[str, str]:
 
 
 def _step_labels(first: int, last: int, columns: int) -> str:
-    """The first and the last step below the axis; the last one only where there is no room for both."""
+    """Returns the line below the axis: first and last step, or only the last if space is short."""
     start = f"step {first}"
     room = columns - len(start)
     return f"{start}{last:>{room}}" if room > len(str(last)) else f"{last:>{columns}}"[-columns:]
 
 
 def _column_means(points: Sequence[tuple[int, float]], columns: int) -> list[tuple[int, float]]:
-    """The mean value of each dot column that any step falls into."""
+    """Returns the mean value of each dot column that contains a step."""
     first, last = points[0][0], points[-1][0]
     sums: dict[int, tuple[float, int]] = {}
     for step, value in points:
@@ -75,7 +76,7 @@ def _column_means(points: Sequence[tuple[int, float]], columns: int) -> list[tup
 
 
 def _trace(means: Sequence[tuple[int, float]], low: float, high: float, rows: int) -> set[tuple[int, int]]:
-    """The dots (row from the top, column) of one unbroken line through the means."""
+    """Returns the dots (row from the top, column) of an unbroken line through the means."""
 
     def row_of(value: float) -> int:
         return round((high - value) / (high - low) * (rows - 1))
@@ -85,7 +86,8 @@ def _trace(means: Sequence[tuple[int, float]], low: float, high: float, rows: in
     for (left, start), (right, end) in itertools.pairwise(means):
         for column in range(left, right + 1):
             row = row_of(start + (end - start) * (column - left) / (right - left))
-            # A steep stretch fills the column between its rows, but for the one already lit.
+            # A steep section fills the column between its rows, except for the dot that is already
+            # set.
             reach = range(min(before + 1, row), row + 1) if row >= before else range(row, before)
             lit.update((between, column) for between in reach)
             before = row

@@ -1,4 +1,4 @@
-"""`raypp doctor`: examine a cluster before a job finds out what is wrong with it."""
+"""`raypp doctor`: checks a cluster before a job runs into its problems."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cy
 @click.command("doctor")
 @click.argument("job", required=False, type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job file.")
-@click.option("--address", metavar="A", help="The cluster's dashboard.  [default: as for submit]")
-@click.option("--store", "store_url", metavar="URL", help="A store to try from every node.  [default: the job's]")
+@click.option("--address", metavar="A", help="URL of the cluster's dashboard.  [default: as for submit]")
+@click.option("--store", "store_url", metavar="URL", help="Store to test from every node.  [default: the job's]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write a file for `raypp plan --links`.")
-@click.option("--seconds", default=0.6, show_default=True, help="Of each bandwidth measurement.")
-@click.option("--no-devices", is_flag=True, help="Leave out the matrix product on every device.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--seconds", default=0.6, show_default=True, help="Length of each bandwidth measurement.")
+@click.option("--no-devices", is_flag=True, help="Skip the matrix product on every device.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(
     job: Path | None,
     overrides: tuple[str, ...],
@@ -46,13 +46,15 @@ def doctor_command(
     no_devices: bool,
     as_json: bool,
 ) -> None:
-    """Examine every node of a cluster, each link between two of them, and the store; with JOB, all that it needs.
+    """Check every node of a cluster, each link between two nodes, and the store.
 
-    Exit code 0: fine; 1: something that will break a run; 3: no cluster.
+    With JOB, check what it needs.
+
+    Exits with code 0 if all is fine, 1 if something will break a run, 3 if there is no cluster.
     """
     checked = load_checked_job(job, overrides).job if job is not None else None
     if job is None and overrides:
-        raise JobError(Problem("--set", "there is no JOB whose value could be replaced", "name the job file first"))
+        raise JobError(Problem("--set", "needs a JOB whose value it replaces", "give the job file first"))
     cluster = find_cluster(address)
     lend_store_settings(cluster.embedded)
     cluster.dashboard.ray_version()
@@ -69,7 +71,7 @@ def doctor_command(
             found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
     if out is not None:
         out.write_text(json.dumps(links_document(report), indent=2) + "\n")
-        click.echo(f"written: {out}; `raypp plan JOB --links {out}` reads it", err=True)
+        click.echo(f"wrote {out}; use it with `raypp plan JOB --links {out}`", err=True)
     if as_json:
         click.echo(json.dumps({**report, "findings": [finding.as_dict() for finding in found]}))
     else:
@@ -78,7 +80,7 @@ def doctor_command(
 
 
 def _paths(job: Job | None) -> list[str]:
-    """Files every node must have."""
+    """Returns the files that every node must have."""
     if job is None or not SOURCES.get(job.data.kind).endings or not job.data.path or is_remote(job.data.path):
         return []
     tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and not is_remote(job.data.tokenizer) else []
@@ -91,7 +93,7 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
     console.print(_machines(report))
     if report["links"]:
         console.print(_matrix(report))
-        console.print("rows send to columns: Gbit/s, half a round trip; † over another interface than the node's")
+        console.print("rows send to columns: Gbit/s, half a round trip; † not over the node's main interface")
         skews = [abs(link["skew_s"]) for link in report["links"] if "skew_s" in link]
         if skews:
             console.print(f"clocks: within {max(0.1, max(skews) * 1e3):.3g} ms of each other\n")
@@ -99,12 +101,12 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
         console.print(_store(report["store"]))
         console.print()
     elif not store_asked:
-        console.print("store: not tried; give a JOB, or --store URL\n")
+        console.print("store: not tested; give a JOB, or --store URL\n")
     for finding in found:
         colour = _COLOURS[finding.severity]
         click.echo(f"{click.style(_WORDS[finding.severity], fg=colour)}: {styled(finding.problem)}")
     if not found:
-        click.echo("nothing is wrong")
+        click.echo("no problems found")
 
 
 def _plain_table(title: str, *columns: str) -> Table:
@@ -118,7 +120,7 @@ def _nodes(report: dict[str, Any]) -> Table:
     table = _plain_table("nodes", "node", "host", "python", "torch", "ray", "interface")
     for node in report["nodes"]:
         if "error" in node:
-            table.add_row(node["ip"], node["hostname"], "[red]does not answer[/red]")
+            table.add_row(node["ip"], node["hostname"], "[red]does not respond[/red]")
             continue
         own = next((one for one in node["interfaces"] if one["address"] == node["ip"]), None)
         speed = f", {own['mbps'] / 1000:g} Gbit/s" if own and own["mbps"] else ""

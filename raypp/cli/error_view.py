@@ -1,4 +1,4 @@
-"""Errors on the terminal: where, what is wrong, how to fix it."""
+"""Shows errors on the terminal: where, what is wrong, how to fix it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypp.errors import Problem, RayppError
 
 
 def show_error(error: RayppError) -> None:
-    """Prints an error's problems to stderr, and how many there are when that is not plain to see."""
+    """Prints an error's problems to stderr, and their number if there are more than three."""
     for problem in error.problems:
         click.echo(styled(problem), err=True)
     if len(error.problems) > 3:
@@ -18,7 +18,7 @@ def show_error(error: RayppError) -> None:
 
 
 def styled(problem: Problem) -> str:
-    """A problem in the form of `str(problem)`, its place bold and its fix green on a terminal that has colours."""
+    """Formats a problem like `str(problem)`, but in colour if the terminal has colours."""
     key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
     place = " ".join(part for part in (problem.where, key) if part)
     text = f"{click.style(place, bold=True)}: {problem.what}" if place else click.style(problem.what, bold=True)
@@ -26,6 +26,6 @@ def styled(problem: Problem) -> str:
 
 
 def summary(problems: Sequence[Problem]) -> str:
-    """`5 problems in job.yaml`."""
+    """Returns a summary such as `5 problems in job.yaml`."""
     files = {problem.where.rpartition(":")[0] for problem in problems if not problem.where.startswith("--set")} - {""}
     return f"{len(problems)} problems" + (f" in {files.pop()}" if len(files) == 1 else "")

@@ -1,4 +1,4 @@
-"""From what the user typed to a run: where it lives, its records, and how it stands."""
+"""Finds the run that the user named: its place, its records and its status."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KEYS_LOOKED_AT = 2000
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
-    """The run of a name, or of URL/NAME.
+    """Returns the run of a name, or of URL/NAME.
 
     Raises:
-        JobError: There is no such run; the message names those whose names are close.
-        StoreError: Its store does not answer.
+        JobError: There is no such run. The message suggests close names.
+        StoreError: Its store does not respond.
     """
     place = known_runs.locate_run(argument)
     store = open_store(place.url)
@@ -33,15 +33,17 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
 
 
 def open_reader(place: RunPlace) -> RunReader:
-    """The records of a run that is known."""
+    """Opens the records of a known run."""
     return RunReader(open_store(place.url), place.name)
 
 
 def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
-    """How the run stands now: `recorded_status`, but PENDING when it was submitted again and has not spoken yet.
+    """Returns a run's current status.
+
+    This is `recorded_status`, but PENDING if the run was resubmitted and has no new status yet.
 
     Raises:
-        StoreError: Its store does not answer.
+        StoreError: Its store does not respond.
     """
     status = recorded_status(place, reader)
     submitted_again = place.submitted_at is not None and place.submitted_at > status["updated_at"]
@@ -51,23 +53,23 @@ def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
 
 
 def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
-    """What the run's records say, or FAILED when whoever should write them is gone.
+    """Returns the status from the run's records, or FAILED if its controller is gone.
 
     Raises:
-        StoreError: Its store does not answer.
+        StoreError: Its store does not respond.
     """
-    status = reader.status() or _before_the_first(place)
+    status = reader.status() or _status_before_the_first(place)
     if is_final(status) or time.time() - status["updated_at"] < GONE_AFTER_S:
         return status
-    # Only for a silent run: asking takes a connection to the cluster.
+    # Only for a run without recent updates, because the check connects to the cluster.
     alive = known_runs.controller_alive(place)
-    # It may have written its end between our look at the records and our question.
+    # The run may have recorded its end after the first read and before the check.
     status = reader.status() or status
     return without_a_sign_of_life(status, alive, time.time())
 
 
-def _before_the_first(place: RunPlace) -> dict[str, Any]:
-    """Submitted, but nobody has written a status yet."""
+def _status_before_the_first(place: RunPlace) -> dict[str, Any]:
+    """Returns the status of a run that was submitted but has not written a status yet."""
     since = place.submitted_at
     if since is None:
         spec = open_store(place.url).head(f"{place.name}/spec.json")
@@ -76,10 +78,10 @@ def _before_the_first(place: RunPlace) -> dict[str, Any]:
 
 
 def runs_below(store: ObjectStore) -> list[str]:
-    """Names of the runs in a store, as far as a first look at its keys shows.
+    """Returns the names of the runs in a store. Looks at a limited number of keys.
 
     Raises:
-        StoreError: It does not answer.
+        StoreError: The store does not respond.
     """
     first = itertools.islice(store.list(), _KEYS_LOOKED_AT)
     return sorted({info.key.partition("/")[0] for info in first if "/" in info.key})
@@ -87,5 +89,5 @@ def runs_below(store: ObjectStore) -> list[str]:
 
 def _no_such_run(store: ObjectStore, name: str) -> JobError:
     fix = known_runs.hint_of_names(name, runs_below(store), f"{store.url.rstrip('/')}/{{}}")
-    fix = fix or "there is no run at all; is it the checkpoint.url of the job?"
+    fix = fix or "the store contains no runs; use the checkpoint.url of the run's job"
     return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))

@@ -1,4 +1,7 @@
-"""`raypp status | list | history | events | logs`: what a run tells, while it goes on and after it, from anywhere."""
+"""`raypp status
+
+list | history | events | logs`: show the records of a run at any time.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ _FOLLOW_S = 0.5
 
 @click.command("status")
 @click.argument("run")
-@click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one per change, a line each).")
+@click.option("--watch", is_flag=True, help="Keep updating until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch: one line per change).")
 def status_command(run: str, watch: bool, as_json: bool) -> None:
-    """Tell how RUN stands: how far, how fast, where, and what failed.
+    """Show the state of RUN: progress, speed, mesh, ranks and errors.
 
     RUN is a run's name, or URL/NAME.
     """
@@ -49,17 +52,17 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list.")
 def list_command(as_json: bool) -> None:
-    """List the runs submitted from here, or known to the cluster."""
+    """List the runs that were submitted from here or that the cluster knows."""
     places = known_runs.known_runs()
     with ThreadPoolExecutor(8) as pool:
-        statuses = list(pool.map(_status_or_why_not, places))
+        statuses = list(pool.map(_status_or_error, places))
     if as_json:
         keys = [key for key in STATUS_KEYS if key != "ranks"]
         click.echo(json.dumps([{key: status[key] for key in keys} for status in statuses]))
     elif not places:
-        click.echo("no runs are known here; start one with `raypp submit JOB`, or name one as URL/NAME")
+        click.echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
         _console().print(runs_table(statuses, [place.url for place in places]))
 
@@ -69,8 +72,8 @@ def list_command(as_json: bool) -> None:
 def history_command(run: str) -> None:
     """Print RUN's steps as JSON lines, oldest first, floats at full precision.
 
-    A step repeated after a restart appears once, with the last attempt's values. A value that is no number
-    appears as NaN, Infinity or -Infinity, as Python's json reads them.
+    A step that was repeated after a restart appears once, with the values of the last attempt.
+    Values that are not finite appear as NaN, Infinity or -Infinity, as Python's json reads them.
     """
     _, reader = find_run(run)
     rows = reader.history()
@@ -81,9 +84,9 @@ def history_command(run: str) -> None:
 
 @click.command("events")
 @click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list of objects.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list of objects.")
 def events_command(run: str, as_json: bool) -> None:
-    """Print what happened to RUN, oldest first: time, what, cause, step, rank, node."""
+    """Print the events of RUN, oldest first: time, kind, cause, step, rank, node."""
     _, reader = find_run(run)
     events = reader.events()
     if as_json:
@@ -98,12 +101,15 @@ def events_command(run: str, as_json: bool) -> None:
 @click.command("logs")
 @click.argument("run")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank's lines.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+@click.option("--follow", "-f", is_flag=True, help="Keep printing until the run ends.")
 def logs_command(run: str, rank: int | None, follow: bool) -> None:
-    """Print the logs of all RUN's ranks as one stream, each line tagged with its rank's coordinates."""
+    """Print the logs of all ranks of RUN as one stream.
+
+    Each line is tagged with its rank's coordinates.
+    """
     place, reader = find_run(run)
     cursor = Cursor()
-    # Before the lines: when this says that the run has ended, all of them are there.
+    # Read the status before the lines: if the run has ended by then, all its lines are there.
     status = present_status(place, reader)
     printer = _LogPrinter()
     printer.print(reader.logs(rank, cursor))
@@ -114,12 +120,12 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     if rank is not None and not printer.printed and status["ranks"]:
         ranks = sorted(entry["rank"] for entry in status["ranks"])
         if rank not in ranks:
-            raise JobError(Problem("--rank", f"there is no rank {rank} in {place.name}", f"it has 0 to {ranks[-1]}"))
+            raise JobError(Problem("--rank", f"{place.name} has no rank {rank}", f"use 0 to {ranks[-1]}"))
     _warn_of_damage(reader)
 
 
 class _LogPrinter:
-    """Prints log lines with tags of one width."""
+    """Prints log lines with tags of equal width."""
 
     def __init__(self) -> None:
         self.printed = False
@@ -162,12 +168,15 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
         time.sleep(_WATCH_S)
 
 
-def _status_or_why_not(place: RunPlace) -> dict[str, Any]:
-    """A run whose store does not answer has no state to tell; the others of the list still have."""
+def _status_or_error(place: RunPlace) -> dict[str, Any]:
+    """Returns a run's status, without a state if its store does not respond.
+
+    The list still shows the other runs.
+    """
     try:
         return present_status(place, open_reader(place))
     except RayppError as error:
-        unknown = RunStatus(place.name, RunState.PENDING, error=f"its records cannot be read: {error.problems[0].what}")
+        unknown = RunStatus(place.name, RunState.PENDING, error=f"cannot read its records: {error.problems[0].what}")
         return {**unknown.as_dict(), "state": None}
 
 
@@ -202,4 +211,4 @@ def _console() -> Console:
 
 def _warn_of_damage(reader: RunReader) -> None:
     if reader.damaged:
-        click.echo(f"{reader.damaged} damaged lines of the run's records were left out", err=True)
+        click.echo(f"skipped {reader.damaged} damaged lines of the run's records", err=True)

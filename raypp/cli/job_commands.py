@@ -1,4 +1,4 @@
-"""Commands about the job language; none needs a cluster: explain, schema, list-kinds."""
+"""Commands about the job language: explain, schema, list-kinds. None needs a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypp.errors import JobError
 @click.command("explain")
 @click.argument("section", required=False)
 def explain_command(section: str | None) -> None:
-    """Describe the job file, one SECTION (pipeline.wire) or one key (mesh.pp)."""
+    """Explain the job file, one SECTION (pipeline.wire) or one key (mesh.pp)."""
     from raypp.spec.explain import explain
 
     columns = shutil.get_terminal_size((88, 24)).columns
@@ -39,9 +39,12 @@ def schema_command() -> None:
 
 @click.command("list-kinds")
 @click.argument("key", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_kinds_command(key: str | None, as_json: bool) -> None:
-    """List the models, data sources, schedules, optimizers, policies and stores, or those of one KEY (model.kind)."""
+    """List the models, data sources, schedules, optimizers, policies and stores.
+
+    With KEY (model.kind), list only the kinds of that key.
+    """
     from raypp.kinds import STORES
     from raypp.spec.availability import CHOICES
 
@@ -49,7 +52,7 @@ def list_kinds_command(key: str | None, as_json: bool) -> None:
     if key is not None and key not in every:
         matching = [known for known in every if known.startswith(key)]
         if len(matching) != 1:
-            raise JobError(f"{key!r} is no key with kinds", f"there are: {', '.join(every)}")
+            raise JobError(f"{key!r} is not a key with kinds", f"use one of {', '.join(every)}")
         key = matching[0]
     kinds = {
         name: [(kind.name, kind.available, kind.summary) for kind in listed()]

@@ -1,4 +1,4 @@
-"""A run seen live: one moving line while it trains, what happens printed above it, a summary at the end."""
+"""Shows a run live: a progress line while it trains, its events above it, a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ POLL_S = 0.5
 _STORE_PATIENCE_S = 60.0
 _ETA_STEPS = 20
 _PLAIN_LINES = 20
-"""About how many progress lines a whole run prints when the output is no terminal."""
+"""Approximate number of progress lines of a whole run if the output is not a terminal."""
 
 EventKey = tuple[float, str, str, "int | None"]
 
 
 class LiveView:
-    """Shows one run while it goes on.
+    """Shows one run while it is active.
 
-    On a terminal one line moves and events scroll by above it; elsewhere plain lines come, about twenty for
-    the whole run. For a run that is gone on with, call `leave_out_the_past` before it is submitted.
+    On a terminal, one line is updated in place and events scroll above it. Elsewhere it prints
+    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of a
+    run that is resumed.
 
     Args:
         console: Where to write; standard output by default.
-        poll_s: Seconds between looks at the run's records.
+        poll_s: Seconds between polls of the run's records.
     """
 
     def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
@@ -48,37 +49,41 @@ class LiveView:
         self._poll_s = poll_s
         self._status: Mapping[str, Any] | None = None
         self._rows: Sequence[Mapping[str, Any]] = ()
-        self._told_events: set[EventKey] = set()
-        self._told_state: str | None = None
-        self._told_step = 0
-        self._told_trouble = False
+        self._shown_events: set[EventKey] = set()
+        self._shown_state: str | None = None
+        self._shown_step = 0
+        self._trouble_shown = False
         self._old_stamp: float | None = None
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
-    def leave_out_the_past(self, reader: RunReader) -> None:
-        """What the store holds now belongs to an earlier life of the run: do not tell it, nor take it for the end."""
+    def skip_earlier_records(self, reader: RunReader) -> None:
+        """Ignores the records now in the store.
+
+        They belong to an earlier submission of the run, and so does its end.
+        """
         status = reader.status()
         self._old_stamp = status["updated_at"] if status else None
-        self._told_events = {_key(event) for event in reader.events()}
+        self._shown_events = {_key(event) for event in reader.events()}
         rows = reader.history()
-        self._told_step = rows[-1]["step"] if rows else 0
+        self._shown_step = rows[-1]["step"] if rows else 0
 
     def follow(
         self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None = None
     ) -> dict[str, Any]:
-        """Shows the run until it ends, or until `stop_condition` says so.
+        """Shows the run until it ends, or until `stop_condition` returns True.
 
         Args:
-            stop_condition: Asked once per look; after True the records are read once more.
+            stop_condition: Called once per poll. After it returns True, the records are read once
+                more.
 
         Returns:
-            The last status; its state is final unless `stop_condition` ended it.
+            The last status. Its state is final unless `stop_condition` ended the loop.
 
         Raises:
-            StoreError: The store did not answer for a minute.
-            KeyboardInterrupt: Ctrl-C; the run itself goes on.
+            StoreError: The store did not respond for a minute.
+            KeyboardInterrupt: Ctrl-C. The run itself continues.
         """
         self._started = time.monotonic()
         if not self.console.is_terminal:
@@ -98,17 +103,20 @@ class LiveView:
             try:
                 status = self._look(place, reader)
                 heard = time.monotonic()
-                self._told_trouble = False
+                self._trouble_shown = False
                 if is_final(status) or last_look:
                     return status
             except StoreError as error:
                 if time.monotonic() - heard > _STORE_PATIENCE_S or last_look:
                     raise
-                self._tell_trouble(error)
+                self._show_trouble(error)
             time.sleep(self._poll_s)
 
     def _look(self, place: RunPlace, reader: RunReader) -> dict[str, Any]:
-        """One look at the records. The status first: whatever it tells of is then in the other two."""
+        """Polls the records.
+
+        Reads the status first, so that the other two contain everything it refers to.
+        """
         status = recorded_status(place, reader)
         if self._old_stamp is not None and status["updated_at"] == self._old_stamp:
             status = {**status, "state": "PENDING", "ranks": [], "error": None}
@@ -116,35 +124,38 @@ class LiveView:
         return status
 
     def update(self, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> None:
-        """Takes the run's present records and tells what is new in them."""
+        """Takes the run's current records and shows what is new."""
         self._status, self._rows = status, rows
         if not self.console.is_terminal:
             self._plain_progress()
         for event in events:
-            if _key(event) not in self._told_events:
-                self._told_events.add(_key(event))
+            if _key(event) not in self._shown_events:
+                self._shown_events.add(_key(event))
                 show_event(self.console, event)
-        if status["state"] != self._told_state:
-            # The first and the last state need no line of their own: what follows says them.
-            if not is_final(status) and (self._told_state is not None or status["state"] != "PENDING"):
+        if status["state"] != self._shown_state:
+            # The first and the last state need no line: the following output shows them.
+            if not is_final(status) and (self._shown_state is not None or status["state"] != "PENDING"):
                 self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
-            self._told_state = status["state"]
+            self._shown_state = status["state"]
 
     def _print(self, text: Text) -> None:
-        # Not on a terminal, a line stays one line: it is for grep.
+        # Without a terminal, a line is never wrapped, so that grep finds it.
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def _plain_progress(self) -> None:
         step, steps = self._step(), self._status["steps"] if self._status else 0
         every = max(1, steps // _PLAIN_LINES)
-        if step < self._told_step:
-            self._told_step = step  # a restart went back
-        elif step and (step >= self._told_step + every or (step == steps and step != self._told_step)):
-            self._told_step = step
+        if step < self._shown_step:
+            self._shown_step = step  # a restart went back
+        elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
+            self._shown_step = step
             self._print(Text("  ".join(self._figures())))
 
     def _step(self) -> int:
-        """The last finished step. The history is read after the status, so it is never behind it."""
+        """Returns the last finished step.
+
+        The history is read after the status, so it is never behind it.
+        """
         if self._rows:
             return int(self._rows[-1]["step"])
         return int(self._status["step"]) if self._status else 0
@@ -184,10 +195,10 @@ class LiveView:
         return grid
 
     def _waiting_text(self) -> Text:
-        """What the run does while no step comes: its state, its ranks' states, for how long."""
+        """Describes a run that has no steps yet: its state, its ranks' states, the elapsed time."""
         elapsed = duration(time.monotonic() - self._started)
         if self._status is None:
-            return Text(f"waiting for the run's first sign of life  {elapsed}")
+            return Text(f"waiting for the run to start  {elapsed}")
         parts = [state_text(self._status["state"])]
         if self._step():
             parts.append(Text(f"step {self._step()}/{self._status['steps']}"))
@@ -198,15 +209,15 @@ class LiveView:
             parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
         return Text("  ").join([*parts, Text(elapsed, style="dim")])
 
-    def _tell_trouble(self, error: RayppError) -> None:
-        if not self._told_trouble:
-            self._told_trouble = True
-            self._print(Text(f"the run's records cannot be read for now: {error.problems[0].what}", style="yellow"))
+    def _show_trouble(self, error: RayppError) -> None:
+        if not self._trouble_shown:
+            self._trouble_shown = True
+            self._print(Text(f"cannot read the run's records at the moment: {error.problems[0].what}", style="yellow"))
 
     def summary(
         self, place: RunPlace, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]
     ) -> None:
-        """Prints how the run ended: its figures, its loss curve, and the commands that are useful next."""
+        """Prints how the run ended: its figures, its loss curve, and useful next commands."""
         self.console.print(summary_view(place, status, rows, events, self.console))
 
 
@@ -217,7 +228,7 @@ def summary_view(
     events: Sequence[Event],
     console: Console,
 ) -> RenderableType:
-    """The end of a run (or where it stands): figures, loss curve, next commands."""
+    """Shows the end of a run, or its current state: figures, loss curve, next commands."""
     first, last = (rows[0], rows[-1]) if rows else (None, None)
     step = last["step"] if last else status["step"]
     loss = f"{loss_text(last['loss'])}  (step {first['step']}: {loss_text(first['loss'])})" if first and last else "–"
@@ -246,7 +257,7 @@ def summary_view(
 
 
 def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
-    """The last evaluation, if there was one."""
+    """Returns the last evaluation, if there was one."""
     found = [event for event in events if event.kind == "evaluated"]
     if not found:
         return []
@@ -254,27 +265,30 @@ def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Commands worth typing now, each with what it is for."""
+    """Returns commands that are useful now, each with its purpose."""
     name = place.name
-    resume = f"raypp submit JOB --resume --set name={name}"  # its file may name another: `--set` named this one
+    resume = f"raypp submit JOB --resume --set name={name}"  # the job file may contain another name
     commands = []
     if not is_final(status):
-        commands += [(f"raypp status {name} --watch", "how it goes on"), (f"raypp stop {name}", "save, then end it")]
+        commands += [
+            (f"raypp status {name} --watch", "follow its progress"),
+            (f"raypp stop {name}", "save, then stop it"),
+        ]
     if status["state"] == "FAILED":
-        commands += [(f"raypp events {name}", "what happened"), (f"raypp logs {name}", "what the ranks said")]
+        commands += [(f"raypp events {name}", "what happened"), (f"raypp logs {name}", "the output of the ranks")]
     else:
         commands += [(f"raypp history {name}", "every step, as JSON lines"), (f"raypp events {name}", "what happened")]
     if status["checkpoint"]:
-        commands.append((f"raypp checkpoints verify {name}", "re-read and check every byte"))
+        commands.append((f"raypp checkpoints verify {name}", "read and check every byte"))
         if status["state"] in ("FAILED", "STOPPED"):
-            commands.append((resume, "go on from the checkpoint"))
+            commands.append((resume, "resume from the checkpoint"))
         elif status["state"] == "SUCCEEDED":
-            commands.append((f"{resume} --set train.steps=…", "train on"))
+            commands.append((f"{resume} --set train.steps=…", "train longer"))
     return commands
 
 
 def _wall_time(status: Mapping[str, Any], events: Sequence[Event]) -> str:
-    """From the last submission to the last event."""
+    """Returns the time from the last submission to the last event."""
     starts = [event.time for event in events if event.kind == "submitted"] or [event.time for event in events[:1]]
     if not starts:
         return "–"

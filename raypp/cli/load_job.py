@@ -1,4 +1,4 @@
-"""A job from the command line, checked by everything that needs no cluster."""
+"""Loads a job for a command, and runs every check that needs no cluster."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from raypp.spec.paths import is_remote
 
 
 def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument `JOB` and the option `--set` of a command, as `job` (a path) and `overrides`."""
+    """Adds the argument `JOB` (as `job`, a path) and the option `--set` (as `overrides`)."""
     setting = click.option(
         "--set",
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Replace one value of the job file, e.g. --set mesh.pp=4. May be given several times.",
+        help="Replace one value of the job file, e.g. --set mesh.pp=4. Can be repeated.",
     )
     return click.argument("job", type=click.Path(path_type=Path))(setting(command))
 
 
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
-    """Reads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
+    """Loads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
 
     Raises:
-        JobError: With every problem, each located (`job.yaml:14`, `--set mesh.pp=4`).
+        JobError: All problems, each with its location (`job.yaml:14`, `--set mesh.pp=4`).
     """
     problems: list[Problem] = []
     try:
@@ -44,13 +44,14 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     try:
         file = sized(file)
     except JobError as error:
-        # Without sizes there is no plan, and whether the data fit is not known either.
+        # Without sizes there is no plan, and whether the data fit the model is unknown.
         raise JobError(in_order([*problems, *error.problems])) from error
     reported = {problem.key for problem in problems}
     problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
     reported |= {problem.key for problem in problems}
     problems += [found for found in check_policy(file.job.recovery) if found.key not in reported]
-    # What is refused already is not told twice, also not by what builds on it (a schedule that cannot be imported).
+    # Report each problem once: skip plan problems that follow from one (a schedule that cannot be
+    # imported).
     problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
@@ -58,7 +59,7 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
 
 
 def sized(file: JobFile) -> JobFile:
-    """The job with the sizes of the model that `model.from_hf` names, if it names one."""
+    """Returns the job with the sizes of the model that `model.from_hf` names, if it is set."""
     if file.job.model.from_hf is None:
         return file
     from raypp.hf.from_hf import with_hf_sizes

@@ -1,4 +1,4 @@
-"""`raypp local up | down | status`: the embedded cluster of a laptop."""
+"""`raypp local up | down | status`: controls the embedded cluster."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from raypp.errors import EXIT_UNREACHABLE
 
 @click.group("local")
 def local_group() -> None:
-    """An embedded cluster on this machine: a Ray head and an S3 server, on loopback."""
+    """Control a cluster on this machine: a Ray head and an S3 server, on the loopback interface."""
 
 
 @local_group.command()
-@click.option("--cpus", type=click.IntRange(1), default=None, help="CPU slots Ray hands out.  [default: max(8, cores)]")
+@click.option("--cpus", type=click.IntRange(1), default=None, help="CPU slots of Ray.  [default: max(8, cores)]")
 def up(cpus: int | None) -> None:
-    """Start it (or say that it runs)."""
+    """Start the cluster, unless it is already running."""
     cluster, started = local.up(cpus)
-    click.echo("the embedded cluster is up" if started else "the embedded cluster was up already")
+    click.echo("the embedded cluster is up" if started else "the embedded cluster was already up")
     _describe(cluster)
     if not started and cpus not in (None, cluster.num_cpus):
-        click.echo(f"--cpus {cpus} has no effect on a running cluster; `raypp local down` first", err=True)
+        click.echo(f"--cpus {cpus} has no effect on a running cluster; run `raypp local down` first", err=True)
 
 
 @local_group.command()
-@click.option("--delete-data", is_flag=True, help="Also delete everything in its S3 server.")
+@click.option("--delete-data", is_flag=True, help="Also delete all data in its S3 server.")
 def down(delete_data: bool) -> None:
-    """End it, and nothing else."""
+    """Stop the cluster. Other Ray clusters are not affected."""
     ended = local.down(delete_data=delete_data)
     click.echo("the embedded cluster is down" if ended else "no embedded cluster was running")
 
 
 @local_group.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(as_json: bool) -> None:
-    """Say whether it runs, and where.  Exit code 3 when it does not."""
+    """Show whether the cluster is running, and its addresses.  Exits with code 3 if it is not."""
     cluster = local.find()
     if as_json:
         facts = {"dashboard": cluster.dashboard, "s3": cluster.s3.endpoint, "cpus": cluster.num_cpus} if cluster else {}
@@ -52,6 +52,6 @@ def status(as_json: bool) -> None:
 
 
 def _describe(cluster: local.LocalCluster) -> None:
-    click.echo(f"  Ray dashboard  {cluster.dashboard}  (it asks for the token in {cluster.token_path})")
+    click.echo(f"  Ray dashboard  {cluster.dashboard}  (log in with the token in {cluster.token_path})")
     click.echo(f"  S3 server      {cluster.s3.endpoint}  bucket {local.BUCKET}, keys in {cluster.s3.directory}/s3.json")
-    click.echo(f"  CPU slots      {cluster.num_cpus}  (logical: ranks may outnumber cores; they take turns)")
+    click.echo(f"  CPU slots      {cluster.num_cpus}  (logical; ranks can outnumber cores and then share them)")

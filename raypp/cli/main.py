@@ -1,4 +1,4 @@
-"""`raypp`: the commands there are, and how every one of them ends."""
+"""`raypp`: the list of commands, and the exit codes of all of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE,
 from raypp.registry import load_object
 
 COMMANDS = {
-    # command: (where it is, one line of help); imported when it is used, so that `raypp --help` is quick
-    "submit": ("raypp.cli.run_commands:submit_command", "Train: check a job, send it to the cluster, follow it."),
-    "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost; needs no cluster."),
-    "status": ("raypp.cli.inspect_commands:status_command", "Where a run is: state, step, speed, ranks, errors."),
-    "list": ("raypp.cli.inspect_commands:list_command", "All runs."),
-    "history": ("raypp.cli.inspect_commands:history_command", "Loss and speed of every step, as JSON lines."),
-    "events": ("raypp.cli.inspect_commands:events_command", "What happened to a run, and when."),
-    "logs": ("raypp.cli.inspect_commands:logs_command", "What the ranks printed."),
-    "save": ("raypp.cli.run_commands:save_command", "Write a checkpoint now."),
-    "stop": ("raypp.cli.run_commands:stop_command", "End a run after a last checkpoint."),
-    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify and prune checkpoints."),
-    "local": ("raypp.cli.local_commands:local_group", "A cluster on this machine: Ray and an S3 server."),
-    "doctor": ("raypp.cli.doctor_command:doctor_command", "Examine a cluster: versions, links, clocks, store."),
-    "parity": ("raypp.cli.parity_command:parity_command", "Compare a job's mesh with one process, number by number."),
-    "explain": ("raypp.cli.job_commands:explain_command", "What every key of a job file means."),
-    "schema": ("raypp.cli.job_commands:schema_command", "The job file's JSON Schema, for editors."),
-    "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "Models, data sources, schedules … there are."),
+    # command: (its function, one line of help); imported on first use, so that `raypp --help` is
+    # quick
+    "submit": (
+        "raypp.cli.run_commands:submit_command",
+        "Train: check a job, submit it to the cluster, follow the run.",
+    ),
+    "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost. Needs no cluster."),
+    "status": ("raypp.cli.inspect_commands:status_command", "Show a run's state, step, speed, ranks and errors."),
+    "list": ("raypp.cli.inspect_commands:list_command", "List all runs."),
+    "history": ("raypp.cli.inspect_commands:history_command", "Print loss and speed of every step as JSON lines."),
+    "events": ("raypp.cli.inspect_commands:events_command", "Print the events of a run, with their times."),
+    "logs": ("raypp.cli.inspect_commands:logs_command", "Print the output of the ranks."),
+    "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
+    "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
+    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
+    "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
+    "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
+    "parity": (
+        "raypp.cli.parity_command:parity_command",
+        "Compare a job's mesh with a single process, number by number.",
+    ),
+    "explain": ("raypp.cli.job_commands:explain_command", "Explain the keys of a job file."),
+    "schema": ("raypp.cli.job_commands:schema_command", "Print the job file's JSON Schema, for editors."),
+    "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "List the available models, data sources, schedules …"),
 }
 
 FAMILIES = {
@@ -42,7 +49,7 @@ FAMILIES = {
 
 
 class LazyCommands(click.Group):
-    """A group whose commands are imported when they are used."""
+    """A group whose commands are imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -79,14 +86,14 @@ class LazyCommands(click.Group):
       raypp submit jobs/quickstart.yaml
     """,
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of an error. Works after the command, too.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error. May also follow the command.")
 @click.version_option(raypp.__version__, prog_name="raypp", message="%(prog)s %(version)s")
 def cli(debug: bool) -> None:
-    """Train a language model over the GPUs of several machines: one YAML in, one trained model out."""
+    """Train a language model across the GPUs of several machines. One YAML file describes a job."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and ends the process with its exit code."""
+    """Runs one command and exits with its exit code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -94,8 +101,9 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command.
 
     Returns:
-        The exit code: 0 succeeded, 1 the run failed, 2 the job file or the arguments are wrong, 3 no cluster or store
-        reachable, 4 not enough resources, 130 interrupted. Errors have been printed.
+        The exit code: 0 success, 1 the run failed, 2 the job file or the arguments are wrong, 3 no
+        cluster or store is reachable, 4 not enough resources, 130 interrupted. Errors have been
+        printed.
     """
     arguments, debug = _take_debug(arguments)
     try:
@@ -114,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else EXIT_RUN_FAILED
-    except Exception as error:  # noqa: BLE001 - the last line of defence; --debug shows it whole
+    except Exception as error:  # noqa: BLE001 - nothing may escape without a message; --debug shows the traceback
         if debug:
             traceback.print_exc()
         words = " ".join(in_words(error).split())
@@ -124,7 +132,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """`--debug` may stand anywhere before `--`, since it is what people add to the line that failed."""
+    """Removes `--debug` from anywhere before `--`. Users append it to the command that failed."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     rest = [argument for position, argument in enumerate(arguments) if position >= end or argument != "--debug"]
     return rest, len(rest) < len(arguments)

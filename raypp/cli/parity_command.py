@@ -1,4 +1,4 @@
-"""`raypp parity`: does the mesh change the numbers?"""
+"""`raypp parity`: checks whether the mesh changes the numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @click.command("parity")
 @job_argument
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Number of steps to compare.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
@@ -37,9 +37,9 @@ _SHOWN = 8
     "--max-ranks",
     type=click.IntRange(1),
     metavar="N",
-    help="Refuse meshes of more ranks than this.  [default: twice this machine's cores]",
+    help="Refuse meshes with more ranks than this.  [default: twice this machine's cores]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def parity_command(
     job: Path,
     overrides: tuple[str, ...],
@@ -48,17 +48,18 @@ def parity_command(
     max_ranks: int | None,
     as_json: bool,
 ) -> int:
-    """Run a few steps of JOB's mesh and of one process, and show where they differ.
+    """Run a few steps of JOB on its mesh and in one process, and show where they differ.
 
-    Both run on this machine, on the CPU, one process per rank: no cluster and no store are needed, but the model must
-    fit. Losses, gradient norms, every gradient and the weights after the last step are compared. Exit code 1 when the
-    largest relative error is beyond the tolerance.
+    Both run on this machine's CPU, with one process per rank. This needs no cluster and no store,
+    but the model must fit into memory. Compares losses, gradient norms, every gradient, and the
+    weights after the last step. Exits with code 1 if the largest relative error exceeds the
+    tolerance.
     """
     file = load_checked_job(job, overrides)
     console = Console(highlight=False)
     world = Mesh.of(file.job.mesh).world
     _check_world(world, max_ranks)
-    with Console(stderr=True).status(f"{steps} steps on {world} ranks, then on one …"):
+    with Console(stderr=True).status(f"{steps} steps on {world} ranks, then in one process …"):
         answer = ask(
             "raypp.measure.parity",
             {"job": job_document(file.job), "steps": steps, "tolerance": tolerance},
@@ -72,22 +73,22 @@ def parity_command(
 
 
 def _check_world(world: int, max_ranks: int | None) -> None:
-    """Every rank is a process of this machine, with the whole of torch in it.
+    """Limits the number of ranks, because each is a process on this machine that imports torch.
 
     Raises:
-        ResourcesError: There would be too many.
+        ResourcesError: There are too many ranks.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:
         why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
-        what = f"{world} ranks would be as many processes of this machine, which is to run {most} at most ({why})"
-        fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or allow it: --max-ranks {world}"
+        what = f"{world} ranks would start {world} processes on this machine; the limit is {most} ({why})"
+        fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or raise the limit: --max-ranks {world}"
         raise ResourcesError(Problem("mesh", what, fix))
 
 
 def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:
-    """The comparison on 80 columns: each step, the parameters that differ most, the verdict."""
+    """Shows the comparison: each step, the parameters that differ most, the result."""
     axes = job.mesh.model_dump(include={"pp", "dp_replicate", "fsdp", "cp", "ep"})
     mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
     title = Text.assemble((job.name, "bold cyan"), f"  {mesh}, {job.pipeline.schedule}, against one process")
@@ -122,8 +123,8 @@ def _parameters(answer: dict[str, Any]) -> RenderableType:
 def _verdict(answer: dict[str, Any]) -> Text:
     if answer["bitwise"]:
         count = answer["compared"]
-        return Text.assemble(("bit for bit", "bold green"), f" the same: losses, norms and all of {count} parameters")
-    word, style = ("within", "bold green") if answer["passed"] else ("beyond", "bold red")
+        return Text.assemble(("bitwise", "bold green"), f" equal: losses, norms and all {count} parameters")
+    word, style = ("within", "bold green") if answer["passed"] else ("outside", "bold red")
     error, limit = answer["max_error"], answer["tolerance"]
     return Text.assemble((word, style), f" the tolerance: largest relative error {error:.2e}, {limit:.0e} allowed")
 

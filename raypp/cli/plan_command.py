@@ -1,4 +1,4 @@
-"""`raypp plan`: what a job will do and cost, and what would be faster."""
+"""`raypp plan`: shows what a job will do and cost, and what would be faster."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--link-gbps",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
-    help="Speed of the link between two nodes, in Gbit/s; gives the time messages take and the step time.",
+    help="Speed of the link between two nodes, in Gbit/s. Adds the time of messages and affects the step time.",
 )
-@click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links as `raypp doctor --out FILE` measured them.")
-@click.option("--device", metavar="NAME", help="Kind of device to compute for, e.g. rtx4090.")
-@click.option("--per-node", type=click.IntRange(1), metavar="N", help="Devices of a node, with --link-gbps.")
-@click.option("--costs", type=_FILE, metavar="FILE", help="Measured costs of the model's parts, from --measure.")
+@click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links measured by `raypp doctor --out FILE`.")
+@click.option("--device", metavar="NAME", help="Device to predict for, e.g. rtx4090.")
+@click.option("--per-node", type=click.IntRange(1), metavar="N", help="Devices per node, with --link-gbps.")
+@click.option("--costs", type=_FILE, metavar="FILE", help="Costs of the model's parts, measured by --measure.")
 @click.option(
-    "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, write and use them."
+    "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, save and use them."
 )
 @click.option(
     "--search", is_flag=True, help="Rank meshes, cuts, schedules and microbatch counts for the same batch by step time."
@@ -41,7 +41,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--search-time", type=click.FloatRange(1), default=60, show_default=True, metavar="S", help="Seconds to search."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     job: Path,
     overrides: tuple[str, ...],
@@ -57,8 +57,9 @@ def plan_command(
 ) -> None:
     """Show what a job will do and cost, without a cluster.
 
-    The mesh and who sits where, the cut of the layers, a picture of the schedule, memory per rank, the bubble, bytes
-    over the links, the step time and what it waits for. Every mistake of the job file is told at once.
+    Shows the mesh and the place of every rank, the cut of the layers, a picture of the schedule,
+    memory per rank, the bubble, bytes over the links, the step time and its bottleneck. Reports all
+    mistakes in the job file at once.
     """
     file = load_checked_job(job, overrides)
     _count_own_model(file.job)
@@ -89,21 +90,21 @@ def _grounds(
     costs: Path | None,
     measure: Path | None,
 ) -> Grounds:
-    """What the options say about machines and costs.
+    """Collects the options about machines and costs.
 
     Raises:
-        JobError: A file cannot be used, or there is no such device.
+        JobError: A file cannot be used, or the device is unknown.
     """
     from raypp.planning.costs import DEVICES, read_costs
     from raypp.planning.machines import read_machines
     from raypp.planning.predict import Grounds
 
     if device is not None and device not in DEVICES:
-        raise JobError(f"--device {device}: not known", f"one of {', '.join(DEVICES)}, or measure: --measure FILE")
+        raise JobError(f"--device {device}: unknown", f"use one of {', '.join(DEVICES)}, or measure: --measure FILE")
     if links is not None and (link_gbps is not None or per_node is not None):
-        raise JobError("--links says what nodes and links there are", "leave out --link-gbps and --per-node")
+        raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
     if costs is not None and measure is not None:
-        raise JobError("--measure writes what --costs reads", "give one of them")
+        raise JobError("--measure writes the file that --costs reads", "use only one of them")
     if measure is not None:
         _measure(job, measure)
     known = costs or measure
@@ -117,7 +118,10 @@ def _grounds(
 
 
 def _count_own_model(job: Job) -> None:
-    """Asks a process that may import torch what a user's own factory builds; the plan says so when it cannot."""
+    """Counts the model of a user's own factory in a process that may import torch.
+
+    Notes the reason if it fails.
+    """
     from raypp.planning.sizes import count, not_counted, sizes_remark
     from raypp.spec.load import job_document
 
@@ -129,15 +133,16 @@ def _count_own_model(job: Job) -> None:
         not_counted(job.model, "; ".join(problem.what for problem in error.problems))
 
 
-_OTHERS_TOLD = 0.05
-"""Said when so much of a core was not the measurement's: a step will be that much faster once they are gone."""
+_WARN_ABOVE = 0.05
+"""Share of a core used by other programs above which a warning is printed. A step is that much
+faster without them."""
 
 
 def _measure(job: Job, path: Path) -> None:
-    """Asks a process that may import torch for the costs, and writes them.
+    """Measures costs in a process that may import torch, and writes them.
 
     Raises:
-        RunFailedError: It could not measure them.
+        RunFailedError: The measurement failed.
     """
     from rich.console import Console
 
@@ -148,10 +153,10 @@ def _measure(job: Job, path: Path) -> None:
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
         answer = ask("raypp.measure.model_costs", request, "the measurement")
-    if (others := 1 - 1 / answer["stretched"]) > _OTHERS_TOLD:
+    if (others := 1 - 1 / answer["stretched"]) > _WARN_ABOVE:
         console.print(
-            f"Others had the core for {others:.0%} of the time (programs beside it, or the host of a virtual machine); "
-            "the costs contain that."
+            f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
+            "The measured costs include that."
         )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
     found = Costs(layer, first, last, measured=True, **{name: answer[name] for name in NUMBERS})

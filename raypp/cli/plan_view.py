@@ -1,4 +1,4 @@
-"""A plan on the terminal: `raypp plan`."""
+"""Shows a plan on the terminal: `raypp plan`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from raypp.planning.search import Found
 from raypp.spec.job import Job
 
 MOST_RANKS = 16
-"""Worlds larger than this are shown one line per pipeline rank."""
+"""Larger worlds are shown with one line per pipeline rank."""
 
 _UNITS = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"))
 
 
 def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
-    """Everything a plan says, in sections.
+    """Shows a whole plan, in sections.
 
     Args:
         job: The job.
         plan: Its plan.
-        width: Columns of the terminal.
+        width: Width of the terminal, in columns.
     """
     parts: list[RenderableType] = [_title(job, plan)]
     for name, remark, body in (
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
-        ("Memory per rank", f"in {_unit(plan)[1]}; an estimate, with every row full", _memory(plan)),
+        ("Memory per rank", f"in {_unit(plan)[1]}; an estimate with every row full", _memory(plan)),
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),
     ):
@@ -102,7 +102,7 @@ def _bubble(plan: Plan) -> RenderableType:
     rounds = "m" if len(plan.cut) == len(plan.placement) else "v·m"
     table.add_row(f"{plan.bubble_fraction:.2%}", "fraction", Text(f"idle share of a step, (P-1)/({rounds}+P-1)", "dim"))
     table.add_row(f"{plan.bubble_overhead:.2%}", "overhead", Text(f"idle relative to the work, (P-1)/{rounds}", "dim"))
-    text = "idle share of a step with the costs of this cut, links free"
+    text = "idle share of a step with this cut's costs and free links"
     table.add_row(f"{plan.simulated_bubble:.2%}", "simulated", Text(text, "dim"))
     return table
 
@@ -119,7 +119,7 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
-    """The unit of the memory table: the largest in which the largest total is at least 1."""
+    """Returns the largest unit in which the largest total of the memory table is at least 1."""
     largest = max(memory.total for memory in plan.memory)
     return next(((1024**power, unit) for power, unit in _UNITS if largest >= 1024**power), (1, "bytes"))
 
@@ -127,7 +127,7 @@ def _unit(plan: Plan) -> tuple[int, str]:
 def _links(plan: Plan) -> RenderableType:
     crossing = [boundary for boundary in plan.boundaries if boundary.crosses_ranks]
     if not crossing:
-        return Text("nothing crosses between pipeline ranks")
+        return Text("no messages between pipeline ranks")
     table = _table("", "per microbatch, each way", "per step, both ways", justify="right")
     places = [(f"pp{boundary.from_rank} – pp{boundary.to_rank}", boundary) for boundary in crossing]
     sizes = {(boundary.bytes_per_microbatch, boundary.bytes_per_step) for boundary in crossing}
@@ -136,7 +136,7 @@ def _links(plan: Plan) -> RenderableType:
     for place, boundary in places:
         table.add_row(place, _size(boundary.bytes_per_microbatch), _size(boundary.bytes_per_step))
     if plan.link_gbps is None or plan.link_s_per_microbatch is None:
-        return Group(table, Text("--link-gbps X adds the time this takes", style="dim"))
+        return Group(table, Text("add --link-gbps X to see the time this takes", style="dim"))
     return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {_time(plan.link_s_per_microbatch)} per message"))
 
 
@@ -162,33 +162,33 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
             parts.append(Text(f"{lead}does not fit: a rank needs {need}, a {prediction.device} has {have}", "red"))
         for text, gain in prediction.advice:
             parts.append(Text(f"{lead}would save {gain:.0%}: {text}", style="dim"))
-    parts.append(Text(f"resting on: {'; '.join(shared)}", style="dim"))
+    parts.append(Text(f"assumptions: {'; '.join(shared)}", style="dim"))
     return Group(*parts)
 
 
 def search_view(found: Found, job: Job) -> RenderableType:
-    """The best candidates of a search, with the settings that make them."""
+    """Shows the best candidates of a search with their settings."""
     table = _table("", "step", "tokens/s", "memory", "settings")
     for place, one in enumerate(found.best, start=1):
         cast = one.forecast
-        settings = " ".join(one.settings()) or "the job as it is"
+        settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
             str(place), _time(cast.step_s), _count(cast.tokens_per_s), _size(cast.peak_memory), Text(settings)
         )
     best = found.best[0]
-    said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} too large"
+    said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
     if found.out_of_time:
-        said += "; stopped before all were tried (--search-time)"
+        said += "; stopped before all were tried (raise --search-time)"
     words = " ".join(f"--set {setting}" for setting in best.settings())
     parts: list[RenderableType] = [
-        Text.assemble((job.name, "bold cyan"), "  the same batch, other meshes and schedules, the fastest first\n"),
+        Text.assemble((job.name, "bold cyan"), "  the same batch on other meshes and schedules, fastest first\n"),
         table,
         Text(f"\n{said}", style="dim"),
-        Text(f"resting on: {'; '.join(best.forecast.sources)}", style="dim"),
-        Text(f"the best: {best.forecast.bottleneck}"),
+        Text(f"assumptions: {'; '.join(best.forecast.sources)}", style="dim"),
+        Text(f"bottleneck of the best: {best.forecast.bottleneck}"),
     ]
     if words:
-        parts.append(Text(f"use it: raypp submit JOB {words}"))
+        parts.append(Text(f"to use it: raypp submit JOB {words}"))
     return Group(*parts)
 
 
@@ -200,7 +200,7 @@ def _table(*columns: str, justify: str = "left") -> Table:
 
 
 def _size(count: float) -> str:
-    """Bytes in three figures: 320 KiB, 1.73 MiB."""
+    """Formats bytes with three digits: 320 KiB, 1.73 MiB."""
     for power, unit in _UNITS:
         if count >= 1024**power:
             return f"{_figures(count / 1024**power)} {unit}"
@@ -208,7 +208,7 @@ def _size(count: float) -> str:
 
 
 def _count(count: float) -> str:
-    """A number in three figures: 1.81 M, 11.4 k, 8."""
+    """Formats a number with three digits: 1.81 M, 11.4 k, 8."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{_figures(count / limit)} {unit}"
@@ -216,12 +216,12 @@ def _count(count: float) -> str:
 
 
 def _figures(value: float) -> str:
-    """Three figures, or all in front of the point."""
+    """Formats three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _time(seconds: float) -> str:
-    """Seconds in three figures: 2.62 ms, 0.72 s, 12.3 s."""
+    """Formats seconds with three digits: 2.62 ms, 0.72 s, 12.3 s."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
     return f"{_figures(seconds * 1e3)} ms" if seconds < 0.1 else f"{_figures(seconds)} s"

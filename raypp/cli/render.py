@@ -1,4 +1,7 @@
-"""How runs look on a terminal: summaries, tables, lists. Everything that comes from a run is shown as plain text."""
+"""Shows runs on a terminal: summaries, tables, lists.
+
+Shows all text that comes from a run as plain text.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "b
 
 
 def quantity(value: float | None) -> str:
-    """A number of anything per second, in four characters or so: 873, 12.3k, 1.20M."""
+    """Formats a rate in about four characters: 873, 12.3k, 1.20M."""
     if value is None:
         return "–"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -48,7 +51,7 @@ def quantity(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time: 0:05, 12:30, 3:00:07, 2d 04:10."""
+    """Formats a duration: 0:05, 12:30, 3:00:07, 2d 04:10."""
     whole = max(0, round(seconds))
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -63,12 +66,12 @@ def loss_text(value: float | None) -> str:
 
 
 def clock(when: float) -> str:
-    """Local time of day."""
+    """Formats the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def date_and_clock(when: float) -> str:
-    """Local date and time of day."""
+    """Formats the local date and time of day."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
@@ -77,19 +80,19 @@ def state_text(state: str | None) -> Text:
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """The axes longer than 1: `pp 2 · fsdp 2`; `1 rank` when there are none."""
+    """Formats the axes longer than 1: `pp 2 · fsdp 2`; `1 rank` if there are none."""
     return " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 rank"
 
 
 def rank_label(coordinates: Mapping[str, int], mesh: Mapping[str, int]) -> str:
-    """`pp0-fsdp1`, as in the rank's process title."""
+    """Formats coordinates as in the rank's process title: `pp0-fsdp1`."""
     axes = ("pp", "dp_replicate", "fsdp", "cp")
     sizes = Coordinates(**{axis: mesh.get(axis, 1) for axis in axes})
     return Coordinates(**{axis: coordinates.get(axis, 0) for axis in axes}).label(sizes)
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and values in two columns, indented."""
+    """Lays out names and values in two columns, indented."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -99,7 +102,7 @@ def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
 
 
 def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) -> RenderableType | None:
-    """The loss of a run's history; None when there is nothing to draw yet."""
+    """Draws the loss of a run's history; None if there is nothing to draw yet."""
     lines = loss_curve(
         [(row["step"], row["loss"]) for row in rows],
         width=min(width, console.width - 4),
@@ -109,7 +112,7 @@ def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) 
 
 
 def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], console: Console) -> RenderableType:
-    """All there is to say of a run: how far, how fast, where, what failed, its ranks, its loss curve."""
+    """Shows the state of a run: progress, speed, mesh, error, ranks and loss curve."""
     step, steps = status["step"], status["steps"]
     share = f"  ({100 * step // steps} %)" if steps else ""
     head = Text.assemble((status["run"], "bold"), "  ", state_text(status["state"]))
@@ -136,7 +139,7 @@ def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], co
 
 
 def ranks_table(status: Mapping[str, Any]) -> Table:
-    """One line per rank: where it sits in the mesh and in the cluster, and how it is."""
+    """Shows one line per rank: its place in the mesh, its node, its process and its state."""
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("rank", justify="right")
     for name in ("place", "node", "pid", "state"):
@@ -154,7 +157,7 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
 
 
 def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> RenderableType:
-    """One line per run; what failed in a line of its own below."""
+    """Shows one line per run. Lists errors below the table."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name, justify in (("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right")):
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
@@ -181,7 +184,10 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> 
 
 
 def show_event(console: Console, event: Event, *, date: bool = False) -> None:
-    """Prints one event: time, kind, words and cause, where. Off a terminal it is one line, for grep."""
+    """Prints one event: time, kind, message and cause, place.
+
+    Without a terminal it is a single line, for grep.
+    """
     when = date_and_clock(event.time) if date else clock(event.time)
     kind = Text(f"{event.kind:<15}", style=_EVENT_STYLES.get(event.kind, "cyan"))
     if console.is_terminal:
@@ -204,12 +210,12 @@ def _event_words(event: Event) -> Text:
 
 
 def log_text(line: LogLine, widest: int) -> Text:
-    """`pp0-fsdp1 | words`, each rank's tag in a colour of its own."""
+    """Formats a log line as `pp0-fsdp1 | text`. Each rank's tag has its own colour."""
     tag = log_tag(line)
     colour = "white" if line.rank is None else _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
     return Text.assemble((f"{tag:<{widest}} | ", colour), line.text)
 
 
 def log_tag(line: LogLine) -> str:
-    """Who speaks."""
+    """Returns the tag of the rank, or of the controller, that wrote a line."""
     return line.label or ("controller" if line.rank is None else f"rank{line.rank}")

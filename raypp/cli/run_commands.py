@@ -1,4 +1,4 @@
-"""`raypp submit | save | stop`: start a run, and steer one that goes on."""
+"""`raypp submit | save | stop`: start a run and control it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from raypp.storage import ObjectStore, StoreError, open_store
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
 _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
-_LEAVING_S = 30.0
-_LEAVING_POLL_S = 0.3
+_JOB_END_WAIT_S = 30.0
+_JOB_END_POLL_S = 0.3
 
 
 @click.command("submit")
@@ -52,18 +52,19 @@ _LEAVING_POLL_S = 0.3
 @click.option(
     "--address",
     metavar="A",
-    help="The cluster's dashboard, http://host:8265.  [default: RAYPP_ADDRESS, then the embedded cluster]",
+    help="URL of the cluster's dashboard, http://host:8265.  [default: RAYPP_ADDRESS, then the embedded cluster]",
 )
-@click.option("--detach", is_flag=True, help="Return when the cluster has accepted the run.")
+@click.option("--detach", is_flag=True, help="Return once the cluster has accepted the run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-@click.option("--dry-run", is_flag=True, help="Check everything, the store and the cluster too; start nothing.")
-@click.option("--resume", is_flag=True, help="Go on with the run of this name, from its newest checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Check everything, including the store and the cluster. Start nothing.")
+@click.option("--resume", is_flag=True, help="Resume the run of this name from its newest checkpoint.")
 def submit_command(
     job: Path, overrides: tuple[str, ...], address: str | None, detach: bool, as_json: bool, dry_run: bool, resume: bool
 ) -> None:
-    """Check JOB, send it to the cluster, and follow the run to its end.
+    """Check JOB, submit it to the cluster, and follow the run to its end.
 
-    Ctrl-C leaves the run going. The exit code is the run's: 0 when it succeeded, 1 when it failed.
+    The run continues after Ctrl-C. The exit code is that of the run: 0 if it succeeded, 1 if it
+    failed.
     """
     file = load_checked_job(job, overrides)
     if not resume:
@@ -91,7 +92,7 @@ def submit_command(
         err=as_json,
     )
     if detach:
-        _say_how_to_come_back(place, as_json)
+        _print_follow_commands(place, as_json)
         if as_json:
             _print_json({**dict.fromkeys(_JSON_KEYS), "run": place.name, "state": str(RunState.PENDING)})
         return
@@ -101,76 +102,83 @@ def submit_command(
 @click.command("save")
 @click.argument("run")
 def save_command(run: str) -> None:
-    """Write a checkpoint of RUN now; return when it is committed."""
-    place, reader, cluster = _living(run)
+    """Save a checkpoint of RUN now. Returns when it is committed."""
+    place, reader, cluster = _active_run(run)
     answer = client.command_run(cluster, place.name, "save")
     if not answer["found"]:
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     if answer["committed"] is None:
-        raise CheckpointError(Problem("RUN", answer["what"], f"`raypp events {place.name}` tells what happened"))
+        raise CheckpointError(Problem("RUN", answer["what"], f"see `raypp events {place.name}` for the cause"))
     click.echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
 
 
 @click.command("stop")
 @click.argument("run")
-@click.option("--no-save", is_flag=True, help="End it at once, without a last checkpoint.")
+@click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
-    """End RUN after a last checkpoint; return when it has ended."""
-    place, reader, cluster = _living(run)
+    """Stop RUN after a final checkpoint. Returns when the run has ended."""
+    place, reader, cluster = _active_run(run)
     answer = client.command_run(cluster, place.name, "stop-now" if no_save else "stop")
     if not answer["found"]:
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     if answer["state"] is None:
         raise UnreachableError(
-            Problem("RUN", f"{place.name} was asked to stop and has not ended yet", "use --no-save to end it at once")
+            Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
         )
     checkpoint = answer["checkpoint"] or "none"
     click.echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
 
 
-# submit, step by step ---------------------------------------------------------------------------------
+# submit: the steps
+# ------------------------------------------------------------------------------------
 
 
 def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
-    """A new run needs a free name, a resume a run whose checkpoints (if it has any yet) still fit."""
+    """Checks that a new run's name is free, or that a resumed run's checkpoints fit the job."""
     name = file.job.name
     exists = store.head(f"{name}/spec.json") is not None
     if exists and not resume:
         problem = Problem(
             "name",
-            f"a run named {name!r} is already at {store.url}",
-            "go on with it (`raypp submit --resume`), or choose another name (`--set name=…`)",
+            f"a run named {name!r} already exists at {store.url}",
+            "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)",
         )
         raise JobError(file.locate(problem))
     if resume and not exists:
         hint = known_runs.hint_of_names(name, runs_below(store), "`--set name={}`")
-        fix = "without --resume a new run begins" + (f"; {hint}" if hint else "")
-        problem = Problem("name", f"there is no run named {name!r} at {store.url} to go on with", fix)
+        fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
+        problem = Problem("name", f"there is no run named {name!r} at {store.url} to resume", fix)
         raise JobError(file.locate(problem))
-    # Before the first checkpoint there is nothing that a change could make unusable: wrong data can be put right.
+    # Before the first checkpoint a change to the job cannot make anything unusable, so mistakes can
+    # be corrected.
     if resume and list_checkpoints(store, name) and (problems := check_resume(read_spec(store, name), file.job)):
         raise JobError(file.locate(problem) for problem in problems)
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    """A run that has ended is given a moment: its driver has yet to hear of the end, and Ray of the driver's."""
+    """Refuses a name whose run is still active.
+
+    Waits a little for the Ray job of a run that has ended.
+
+    The run's driver and Ray notice the end of a run with a delay.
+    """
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
-    end = time.monotonic() + _LEAVING_S
+    end = time.monotonic() + _JOB_END_WAIT_S
     while is_final(reader.status()):
         jobs = known_runs.living_jobs(cluster.dashboard, place)
         if not jobs:
-            return  # its controller may stay a little longer; the next submission sends it away
+            return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
-            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_LEAVING_S:.0f} s later"
-            fix = f"wait until the Ray dashboard shows its end, or end it: `ray job stop {jobs[0]}`"
+            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
+            fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {jobs[0]}`"
             raise JobError(Problem("name", what, fix))
-        time.sleep(_LEAVING_POLL_S)
+        time.sleep(_JOB_END_POLL_S)
     if known_runs.controller_alive(place):
         raise JobError(
             Problem(
                 "name",
-                f"a run named {job.name!r} goes on in this cluster",
-                f"follow it with `raypp status {job.name} --watch`, end it with `raypp stop {job.name}`, "
+                f"a run named {job.name!r} is active in this cluster",
+                f"follow it with `raypp status {job.name} --watch`, stop it with `raypp stop {job.name}`, "
                 "or choose another name",
             )
         )
@@ -184,10 +192,13 @@ def _write_spec(job: Job, store: ObjectStore, resume: bool) -> None:
 
 
 def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tuple[RunPlace, LiveView]:
-    """Hands the run over and writes it down; a new name is free again when the cluster does not take it."""
+    """Submits the run and remembers it.
+
+    Frees a new run's name again if the cluster does not accept it.
+    """
     view = LiveView()
     if resume:
-        view.leave_out_the_past(RunReader(store, job.name))
+        view.skip_earlier_records(RunReader(store, job.name))
     try:
         submission = client.submit_run(job, cluster, store.url)
     except RayppError:
@@ -200,7 +211,7 @@ def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tup
 
 
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
-    """Shows the run until its end; returns the run's exit code."""
+    """Shows the run until it ends. Returns the run's exit code."""
     if as_json:
         view.console.file = sys.stderr
     watch = _JobWatch(cluster, place)
@@ -208,13 +219,15 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         try:
             status = view.follow(place, reader, watch.over)
         except StoreError as error:
-            click.echo(f"the run's records cannot be read from here ({error}); showing the Ray job's log", err=True)
+            click.echo(
+                f"cannot read the run's records from here ({error}); showing the Ray job's log instead", err=True
+            )
             return watch.tail_log()
         code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
-        click.echo(f"\n{place.name} goes on without you", err=True)
-        _say_how_to_come_back(place, True)
+        click.echo(f"\n{place.name} continues in the cluster", err=True)
+        _print_follow_commands(place, True)
         return EXIT_INTERRUPTED
     if as_json:
         _print_json(status)
@@ -222,7 +235,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
 
 
 class _JobWatch:
-    """The Ray job of a run, looked at now and then."""
+    """The Ray job of a run, polled at intervals."""
 
     def __init__(self, cluster: Cluster, place: RunPlace) -> None:
         self._dashboard = cluster.dashboard
@@ -233,9 +246,9 @@ class _JobWatch:
         self.job: dict[str, Any] | None = None
 
     def over(self) -> bool:
-        """Whether the job ended a while ago and nothing leads the run: whatever the records say then, no more comes.
+        """Whether no more records will come: the job ended a while ago and no controller runs.
 
-        A controller outlives its job's driver, and leads the run to its end without it.
+        A controller can outlive its job's driver and lead the run to its end without it.
         """
         now = time.monotonic()
         if now - self._looked < _JOB_POLL_S:
@@ -250,12 +263,15 @@ class _JobWatch:
         try:
             self.job = self._dashboard.job(self._id)
         except RayppError:
-            return  # the records tell how the run goes; a cluster that does not answer is no end
+            return  # the records show the run's progress; a cluster that does not respond does not mean the end
         if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
             self._ended = time.monotonic()
 
     def exit_code(self, status: dict[str, Any], reader: RunReader) -> int:
-        """The run's exit code, as its records tell it, else its driver's. Waits a little for the driver's end."""
+        """Returns the run's exit code from its records, else its driver's.
+
+        Waits a little for the driver to end.
+        """
         for _ in range(50):
             self._look()
             if self._ended is not None:
@@ -263,15 +279,15 @@ class _JobWatch:
             time.sleep(0.1)
         if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
             return EXIT_OK
-        code = _told_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
+        code = _recorded_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
         code = (self.job or {}).get("driver_exit_code") if code is None else code
         if not is_final(status):
-            message = (self.job or {}).get("message") or "it is gone"
+            message = (self.job or {}).get("message") or "it no longer exists"
             click.echo(f"the run's Ray job ended before the run did: {message}", err=True)
         return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
 
     def tail_log(self) -> int:
-        """Prints the job's log until the job ends; returns its exit code."""
+        """Prints the job's log until the job ends. Returns its exit code."""
         shown = 0
         while True:
             self._look()
@@ -284,33 +300,36 @@ class _JobWatch:
             time.sleep(_JOB_POLL_S / 2)
 
 
-def _told_exit_code(reader: RunReader) -> int | None:
+def _recorded_exit_code(reader: RunReader) -> int | None:
     ends = [event for event in reader.events() if event.kind == "failed"]
     code = ends[-1].details.get("exit_code") if ends else None
     return code if isinstance(code, int) else None
 
 
-def _say_how_to_come_back(place: RunPlace, err: bool) -> None:
+def _print_follow_commands(place: RunPlace, err: bool) -> None:
     click.echo(f"  follow it:  raypp status {place.name} --watch", err=err)
     click.echo(f"  its output: raypp logs {place.name} --follow", err=err)
-    click.echo(f"  end it:     raypp stop {place.name}", err=err)
+    click.echo(f"  stop it:    raypp stop {place.name}", err=err)
 
 
 def _print_json(status: dict[str, Any]) -> None:
     click.echo(json.dumps({key: status.get(key) for key in _JSON_KEYS}))
 
 
-# save and stop ----------------------------------------------------------------------------------------
+# save and stop
+# ----------------------------------------------------------------------------------------
 
 
-def _living(run: str) -> tuple[RunPlace, RunReader, Cluster]:
+def _active_run(run: str) -> tuple[RunPlace, RunReader, Cluster]:
     place, reader = find_run(run)
     status = reader.status()
     if is_final(status):
-        raise _over(place, reader)
+        raise _not_active(place, reader)
     return place, reader, known_runs.cluster_of(place)
 
 
-def _over(place: RunPlace, reader: RunReader) -> JobError:
+def _not_active(place: RunPlace, reader: RunReader) -> JobError:
     state = present_status(place, reader)["state"]
-    return client.no_such_controller(place.name, state if RunState(state).final else f"{state} by its records")
+    return client.no_such_controller(
+        place.name, state if RunState(state).final else f"{state} according to its records"
+    )

@@ -1,4 +1,4 @@
-"""A schedule as a small chart: one line per pipeline rank, time to the right."""
+"""Draws a schedule as a small chart: one line per pipeline rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ IDLE = "·"
 
 
 def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
-    """Draws what each pipeline rank does when.
+    """Draws the actions of each pipeline rank over time.
 
-    A forward is its microbatch's number (`stage.number` where a rank has several stages), a backward its number and a
-    bar, idle time dots. A chart wider than `width` columns is cut, with `…`.
+    A forward is shown as its microbatch's number (`stage.number` if a rank has several stages), a
+    backward as its number followed by a bar, idle time as dots. A chart wider than `width` columns
+    is truncated with `…`.
 
     Args:
-        ranks: Each rank's actions, times in units of a forward.
-        width: Columns there are.
+        ranks: Each rank's actions, with times in units of a forward.
+        width: Available columns.
     """
     several = any(len({slot.action.stage for slot in row}) > 1 for row in ranks.values())
     rows = {rank: [(slot, _label(slot, several)) for slot in row] for rank, row in ranks.items()}
@@ -30,7 +31,7 @@ def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
     head = max((len(f"pp{rank}") for rank in ranks), default=0) + 2
     room = max(width - head, 8)
     longest = max((len(label) for row in rows.values() for _, label in row), default=1)
-    # Columns per unit of time: room for a label and a blank, and one more where the whole chart still fits.
+    # Columns per unit of time: a label and a space, and one more if the whole chart still fits.
     scale = longest + 2 if end * (longest + 2) <= room else longest + 1
     text = Text(no_wrap=True)
     for rank, row in rows.items():
@@ -42,7 +43,7 @@ def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
         if any(slot.action.kind == kind for row in ranks.values() for slot in row):
             text.append(f"0{FILLS[kind] * 2}", style=STYLES[kind])
             text.append(f" {NAMES[kind]}   ", style="dim")
-    text.append(f"{IDLE} idle" + ("   … goes on" if end * scale > room else ""), style="dim")
+    text.append(f"{IDLE} idle" + ("   … truncated" if end * scale > room else ""), style="dim")
     return text
 
 
@@ -64,5 +65,5 @@ def _line(row: Sequence[tuple[Slot, str]], columns: int, scale: int) -> Text:
 
 
 def _idle(start: int, end: int, scale: int) -> str:
-    """A dot for each unit of time, in the columns where numbers would begin."""
+    """Draws a dot for each idle unit of time, in the columns where numbers would begin."""
     return "".join(IDLE if column % scale == 0 else " " for column in range(start, end))

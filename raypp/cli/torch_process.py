@@ -1,4 +1,4 @@
-"""Questions to a process that may import torch; the command line itself does not."""
+"""Runs code that needs torch in a separate process, because the command line never imports it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from raypp.errors import RunFailedError
 
 
 def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
-    """The answer of a module's `main`, which reads one JSON object and prints another as its last line.
+    """Calls a module's `main` in a new process and returns its answer.
+
+    `main` reads one JSON object and prints another as its last line.
 
     Args:
         module: For example `raypp.measure.parity`.
-        request: What it reads.
-        name: Of what it does, for people: "the comparison".
+        request: The object it reads.
+        name: Name of its task in error messages: "the comparison".
 
     Raises:
-        RunFailedError: It told an error, or ended without an answer.
+        RunFailedError: It reported an error, or ended without an answer.
     """
-    # -P: the working directory is no place to import from. Not -m: the ranks' processes would run the module twice.
+    # -P: do not import from the working directory. Not -m: the ranks' processes would run the
+    # module twice.
     program = f"import sys; from {module} import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if not lines:
-        raise RunFailedError(f"{name} ended with exit code {done.returncode} and without an answer")
+        raise RunFailedError(f"{name} ended with exit code {done.returncode} and without a result")
     answer: dict[str, Any] = json.loads(lines[-1])
     if "error" in answer:
         raise RunFailedError(answer["error"])

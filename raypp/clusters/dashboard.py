@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
+from raypp.retry import Backoff
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
-_AGENT_PATIENCE_S = 30.0
+_AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
 
 
 class DashboardError(RayppError):
@@ -179,16 +179,15 @@ class Dashboard:
             DashboardError: The cluster refused, for instance because the id is taken (Ray's
                 response is then 500).
         """
-        end = time.monotonic() + _AGENT_PATIENCE_S
-        while True:
-            try:
-                answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
-                return str(answer.get("submission_id") or answer["job_id"])
-            except DashboardError as error:
-                # The agent that runs drivers starts some seconds after a new head answers.
-                if "No available agent" not in str(error) or time.monotonic() > end:
-                    raise
-                time.sleep(0.3)
+
+        def submit() -> str:
+            answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
+            return str(answer.get("submission_id") or answer["job_id"])
+
+        # The agent that runs drivers starts some seconds after a new head answers.
+        return _AGENT_RETRY.call(
+            submit, lambda error: isinstance(error, DashboardError) and "No available agent" in str(error)
+        )
 
     def job(self, submission_id: str) -> dict[str, Any] | None:
         """Returns a job's record (`status`, `message`, `driver_exit_code` …) if it exists."""

@@ -1,1 +1,1 @@
-"""Ray: the embedded cluster, submission, the controller and its state machine, the worker actors."""
+"""Runs on a Ray cluster: submission, the controller and its state machine, and the workers."""

@@ -1,4 +1,4 @@
-"""From the exception that ended a rank to a kind of failure, with the evidence."""
+"""Classifies the exception that ended a rank as a kind of failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
 
 
 def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
-    """The evidence an exception leaves."""
+    """Returns the failure record of a rank that an exception ended."""
     kind, cause = kind_and_cause(error)
     return RankFailure(
         rank=seat.rank,
@@ -35,10 +35,10 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
 
 
 def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
-    """What kind of failure an exception is, and what happened in words.
+    """Returns the kind of failure of an exception, and the cause as text.
 
-    The exception declares its kind (`RayppError.failure_kind`). Where that is only a symptom, or where it declares
-    none, what caused the exception is looked at, too.
+    An exception declares its kind (`RayppError.failure_kind`). When that is only a symptom, or when
+    it declares none, the exceptions that caused it count, too.
     """
     declared = error.failure_kind if isinstance(error, RayppError) else None
     text = in_words(error)
@@ -51,7 +51,7 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
         return declared, text
     for inner in causes(error):
         if isinstance(inner, MemoryError) or any(sign in str(inner) for sign in _NO_HOST_MEMORY):
-            return FailureKind.OUT_OF_MEMORY, f"the host's memory is not enough: {text}"
+            return FailureKind.OUT_OF_MEMORY, f"the host is out of memory: {text}"
     if declared is not None:
         return declared, f"{declared.traits.words}: {text}" if declared is FailureKind.STORE_DOWN else text
     place = None if isinstance(error, RayppError) else place_in_user_code(error)
@@ -59,8 +59,8 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
 
 
 def place_in_user_code(error: BaseException) -> str | None:
-    """`file:line (function)` of the innermost frame that is neither raypp's nor a library's: a model or data of the
-    user's own; None when there is none."""
+    """Returns `file:line (function)` of the innermost frame that is neither raypp's nor a
+    library's, that is, of the user's own model or data code; None when there is none."""
     own = tuple(f"{Path(path).resolve()}{os.sep}" for path in _library_paths())
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

@@ -1,4 +1,4 @@
-"""Submitting runs to a cluster, and handing commands to their controllers."""
+"""Submits runs to a cluster, and sends commands to their controllers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResou
 from raypp.clusters.find import Cluster
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.package import build_package
-from raypp.control.protocol import RunRequest
+from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest
 from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
@@ -41,11 +41,12 @@ class Submission:
 
 
 def check_resources(job: Job, cluster: Cluster) -> str:
-    """Which device the ranks will use, when enough are free.
+    """Returns the device the ranks will use, when enough are free.
 
     Raises:
         UnreachableError: The cluster does not answer.
-        ResourcesError: Fewer free devices than ranks; says how many are free, where, and what mesh would fit.
+        ResourcesError: There are fewer free devices than ranks; names the free ones and a mesh that
+            fits.
     """
     nodes = cluster.dashboard.nodes()
     world, cpus = job.mesh.world, job.resources.cpus_per_rank
@@ -86,7 +87,8 @@ def _way_out(job: Job, free: int, device: str, cluster: Cluster) -> str:
 
 
 def fitting_mesh(job: Job, free: int) -> str | None:
-    """The largest mesh of at most `free` ranks with the job's other axes: fewer fsdp, then fewer pp; None if none."""
+    """Returns the overrides for the largest mesh of at most `free` ranks; None when there is
+    none."""
     mesh = job.mesh
     candidates = []
     for pp in range(1, mesh.pp + 1):
@@ -104,23 +106,30 @@ def fitting_mesh(job: Job, free: int) -> str | None:
 
 
 def submit_run(
-    job: Job, cluster: Cluster, url: str, *, rank_function: str | None = None, relays: dict[str, int] | None = None
+    job: Job,
+    cluster: Cluster,
+    url: str,
+    *,
+    rank_function: str | None = None,
+    relays_from_ranks: int = RELAYS_FROM_RANKS,
 ) -> Submission:
-    """Gives a checked job to the cluster as a Ray job; returns when it is accepted.
+    """Submits a checked job to the cluster as a Ray job; returns when it is accepted.
 
     Args:
-        job: Its spec is in the store already.
-        url: Of the store, in its absolute form.
-        rank_function, relays: For tests, see `RunRequest`.
+        job: Its spec must be in the store already.
+        url: The store's absolute URL.
+        rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
     Raises:
-        UnreachableError: The cluster does not answer, or does not take the job.
+        UnreachableError: The cluster does not answer, or refuses the job.
     """
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = collect(SETTINGS, dict(os.environ))
     if cluster.embedded is not None:
         settings |= collect(PROFILE, dict(os.environ))
-    request = RunRequest(job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays or {})
+    request = RunRequest(
+        job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays_from_ranks
+    )
     private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
     name, content = build_package(request, private, own_files(job))
     environment = {
@@ -137,15 +146,17 @@ def submit_run(
     try:
         accepted = cluster.dashboard.submit_job(document)
     except DashboardError as error:
-        raise UnreachableError(Problem("address", f"the cluster did not take the job: {error}")) from None
+        raise UnreachableError(Problem("address", f"the cluster refused the job: {error}")) from None
     return Submission(accepted, cluster.address)
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
-    """The submitter's credentials; from AWS_PROFILE too, since a profile's file is on this machine only.
+    """Returns the submitter's credentials, including those of AWS_PROFILE, whose file is on this
+    machine only.
 
     Args:
-        here: The ranks run on this machine: then the profile's name is enough, and keys that end are asked for anew.
+        here: The ranks run on this machine: then the profile's name is enough, and expired keys can
+            be renewed.
     """
     found = collect(SECRETS, dict(os.environ))
     if "AWS_ACCESS_KEY_ID" not in found and os.environ.get("AWS_PROFILE") and not here:
@@ -156,11 +167,11 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
             frozen = keys.get_frozen_credentials()
             values = (frozen.access_key, frozen.secret_key, frozen.token)
             found |= {name: value for name, value in zip(STORES.get("s3").secrets, values, strict=True) if value}
-            end = getattr(keys, "_expiry_time", None)  # botocore tells it nowhere else
+            end = getattr(keys, "_expiry_time", None)  # botocore has no public way to ask
             if end is not None:
                 log.warning(
-                    "the keys of AWS_PROFILE=%s end at %s, and the run cannot renew them: "
-                    "give the nodes a role or a profile of their own for longer runs",
+                    "the keys of AWS_PROFILE=%s expire at %s, and the run cannot renew them: "
+                    "for longer runs give the nodes their own role or profile",
                     os.environ["AWS_PROFILE"],
                     end.isoformat(timespec="minutes"),
                 )
@@ -168,13 +179,13 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
 
 
 def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
-    """Hands `save`, `stop` or `stop-now` to a run's controller, and waits until it is done.
+    """Sends `save`, `stop` or `stop-now` to a run's controller, and waits until it is done.
 
-    On the embedded cluster a short-lived process of this machine joins it; anywhere else a tiny Ray job does
-    the same, so that only the dashboard's address is needed.
+    On the embedded cluster a short-lived process of this machine does it, on other clusters a small
+    Ray job, so that only the dashboard's address is needed.
 
     Returns:
-        What `driver.command` returns.
+        The result of `driver.command`.
     """
     if cluster.embedded is not None:
         return _by_process(cluster, run, command)
@@ -217,10 +228,10 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
 
 
 def answer_in(output: str, errors: str) -> dict[str, Any]:
-    """The JSON object on the last line that has one.
+    """Returns the JSON object on the last line that has one.
 
     Raises:
-        UnreachableError: There is none; the end of the errors is told.
+        UnreachableError: There is none; the message holds the end of the errors.
     """
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
@@ -230,7 +241,8 @@ def answer_in(output: str, errors: str) -> dict[str, Any]:
 
 
 def python_of(cluster: Cluster) -> str:
-    """The interpreter on the nodes: this one when the head is this machine, else the first on the raylet's PATH."""
+    """Returns the nodes' interpreter: this one when the head is this machine, else `python` on the
+    raylet's PATH."""
     if cluster.embedded is not None:
         return shlex.quote(cluster.embedded.python)
     here = any(node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
@@ -242,6 +254,6 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
 
 
 def no_such_controller(run: str, state: str) -> JobError:
-    """The run a command is for is over."""
-    fix = f"`raypp submit JOB --resume --set name={run}` goes on with it"
-    return JobError(Problem("RUN", f"{run} is {state}; nothing leads it now", fix))
+    """Returns the error of a command for a run that has ended."""
+    fix = f"`raypp submit JOB --resume --set name={run}` resumes it"
+    return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

@@ -1,4 +1,5 @@
-"""The controller: a detached, restartable, named actor. What others call is here; `leader` does the leading."""
+"""The controller: a detached, restartable, named actor. Others call its methods; `leader` leads the
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import ray
 from raypp.control import machine as m
 from raypp.control.credentials import load_private_environment
 from raypp.control.leader import Leader, start_thread
-from raypp.control.protocol import Answer, Batch, Outcome, Parcel, RunRequest, Word
+from raypp.control.protocol import BatchAnswer, Outcome, RelayAnswer, RelayReport, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
@@ -23,10 +24,10 @@ _UNWATCHED_S = 5.0
 class Controller:
     """Leads one run from its first attempt to its end.
 
-    Ray calls the methods in threads; one thread of its own does all the deciding.
+    Ray calls the methods in several threads; one separate thread makes all decisions.
 
     Args:
-        request: The run. A later life of the actor gets the same one.
+        request: The run. Ray restarts the actor with the same one.
     """
 
     def __init__(self, request: RunRequest) -> None:
@@ -37,7 +38,7 @@ class Controller:
         context = ray.get_runtime_context()
         self._request = request
         self._read = threading.Event()
-        self._watched_at = time.monotonic()  # who followed an earlier life looks for this one now
+        self._watched_at = time.monotonic()  # followers of a killed process look for this one now
         self._handle = context.current_actor
         self._leader = Leader(request, self._handle, context.was_current_actor_reconstructed)
         self._thread = start_thread(self._leader, self._go)
@@ -45,38 +46,38 @@ class Controller:
     def __repr__(self) -> str:
         return f"raypp/{self._request.run}"
 
-    def report(self, batch: Batch) -> Answer:
-        """A worker's news."""
-        return self._leader.take(batch)
+    def report(self, batch: ReportBatch) -> BatchAnswer:
+        """Takes a worker's reports."""
+        return self._leader.intake.report(batch)
 
-    def relay(self, parcel: Parcel) -> Word:
-        """The news of many workers, by a relay."""
-        return self._leader.take_parcel(parcel)
+    def relay(self, report: RelayReport) -> RelayAnswer:
+        """Takes the reports of many workers, sent by a relay."""
+        return self._leader.intake.relay_report(report)
 
     def alive(self) -> None:
-        """Answers, and that is all: a worker that has nothing to tell wants to know whether it is led."""
+        """Answers: an idle worker or relay checks whether the controller is there."""
 
     def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, Outcome | None]:
-        """The lines told since `cursor`, the next cursor, and the outcome once there is one."""
+        """Returns the lines since `cursor`, the next cursor, and the outcome once there is one."""
         self._watched_at = time.monotonic()
         outcome = self._leader.outcome
         lines, after = self._leader.record.lines_since(cursor, patience_s if outcome is None else 0.0)
         return lines, after, self._leader.outcome if not lines else None
 
     def save(self, patience_s: float = 120.0) -> dict[str, Any]:
-        """Asks for a checkpoint of the present step and waits for its commit.
+        """Requests a checkpoint of the current step and waits for its commit.
 
         Returns:
-            `committed` (a step or None) and `what`, for people.
+            `committed` (a step or None) and `what`, a message.
         """
         leader = self._leader
         at = leader.record.step
-        if leader.machine.phase is not m.Phase.RUNNING:
+        if leader.machine.phase is not m.RunPhase.RUNNING:
             return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
         if at == 0 and leader.machine.committed_step is None:
             at = 1
         if (leader.machine.committed_step or 0) < at:
-            leader.save_wanted = True
+            leader.intake.save_wanted = True
         end = time.monotonic() + patience_s
         while (leader.machine.committed_step or 0) < at:
             if leader.outcome is not None or time.monotonic() > end:
@@ -85,11 +86,11 @@ class Controller:
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
     def stop(self, save: bool = True) -> None:
-        """Asks the run to end; returns at once."""
-        self._leader.ask_to_stop(save)
+        """Requests the end of the run; returns at once."""
+        self._leader.intake.request_stop(save)
 
     def outcome(self, patience_s: float = 0.0) -> Outcome | None:
-        """How the run ended, waiting for it at most so long."""
+        """Returns how the run ended, waiting up to `patience_s` for it."""
         end = time.monotonic() + patience_s
         while self._leader.outcome is None and time.monotonic() < end:
             self._watched_at = time.monotonic()
@@ -97,20 +98,27 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """The present status, who this is, and how many parcels of relays came to it."""
+        """Returns the current status, this process' id, and how many relay reports it has
+        processed."""
         leader = self._leader
-        return {**leader.record.status().as_dict(), "controller_pid": os.getpid(), "parcels": leader.parcels}
+        return {
+            **leader.record.status().as_dict(),
+            "controller_pid": os.getpid(),
+            "relay_reports": leader.intake.relay_reports,
+        }
 
     def over_for_another(self, submission_id: str) -> bool:
-        """Whether this controller has ended its run, and the asker is the Ray job of a later one of that name."""
+        """Returns whether this controller has ended its run and the caller is the Ray job of a
+        newer submission."""
         return self._leader.outcome is not None and submission_id != self._request.submission_id
 
     def dismiss(self) -> None:
-        """The outcome has been read: the controller may go."""
+        """Lets the controller exit: its outcome has been read."""
         self._read.set()
 
     def _go(self) -> None:
-        """The run is over. Whoever follows it reads the outcome first; a driver that is gone is not waited for."""
+        """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
+        follows."""
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
         time.sleep(0.2)  # let the answer to `dismiss` get out

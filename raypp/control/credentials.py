@@ -1,7 +1,7 @@
-"""The private file that carries a submitter's store credentials to the processes of its run.
+"""The private file that carries a submitter's store credentials to the processes of a run.
 
-Ray shows a job's env_vars on its dashboard, so keys travel in the job's package instead. Every process of the
-run calls `load_private_environment` before it opens a store.
+Ray shows a job's env_vars on its dashboard, so keys travel in the job's package instead. Every
+process of the run calls `load_private_environment` before it opens a store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from raypp.kinds import STORES
 
 FILE = "raypp-private.json"
 SECRETS = (*(name for store in STORES for name in store.secrets), "HF_TOKEN")
-"""Variables that go into the private file, never into env_vars: the credentials of every kind of store."""
+"""Variables that go into the private file, never into env_vars: the credentials of every kind of
+store."""
 SETTINGS = (
     *(name for store in STORES for name in store.settings),
     "RAYPP_STORE_PATIENCE_S",
@@ -23,20 +24,23 @@ SETTINGS = (
     "HF_HUB_OFFLINE",
     "HF_HOME",
 )
-"""Variables that anyone may see; they are passed on as env_vars."""
+"""Variables without secrets; they are passed on as env_vars."""
 
 PROFILE = tuple(name for store in STORES for name in store.files)
-"""Variables that name files of the submitter's machine; they are passed on where the ranks run on that machine."""
+"""Variables that name files of the submitter's machine; they are passed on when the ranks run on
+that machine."""
 
 _SHORTEST = 6
-"""Characters of a value that is looked for in texts; shorter ones are in too many words."""
+"""Values shorter than this are not masked: they occur in ordinary words."""
 _values: set[str] = set()
 
 
 def load_private_environment(directory: Path | None = None) -> None:
-    """Puts the file's variables into this process' environment, when the package of its job holds one.
+    """Sets the file's variables in this process' environment, when the job's package holds the
+    file.
 
-    Variables the process has already (a node's own role or keys) are replaced: the submitter's count.
+    The submitter's variables replace those that the process has already (a node's own role or
+    keys).
     """
     path = (directory or Path.cwd()) / FILE
     try:
@@ -51,7 +55,7 @@ def load_private_environment(directory: Path | None = None) -> None:
 
 
 def scrubbed(text: str) -> str:
-    """A text that is about to be written down, without the values of the private file."""
+    """Returns a text with the values of the private file masked, before it is written anywhere."""
     for value in _values:
         if value in text:
             text = text.replace(value, "***")
@@ -59,5 +63,5 @@ def scrubbed(text: str) -> str:
 
 
 def collect(names: tuple[str, ...], source: dict[str, str]) -> dict[str, str]:
-    """Those of the variables that are set."""
+    """Returns those of the variables that are set."""
     return {name: source[name] for name in names if source.get(name)}

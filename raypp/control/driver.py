@@ -1,10 +1,11 @@
 """`python -m raypp.control.driver`: the entrypoint of a run's Ray job.
 
-It starts the run's controller (or finds it), prints what that tells, and leaves with the run's exit code.
-`raypp-run.json` in the working directory says which run. SIGTERM (`ray job stop`) ends the run without a save.
+It starts the run's controller (or finds it), prints its lines, and exits with the run's exit code.
+`raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
+without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now RUN` hands a command to a living run's controller and prints
-the answer as one JSON object on the last line.
+`python -m raypp.control.driver save|stop|stop-now RUN` sends a command to a running run's
+controller and prints the answer as one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LOST_S = 60.0
 
 
 def main(arguments: list[str]) -> int:
-    """Leads or commands a run; returns the exit code."""
+    """Follows a run or sends a command to it; returns the exit code."""
     import ray
 
     load_private_environment()
@@ -36,11 +37,11 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201
         return 0
     request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
-    return _lead(request)
+    return _follow_run(request)
 
 
 def find_controller(run: str) -> Any:
-    """The living controller of a run, or None."""
+    """Returns the running controller of a run, or None."""
     import ray
 
     try:
@@ -50,14 +51,14 @@ def find_controller(run: str) -> Any:
 
 
 def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
-    """Hands a command to a run's controller and waits until it is done.
+    """Sends a command to a run's controller and waits until it is done.
 
     Args:
         name: save | stop | stop-now | facts.
 
     Returns:
-        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`, `step`,
-        `checkpoint`; for facts the status.
+        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
+        `step`, `checkpoint`; for facts the status.
     """
     import ray
 
@@ -79,7 +80,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 
 
 def _controller(request: RunRequest) -> Any:
-    """The run's controller: a new one, or the one that is there (this driver is not its first)."""
+    """Returns the run's controller: a new one, or the existing one when this driver is not its
+    first."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -93,7 +95,7 @@ def _controller(request: RunRequest) -> Any:
                 name=controller_name(request.run),
                 namespace=NAMESPACE,
                 lifetime="detached",
-                # Beside this driver, on the head, whose end ends the cluster anyway.
+                # On this driver's node, the head, whose end is the end of the cluster anyway.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
                 get_if_exists=True,
                 max_restarts=-1,
@@ -107,11 +109,11 @@ def _controller(request: RunRequest) -> Any:
                 return controller
             ray.get(controller.dismiss.remote())
         except ray.exceptions.RayActorError:
-            pass  # it went just now
+            pass  # it has just exited
         time.sleep(0.2)
 
 
-def _lead(request: RunRequest) -> int:
+def _follow_run(request: RunRequest) -> int:
     import ray
 
     controller = _controller(request)
@@ -122,7 +124,7 @@ def _lead(request: RunRequest) -> int:
     signal.signal(signal.SIGTERM, on_term)
     outcome = _follow(controller)
     if outcome is None:
-        print("the run's controller is gone; `raypp status` reads how far it came", file=sys.stderr)  # noqa: T201
+        print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
     print(f"{outcome.state.lower()}: {outcome.reason or f'step {outcome.step}'}", flush=True)  # noqa: T201
     ray.get(controller.dismiss.remote())
@@ -130,20 +132,20 @@ def _lead(request: RunRequest) -> int:
 
 
 def _follow(controller: Any) -> Outcome | None:
-    """Prints what the controller tells until it tells the outcome; None when it is gone for good."""
+    """Prints the controller's lines until it returns the outcome; None when it is gone for good."""
     import ray
 
     cursor = 0
     silent_since: float | None = None
     while True:
         try:
-            told: tuple[list[str], int, Outcome | None] = ray.get(controller.follow.remote(cursor), timeout=30)
-            lines, cursor, outcome = told
+            answer: tuple[list[str], int, Outcome | None] = ray.get(controller.follow.remote(cursor), timeout=30)
+            lines, cursor, outcome = answer
             silent_since = None
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.ActorUnavailableError:
-            cursor = 0  # a later life begins its lines anew
+            cursor = 0  # a restarted controller numbers its lines from 0
             silent_since = silent_since or time.monotonic()
             if time.monotonic() - silent_since > _LOST_S:
                 return None
@@ -160,5 +162,5 @@ def _follow(controller: Any) -> Outcome | None:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    # Ray's own shutdown takes half a second nobody has to wait for.
+    # Skips Ray's own shutdown, which takes half a second.
     os._exit(code)

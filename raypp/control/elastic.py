@@ -1,4 +1,4 @@
-"""Fits a run to the nodes there are: how many ranks it has, and which nodes it does without."""
+"""Chooses the mesh of a run by the nodes that are available, and the nodes to exclude."""
 
 from __future__ import annotations
 
@@ -10,132 +10,137 @@ from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
-from raypp.control.worker_group import Crew
+from raypp.control.worker_group import WorkerGroup
 from raypp.records import Coordinates, Event
 from raypp.recovery.elastic import Shape
 from raypp.recovery.policy import bad_nodes
 from raypp.spec.job import Job
 
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _STEADY_S = 3.0
 
 
-class Fitting:
-    """Which mesh a run should have now. Only with `recovery.elastic` is that ever another than the job's.
+class ElasticSizing:
+    """The mesh a run should have now. It differs from the job's only with `recovery.elastic`.
 
     Args:
         job: As the user wrote it.
-        tell: Takes events.
+        record_event: Takes events.
     """
 
-    def __init__(self, job: Job, tell: Callable[[Event], None]) -> None:
+    def __init__(self, job: Job, record_event: Callable[[Event], None]) -> None:
         self._job = job
-        self._tell = tell
+        self._record_event = record_event
         self.options = job.recovery.elastic_options
         self.wanted = shape_of(job)
-        self._known: dict[int, Shape | None] = {}
+        self._best: dict[int, Shape | None] = {}
         self._last: Shape | None = None
         self._why = ""
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._room_since: float | None = None
-        self._told_bad: set[str] = set()
+        self._reported_bad: set[str] = set()
 
-    def first(self) -> Shape:
-        """The mesh to begin with."""
+    def largest(self) -> Shape:
+        """Returns the mesh to start with: the largest one allowed."""
         return self.best(self.wanted.world) or self.wanted
 
     def best(self, room: int) -> Shape | None:
-        """The best mesh for so many ranks; None when there is none."""
-        if room not in self._known:
-            self._known[room] = best_for(self._job, room)
-        return self._known[room]
+        """Returns the best mesh for at most `room` ranks; None when there is none."""
+        if room not in self._best:
+            self._best[room] = best_for(self._job, room)
+        return self._best[room]
 
     def shape(self, machine: m.Machine) -> Shape:
+        """Returns the mesh of the current or next attempt."""
         return machine.shape or self.wanted
 
     def job(self, machine: m.Machine) -> Job:
-        """The job as the present attempt runs it."""
+        """Returns the job on the mesh of the current attempt."""
         return reshaped(self._job, self.shape(machine))
 
-    def of_seat(self, sizes: Coordinates) -> Shape:
-        """The mesh that a rank found at work is part of."""
+    def shape_of_seat(self, sizes: Coordinates) -> Shape:
+        """Returns the mesh to which a running rank belongs."""
         replicas = sizes.dp_replicate * sizes.fsdp
         each = self.wanted.microbatches_per_step // replicas
         return Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, each)
 
-    def go_on_with(self, shape: Shape) -> None:
-        """A later life of the controller: the last attempt had this mesh, which is told already."""
+    def resume(self, shape: Shape) -> None:
+        """Sets the mesh of the last attempt of an earlier controller process, which has recorded it
+        already."""
         self._last = shape
 
-    def prepare(self, machine: m.Machine, placement: Placement, crew: Crew) -> bool:
-        """Before an attempt: devices for its mesh, on nodes that are not left out. Another mesh has other processes.
+    def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> bool:
+        """Adapts placement and processes to the next attempt's mesh and to excluded nodes.
+
+        Another mesh needs other processes.
 
         Returns:
-            Whether the mesh is another one than before.
+            Whether the mesh has changed.
         """
         shape = self.shape(machine)
-        left_out = self._left_out(machine, placement)
+        excluded = self._excluded(machine, placement)
         last = self._last or self.wanted
         if shape != last:
-            self._tell(reshape_event(last, shape, self._why, machine.attempt))
-        if shape != last or placement.world != shape.world or not left_out <= placement.left_out:
-            crew.leave_bundles()
+            self._record_event(reshape_event(last, shape, self._why, machine.attempt))
+        if shape != last or placement.world != shape.world or not excluded <= placement.excluded:
+            workers.empty_bundles()
             placement.remove()
-        placement.world, placement.left_out = shape.world, placement.left_out | left_out
+        placement.world, placement.excluded = shape.world, placement.excluded | excluded
         self._last, self._room_since = shape, None
         return shape != last
 
-    def look(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
-        """Whether another mesh is due: asked in every turn."""
+    def check(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
+        """Returns whether another mesh is due; the leader calls it in every turn."""
         now = time.monotonic()
-        if self.options is None or machine.reshaping or now - self._looked_at < _LOOK_EVERY_S:
+        if self.options is None or machine.reshaping or now - self._checked_at < _CHECK_EVERY_S:
             return None
-        self._looked_at = now
-        if machine.phase is m.Phase.LAUNCHING:
+        self._checked_at = now
+        if machine.phase is m.RunPhase.LAUNCHING:
             return self._smaller(machine, attempt, placement)
-        if machine.phase is m.Phase.RUNNING:
+        if machine.phase is m.RunPhase.RUNNING:
             return self._larger(machine, placement, now)
         return None
 
-    def is_whole(self, machine: m.Machine) -> bool:
-        """Whether it has every rank it could have; only then are there devices to spare."""
-        return self.shape(machine).world >= self.first().world
+    def is_full_size(self, machine: m.Machine) -> bool:
+        """Returns whether the run has every rank it can have. Only then may devices be held as
+        spares."""
+        return self.shape(machine).world >= self.largest().world
 
     def _smaller(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
         assert self.options is not None
         waited = placement.waited_s()
         if attempt.phase is not AttemptPhase.PLACING or waited < max(self.options.grace_s, 2.0):
             return None
-        present, room = self.shape(machine), placement.room()
+        current, room = self.shape(machine), placement.room()
         best = self.best(room)
-        if best is None or best.world >= present.world:
+        if best is None or best.world >= current.world:
             return None
-        self._why = f"for {waited:.0f} s there was room for {room} of {present.world} ranks"
-        return m.Reshape(best, present.world)
+        self._why = f"there was room for only {room} of {current.world} ranks for {waited:.0f} s"
+        return m.Reshape(best, current.world)
 
     def _larger(self, machine: m.Machine, placement: Placement, now: float) -> m.Reshape | None:
-        present = self.shape(machine)
+        current = self.shape(machine)
         best = None
-        if not self.is_whole(machine):
-            best = self.best(placement.room(self._left_out(machine, placement)))
-        if best is None or best.world <= present.world:
+        if not self.is_full_size(machine):
+            best = self.best(placement.room(self._excluded(machine, placement)))
+        if best is None or best.world <= current.world:
             self._room_since = None
             return None
         self._room_since = self._room_since or now
         if now - self._room_since < _STEADY_S:
             return None
         self._why = f"there is room for {best.world} ranks again"
-        return m.Reshape(best, present.world)
+        return m.Reshape(best, current.world)
 
-    def _left_out(self, machine: m.Machine, placement: Placement) -> frozenset[str]:
-        """Nodes that were lost again and again, by id, when the run can do without them."""
+    def _excluded(self, machine: m.Machine, placement: Placement) -> frozenset[str]:
+        """Returns the nodes that were lost repeatedly, by id, when the run can do without them."""
         bad = bad_nodes(machine.history)
         found = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]} if bad else {}
         found = {node: address for node, address in found.items() if address in bad}
         if not found or self.best(placement.room(frozenset(found))) is None:
             return frozenset()
-        for address in sorted(set(found.values()) - self._told_bad):
-            self._told_bad.add(address)
-            words = f"{address} was lost in {bad[address]} attempts and is left out from now on"
-            self._tell(Event("node_left_out", words, attempt=machine.attempt, node=address))
+        for address in sorted(set(found.values()) - self._reported_bad):
+            self._reported_bad.add(address)
+            message = f"{address} was lost in {bad[address]} attempts and is excluded from now on"
+            self._record_event(Event("node_left_out", message, attempt=machine.attempt, node=address))
         return frozenset(found)

@@ -1,8 +1,8 @@
-"""Noticing that an attempt stands still, and saying who it waits for.
+"""Detects that an attempt hangs, and names the rank it waits for.
 
-Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and tells how long ago
-the last mark was. A rank that is frozen, or whose host is, tells nothing at all. Who is to blame is worked out by
-`raypp.recovery.waiting`.
+Every rank marks what it does (each action of the schedule, each wait, each phase of its start) and
+reports how long ago the last mark was. A frozen rank, or one on a frozen host, reports nothing.
+`raypp.recovery.hang_analysis` works out which rank is to blame.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypp.control.seats import Rank
-from raypp.recovery.waiting import Doing, find_culprit, table
+from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
 
 _START_LIMIT_S = 600.0
-_NEWS_DUE_S = 5.0  # ranks tell four times a second; a loaded machine may be late
+_HEARTBEAT_DUE_S = 5.0  # ranks send up to four a second; a loaded machine may be late
 _SLOW_STEPS = 10.0
-_SLOW_STORE = 10.0  # a rank may wait so many times as long for the upload before its own
-_OWN_LIMIT = ("finish",)  # waiting for the last upload, which has a time limit of its own
+_SLOW_STORE = 10.0  # a rank may wait this many times as long for the upload before its own
+_OWN_LIMIT = ("finish",)  # waits for the last upload, which has its own time limit
 
 
 @dataclass
-class _Sign:
-    """The last sign of life of one rank."""
+class _LastHeartbeat:
+    """The last heartbeat of one rank."""
 
-    heard: float
+    at: float
     phase: str = "starting"
     idle_s: float = 0.0
     inside: str = ""
@@ -34,7 +34,7 @@ class _Sign:
 
 @dataclass(frozen=True)
 class Stall:
-    """An attempt that stands still: the rank it waits for, and what to tell."""
+    """A hang: the rank that the attempt waits for, and the text of the failure."""
 
     rank: int
     cause: str
@@ -46,9 +46,10 @@ class HangWatch:
 
     Args:
         ranks: In rank order.
-        timeout_s: recovery.hang_timeout_s: longest a step may stand still. It grows with slow steps, and does not
-            hold before the first step, which builds, loads, compiles and connects.
-        now: Seconds, by a clock that does not jump.
+        timeout_s: recovery.hang_timeout_s: how long a step may make no progress. It grows with slow
+            steps, and does not hold before the first step, which builds, loads, compiles and
+            connects.
+        now: Seconds of a monotonic clock.
         rank_of_stage: Pipeline rank of every stage.
     """
 
@@ -56,58 +57,66 @@ class HangWatch:
         self._ranks = ranks
         self._rank_of_stage = rank_of_stage
         self._timeout_s = timeout_s
-        self._signs = [_Sign(now) for _ in ranks]
+        self._heartbeats = [_LastHeartbeat(now) for _ in ranks]
         self._steps: deque[float] = deque(maxlen=20)
 
-    def heard(self, rank: int, phase: str, idle_s: float, now: float, inside: str = "") -> None:
-        """A rank told at `now` what it does, and since when. What it told before is not news any more."""
-        if now < self._signs[rank].heard:
+    def add_heartbeat(self, rank: int, phase: str, idle_s: float, sent: float, inside: str = "") -> None:
+        """Records what a rank reported at `sent`, unless a newer heartbeat is known."""
+        if sent < self._heartbeats[rank].at:
             return
-        self._signs[rank] = _Sign(now, phase, idle_s, inside)
+        self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside)
 
-    def step_took(self, seconds: float) -> None:
+    def add_step(self, seconds: float) -> None:
+        """Records the duration of a step."""
         self._steps.append(seconds)
 
+    def oldest_heartbeat_s(self, now: float) -> float:
+        """Returns the age of the oldest of all ranks' last heartbeats."""
+        return max(now - heartbeat.at for heartbeat in self._heartbeats)
+
     def limit_s(self) -> float:
-        """How long a rank may stand still now."""
+        """Returns how long a rank may make no progress now."""
         if not self._steps:
             return max(_START_LIMIT_S, self._timeout_s)
         return max(self._timeout_s, _SLOW_STEPS * statistics.median(self._steps))
 
     def stalled(self, now: float) -> Stall | None:
-        """The stall, when there is one: every rank has stood still for too long, or one tells nothing any more."""
+        """Returns the hang: no rank has made progress for too long, or one is silent; None when
+        there is none."""
         limit = self.limit_s()
-        silent = [rank for rank, sign in enumerate(self._signs) if now - sign.heard > limit + _NEWS_DUE_S]
-        still = [rank for rank in range(len(self._signs)) if self._stands_still(rank, now, limit)]
-        if not silent and len(still) < len(self._signs):
-            return None  # a rank that moves may free the others
-        # All stand still: who has not even said so since the news was due is not merely waiting.
-        silent = silent or [rank for rank in range(len(self._signs)) if self._overdue(rank, now)]
-        doings = [self._doing(rank, now, rank in silent) for rank in range(len(self._signs))]
-        blame = find_culprit(doings, self._rank_of_stage)
-        phase = self._signs[blame.rank].phase.partition(" ")[0]
+        silent = [rank for rank, last in enumerate(self._heartbeats) if now - last.at > limit + _HEARTBEAT_DUE_S]
+        idle = [rank for rank in range(len(self._heartbeats)) if self._is_idle(rank, now, limit)]
+        if not silent and len(idle) < len(self._heartbeats):
+            return None  # a rank that makes progress may free the others
+        # All are idle. A rank whose heartbeat is overdue does not merely wait.
+        silent = silent or [rank for rank in range(len(self._heartbeats)) if self._overdue(rank, now)]
+        activities = [self._activity(rank, now, rank in silent) for rank in range(len(self._heartbeats))]
+        blame = find_culprit(activities, self._rank_of_stage)
+        phase = self._heartbeats[blame.rank].phase.partition(" ")[0]
         if phase in _OWN_LIMIT and blame.rank not in silent:
             return None
-        if phase == "save" and self._still_s(blame.rank, now) <= _SLOW_STORE * limit:
+        if phase == "save" and self._idle_s(blame.rank, now) <= _SLOW_STORE * limit:
             return None
-        return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", table(doings))
+        return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", activity_table(activities))
 
-    def _stands_still(self, rank: int, now: float, limit: float) -> bool:
-        """Whether a rank says itself that it has stood still for so long, or its news is overdue.
+    def _is_idle(self, rank: int, now: float, limit: float) -> bool:
+        """Returns whether a rank reports that it has been idle for longer than the limit, or its
+        heartbeat is overdue.
 
-        Between the two nobody knows what it does: its last mark may be of long ago, and a verdict would take a rank
-        that froze for one that waits where it was last heard of.
+        Between the two its activity is unknown: its last mark may be old, and a verdict would take
+        a frozen rank for one that waits where it last reported.
         """
-        return self._signs[rank].idle_s > limit or (self._overdue(rank, now) and self._still_s(rank, now) > limit)
+        return self._heartbeats[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
 
     def _overdue(self, rank: int, now: float) -> bool:
-        return now - self._signs[rank].heard > _NEWS_DUE_S
+        return now - self._heartbeats[rank].at > _HEARTBEAT_DUE_S
 
-    def _still_s(self, rank: int, now: float) -> float:
-        sign = self._signs[rank]
-        return sign.idle_s + now - sign.heard
+    def _idle_s(self, rank: int, now: float) -> float:
+        last = self._heartbeats[rank]
+        return last.idle_s + now - last.at
 
-    def _doing(self, number: int, now: float, silent: bool) -> Doing:
-        rank, sign = self._ranks[number], self._signs[number]
-        doing = Doing(number, rank.label, rank.coordinates, sign.phase, self._still_s(number, now), rank.node, rank.pid)
-        return replace(doing, silent=silent, inside=sign.inside)
+    def _activity(self, number: int, now: float, silent: bool) -> RankActivity:
+        rank, last = self._ranks[number], self._heartbeats[number]
+        idle_s = self._idle_s(number, now)
+        activity = RankActivity(number, rank.label, rank.coordinates, last.phase, idle_s, rank.node, rank.pid)
+        return replace(activity, silent=silent, inside=last.inside)

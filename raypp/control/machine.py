@@ -1,7 +1,7 @@
-"""The controller's state machine, pure: `step(state, event) -> (state, commands)`.
+"""The state machine of a run, pure: `step(machine, event) -> (machine, commands)`.
 
-It decides; `leader.py` carries out. So that whatever order events come in, at most one attempt is alive,
-nothing starts after the end, and a run always ends.
+It decides; `leader.py` carries out. Whatever the order of events, at most one attempt is alive,
+nothing starts after the end, and every run ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 
 
-class Phase(StrEnum):
-    """What the run is busy with, as decided here.
+class RunPhase(StrEnum):
+    """What the run does, as decided here.
 
-    How far the carrying out of one attempt has come is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
-    PLACING or STARTING, it is ENDING until the attempt is GONE, and while it is WAITING there is no attempt.
+    The progress of one attempt is `attempt.AttemptPhase`: a run is LAUNCHING while its attempt is
+    PLACING or STARTING, it is ENDING until the attempt has ENDED, and while it is WAITING there is
+    no attempt.
     """
 
     IDLE = "idle"
@@ -36,33 +37,34 @@ class Machine:
     """Everything a decision depends on.
 
     Attributes:
-        policy: Says whether the run goes on after an attempt failed.
+        policy: Decides whether the run continues after an attempt failed.
         state: What users see.
-        phase: What goes on; LAUNCHING, RUNNING and ENDING are the phases with a living attempt.
-        attempt: Number of the present or last attempt.
+        phase: What the run does; an attempt is alive in LAUNCHING, RUNNING and ENDING.
+        attempt: Number of the current or last attempt.
         restarts: Attempts started because one failed.
         committed_step: Newest commit known.
         stop: The operator wants the run to end.
         history: How attempts failed, oldest first.
-        failures: Evidence of the present attempt.
-        ending: What is to follow the present attempt, when that is decided already.
-        error: The last failure, in words.
-        shape: The mesh of the present or next attempt; None: that of the job.
-        reshaping: The present attempt ends, or is asked to, so that the next has another mesh.
+        failures: Of the current attempt.
+        finish: How the run ends after the current attempt, when that is decided already.
+        error: The last failure, as text.
+        shape: The mesh of the current or next attempt; None: that of the job.
+        reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
-        adopted: An earlier life started the present attempt, and may have asked it to end for a larger mesh.
+        adopted: An earlier controller process started the current attempt, and may have asked it to
+            end for a larger mesh.
     """
 
     policy: Policy = field(default_factory=DefaultPolicy)
     state: RunState = RunState.PENDING
-    phase: Phase = Phase.IDLE
+    phase: RunPhase = RunPhase.IDLE
     attempt: int = 0
     restarts: int = 0
     committed_step: int | None = None
     stop: bool = False
     history: tuple[AttemptEnd, ...] = ()
     failures: tuple[RankFailure, ...] = ()
-    ending: Finish | None = None
+    finish: Finish | None = None
     error: str | None = None
     shape: Shape | None = None
     reshaping: bool = False
@@ -70,37 +72,39 @@ class Machine:
     adopted: bool = False
 
 
-# Events ---------------------------------------------------------------------------------------------
+# Events -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Start:
-    """The controller is up. `attempt` is the number of the last attempt an earlier life of it started."""
+    """The controller is up. `attempt` is the number of the last attempt that an earlier controller
+    process started."""
 
     attempt: int = 0
     committed_step: int | None = None
     interrupted: bool = False
-    """An earlier life was interrupted: the next attempt is a restart."""
+    """The controller was killed and no rank is left: the next attempt is a restart."""
     adopted: bool = False
-    """The attempt that the earlier life started still lives, and is led on: no restart."""
+    """The controller was killed and its attempt is still running: the run continues without a
+    restart."""
     history: tuple[AttemptEnd, ...] = ()
-    """How attempts failed that earlier lives led."""
+    """How attempts failed under earlier controller processes."""
     shape: Shape | None = None
-    """The mesh that the last attempt had; None: that of the job."""
-    ending: Finish | None = None
+    """The mesh of the last attempt; None: that of the job."""
+    finish: Finish | None = None
     """The run is over, and no rank is left."""
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """The attempt got this number in the store."""
+    """The attempt has claimed this number in the store."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Seated:
-    """Every rank has its seat and runs."""
+    """Every rank has its seat and is running."""
 
 
 @dataclass(frozen=True)
@@ -112,37 +116,37 @@ class Committed:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """Evidence of a failure (also of the launch itself)."""
+    """A rank failed, while it ran or while it was launched."""
 
     failure: RankFailure
 
 
 @dataclass(frozen=True)
 class NoResources:
-    """The cluster can never hold the mesh as it is."""
+    """The cluster cannot hold the mesh."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """The run is better off with another mesh: a smaller one that there is room for, or a larger one again."""
+    """Another mesh is better: a smaller one for which there is room, or a larger one again."""
 
     shape: Shape
     world: int
-    """Ranks of the present mesh."""
+    """Ranks of the current mesh."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Every rank returned in order."""
+    """Every rank returned normally."""
 
     stopped: bool
 
 
 @dataclass(frozen=True)
-class AttemptGone:
-    """No process is in the attempt any more."""
+class AttemptEnded:
+    """No process takes part in the attempt any more."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class StopAsked:
     save: bool = True
 
 
-Happening: TypeAlias = (
+MachineEvent: TypeAlias = (
     Start
     | Claimed
     | Seated
@@ -166,12 +170,12 @@ Happening: TypeAlias = (
     | NoResources
     | Reshape
     | Finished
-    | AttemptGone
+    | AttemptEnded
     | DelayOver
     | StopAsked
 )
 
-# Commands -------------------------------------------------------------------------------------------
+# Commands -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,72 +185,73 @@ class Launch:
 
 @dataclass(frozen=True)
 class EndAttempt:
-    """End the attempt in every process; `AttemptGone` when that is done."""
+    """End the attempt in every process; `AttemptEnded` follows."""
 
     keep: bool = False
-    """Processes that can are to take part in another attempt."""
+    """Processes that can take part in another attempt are kept."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Hand the ranks a request."""
+class SendRequests:
+    """Send the ranks a request."""
 
     requests: Requests
 
 
 @dataclass(frozen=True)
-class Wait:
-    """`DelayOver` after this many seconds."""
+class Delay:
+    """Send `DelayOver` after this many seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The run is over. `exit_code` is what a following command leaves with."""
+    """End the run. `exit_code` is that of the command that follows it."""
 
     state: RunState
     reason: str = ""
     exit_code: int = 0
 
 
-Command: TypeAlias = Launch | EndAttempt | Ask | Wait | Finish
+Command: TypeAlias = Launch | EndAttempt | SendRequests | Delay | Finish
 Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
 
-_ALIVE = (Phase.LAUNCHING, Phase.RUNNING, Phase.ENDING)
+_ALIVE = (RunPhase.LAUNCHING, RunPhase.RUNNING, RunPhase.ENDING)
 
 
-def step(machine: Machine, event: Happening) -> Step:
-    """What follows from an event. Events that come too late to matter change nothing."""
-    if machine.phase is Phase.DONE:
+def step(machine: Machine, event: MachineEvent) -> Step:
+    """Returns the state and the commands that follow from an event. Events that come too late
+    change nothing."""
+    if machine.phase is RunPhase.DONE:
         return machine, ()
     match event:
-        case Start() if machine.phase is Phase.IDLE:
+        case Start() if machine.phase is RunPhase.IDLE:
             return _start(machine, event)
-        case Claimed() if machine.phase is Phase.LAUNCHING:
+        case Claimed() if machine.phase is RunPhase.LAUNCHING:
             return replace(machine, attempt=event.attempt, adopted=False), ()
-        case Seated() if machine.phase is Phase.LAUNCHING:
+        case Seated() if machine.phase is RunPhase.LAUNCHING:
             state = RunState.STOPPING if machine.stop else RunState.RUNNING
-            return replace(machine, phase=Phase.RUNNING, state=state), ()
+            return replace(machine, phase=RunPhase.RUNNING, state=state), ()
         case Committed():
             newest = event.step if machine.committed_step is None else max(machine.committed_step, event.step)
             return replace(machine, committed_step=newest), ()
         case RankFailed() if machine.phase in _ALIVE:
             return _failed(machine, event.failure)
-        case NoResources() if machine.phase is Phase.LAUNCHING:
+        case NoResources() if machine.phase is RunPhase.LAUNCHING:
             finish = Finish(RunState.FAILED, event.reason, exit_code=4)
-            return replace(machine, phase=Phase.ENDING, ending=finish, error=event.reason), (EndAttempt(),)
-        case Reshape() if machine.ending is None and not machine.stop and not machine.reshaping:
+            return replace(machine, phase=RunPhase.ENDING, finish=finish, error=event.reason), (EndAttempt(),)
+        case Reshape() if machine.finish is None and not machine.stop and not machine.reshaping:
             return _reshape(machine, event)
-        case Finished(stopped=True) if machine.phase is Phase.RUNNING and _goes_on(machine):
-            return replace(machine, phase=Phase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
-        case Finished() if machine.phase is Phase.RUNNING:
+        case Finished(stopped=True) if machine.phase is RunPhase.RUNNING and _continues(machine):
+            return replace(machine, phase=RunPhase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
+        case Finished() if machine.phase is RunPhase.RUNNING:
             finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
-            return replace(machine, phase=Phase.ENDING, ending=finish), (EndAttempt(),)
-        case AttemptGone() if machine.phase is Phase.ENDING:
-            return _after(machine)
-        case DelayOver() if machine.phase is Phase.WAITING:
-            return replace(machine, phase=Phase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)
+            return replace(machine, phase=RunPhase.ENDING, finish=finish), (EndAttempt(),)
+        case AttemptEnded() if machine.phase is RunPhase.ENDING:
+            return _after_attempt(machine)
+        case DelayOver() if machine.phase is RunPhase.WAITING:
+            return replace(machine, phase=RunPhase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)
         case StopAsked():
             return _stop(machine, event.save)
         case _:
@@ -261,59 +266,62 @@ def _start(machine: Machine, event: Start) -> Step:
         history=event.history,
         shape=event.shape,
     )
-    if event.ending is not None:
-        return _finish(machine, event.ending)
+    if event.finish is not None:
+        return _finish(machine, event.finish)
     if event.adopted:
-        return replace(machine, phase=Phase.RUNNING, state=RunState.RUNNING, adopted=True), ()
-    machine = replace(machine, phase=Phase.LAUNCHING)
+        return replace(machine, phase=RunPhase.RUNNING, state=RunState.RUNNING, adopted=True), ()
+    machine = replace(machine, phase=RunPhase.LAUNCHING)
     if event.interrupted:
         machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
     return machine, (Launch(),)
 
 
-def _goes_on(machine: Machine) -> bool:
-    """Whether ranks that stopped did so for the next attempt: the operator's wish is known to every life."""
+def _continues(machine: Machine) -> bool:
+    """Returns whether ranks that stopped did so for the next attempt. The operator's stop request
+    is always known: it is recorded as an event."""
     return not machine.stop and (machine.reshaping or machine.adopted)
 
 
 def _reshape(machine: Machine, event: Reshape) -> Step:
-    """Smaller: only while no rank sits, and at once. Larger: only when ranks train, after a save, and after progress.
+    """Shrinks at once, and only before ranks have seats; grows only when ranks train, after a save
+    and after progress.
 
-    So every change but the first has a failure or newer commits before it, and changes come to an end.
+    Every change but the first therefore follows a failure or newer commits, so the changes come to
+    an end.
     """
     smaller = event.shape.world < event.world
-    if smaller and machine.phase is Phase.LAUNCHING:
-        return replace(machine, phase=Phase.ENDING, shape=event.shape, reshaping=True), (EndAttempt(),)
+    if smaller and machine.phase is RunPhase.LAUNCHING:
+        return replace(machine, phase=RunPhase.ENDING, shape=event.shape, reshaping=True), (EndAttempt(),)
     committed = machine.committed_step or 0
     progress = machine.grown_at is None or committed > machine.grown_at
-    if event.shape.world > event.world and machine.phase is Phase.RUNNING and progress:
+    if event.shape.world > event.world and machine.phase is RunPhase.RUNNING and progress:
         machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed)
-        return machine, (Ask(Requests(stop=True, save_before_stop=True)),)
+        return machine, (SendRequests(Requests(stop=True, save_before_stop=True)),)
     return machine, ()
 
 
 def _failed(machine: Machine, failure: RankFailure) -> Step:
-    if machine.ending is not None:
+    if machine.finish is not None:
         return machine, ()
     failures = (*machine.failures, failure)
     state = RunState.STOPPING if machine.stop else RunState.RECOVERING
     machine = replace(machine, failures=failures, state=state, error=describe(root_cause(failures)))
-    if machine.phase is Phase.ENDING:
+    if machine.phase is RunPhase.ENDING:
         return machine, ()
     keep = not machine.stop and not machine.reshaping  # a process of one mesh cannot take part in another
-    return replace(machine, phase=Phase.ENDING), (EndAttempt(keep),)
+    return replace(machine, phase=RunPhase.ENDING), (EndAttempt(keep),)
 
 
-def _after(machine: Machine) -> Step:
-    """The attempt is gone: what now?"""
+def _after_attempt(machine: Machine) -> Step:
+    """Decides what follows when the attempt has ended."""
     reshaping = machine.reshaping
     machine = replace(machine, reshaping=False)
-    if machine.ending is not None:
-        return _finish(machine, machine.ending)
+    if machine.finish is not None:
+        return _finish(machine, machine.finish)
     if machine.stop and not machine.failures:
         return _finish(machine, Finish(RunState.STOPPED))
     if reshaping and not machine.failures:
-        return replace(machine, phase=Phase.LAUNCHING), (Launch(),)
+        return replace(machine, phase=RunPhase.LAUNCHING), (Launch(),)
     end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
     machine = replace(machine, history=(*machine.history, end), failures=())
     if machine.stop:
@@ -321,20 +329,20 @@ def _after(machine: Machine) -> Step:
     decision = machine.policy.decide(machine.history)
     if isinstance(decision, GiveUp):
         return _finish(machine, Finish(RunState.FAILED, decision.reason, decision.exit_code))
-    return replace(machine, phase=Phase.WAITING, state=RunState.RECOVERING), (Wait(decision.delay_s),)
+    return replace(machine, phase=RunPhase.WAITING, state=RunState.RECOVERING), (Delay(decision.delay_s),)
 
 
 def _stop(machine: Machine, save: bool) -> Step:
     machine = replace(machine, stop=True, state=RunState.STOPPING)
-    if machine.phase in (Phase.IDLE, Phase.WAITING):
+    if machine.phase in (RunPhase.IDLE, RunPhase.WAITING):
         return _finish(machine, Finish(RunState.STOPPED))
-    if machine.phase is Phase.ENDING:
+    if machine.phase is RunPhase.ENDING:
         return machine, ()
-    if machine.phase is Phase.RUNNING and save:
-        return machine, (Ask(Requests(stop=True, save_before_stop=True)),)
-    return replace(machine, phase=Phase.ENDING, ending=Finish(RunState.STOPPED)), (EndAttempt(),)
+    if machine.phase is RunPhase.RUNNING and save:
+        return machine, (SendRequests(Requests(stop=True, save_before_stop=True)),)
+    return replace(machine, phase=RunPhase.ENDING, finish=Finish(RunState.STOPPED)), (EndAttempt(),)
 
 
 def _finish(machine: Machine, finish: Finish) -> Step:
     error = finish.reason or machine.error if finish.state is RunState.FAILED else machine.error
-    return replace(machine, phase=Phase.DONE, state=finish.state, ending=finish, error=error), (finish,)
+    return replace(machine, phase=RunPhase.DONE, state=finish.state, finish=finish, error=error), (finish,)

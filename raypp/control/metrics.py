@@ -1,4 +1,5 @@
-"""A run's figures as Ray metrics; Ray exports them on each node's metrics port with `ray_` before the name."""
+"""Publishes a run's figures as Ray metrics; Ray exports them on each node's metrics port with the
+prefix `ray_`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class RunGauges:
         self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
 
     def step(self, report: StepReport) -> None:
-        """After a step."""
+        """Sets the gauges of a step."""
         self._set(names.STEP, report.step)
         self._set(names.LOSS, report.loss)
         self._set(names.GRAD_NORM, report.grad_norm)
@@ -33,7 +34,7 @@ class RunGauges:
             self._set(names.STEP_PART_SECONDS, seconds, part=part)
 
     def status(self, status: RunStatus, committed_step: int | None) -> None:
-        """After a change of the run's status."""
+        """Sets the gauges of the run's status."""
         self._set(names.STEPS, status.steps)
         self._set(names.ATTEMPT, status.attempt)
         self._set(names.RESTARTS, status.restarts)

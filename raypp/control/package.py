@@ -1,4 +1,5 @@
-"""The package of a run's Ray job: raypp's code, the request, and the submitter's keys in a private file."""
+"""Builds the package of a run's Ray job: raypp's code, the request, and the submitter's keys in a
+private file."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _EPOCH = (2020, 1, 1, 0, 0, 0)
 
 
 def code_files() -> list[tuple[str, bytes]]:
-    """Every file of the raypp that runs now, as (path in the package, content)."""
+    """Returns every file of the running raypp, as (path in the package, content)."""
     root = Path(raypp.__file__).parent
     return [
         (f"raypp/{path.relative_to(root).as_posix()}", path.read_bytes())
@@ -31,14 +32,15 @@ def code_files() -> list[tuple[str, bytes]]:
 def build_package(
     request: RunRequest | None, secrets: dict[str, str], own: Sequence[tuple[str, bytes]] = ()
 ) -> tuple[str, bytes]:
-    """A zip that Ray unpacks as a job's working directory on every node.
+    """Returns a zip that Ray unpacks as a job's working directory on every node.
 
-    The same content makes the same bytes and the same name, so it is uploaded once.
+    The same content gives the same bytes and the same name, so it is uploaded once.
 
     Args:
-        request: The run to lead; None for a job that only hands a command to a controller.
+        request: The run to start; None for a job that only sends a command to a controller.
         secrets: Variables for the private file.
-        own: Files of the user's own kinds; the package's folder is in `sys.path` of every process of the run.
+        own: Files of the user's own kinds; the package's folder is in `sys.path` of every process
+            of the run.
 
     Returns:
         The package's name, a content hash, and its bytes.

@@ -1,156 +1,299 @@
-"""The devices a run holds: a placement group, and spares beside it. Both outlive attempts and controllers."""
+"""The devices of a run: its placement group, and a second one for spares. Both outlive attempts and
+controllers."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from raypp.control.lost_nodes import Doubts
-from raypp.control.ray_nodes import all_nodes as all_nodes
-from raypp.control.ray_nodes import existing_group, make_group, places
-from raypp.control.spares import Spares
+from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, count_places
+from raypp.records import Event
+from raypp.spec.job import Job
 
+_NODE_LABEL = "ray.io/node-id"
 _PLACEMENT_TIMEOUT_S = 300.0
 _INFEASIBLE_GRACE_S = 15.0
-_SPARES_AFTER_S = 1.0
+_RELEASE_SPARES_AFTER_S = 1.0
+_SPARES_CHECK_S = 1.0
+_SPARES_TIMEOUT_S = 5.0
+
+
+@dataclass
+class SpareDevices:
+    """Devices reserved in case a node of the run is lost. The run never waits for them.
+
+    They are requested on nodes that the run does not use; when those have no room, on any node.
+
+    Args:
+        name: Of the placement group.
+        count: Bundles, one per rank that can be replaced.
+        bundle: Resources of one bundle.
+    """
+
+    name: str
+    count: int
+    bundle: dict[str, float]
+    group: PlacementGroup | None = None
+    _other_nodes: bool = False
+    _asked_at: float = 0.0
+    _checked_at: float = 0.0
+    _held: bool = False
+    _reported_missing: bool = False
+    _events: list[tuple[str, str]] = field(default_factory=list)
+
+    def take_over(self) -> None:
+        """Takes over the group that an earlier controller process made."""
+        self.group = existing_group(self.name) if self.count else None
+        self._held = self.group is not None
+
+    def hold(self, used: Collection[str], excluded: Collection[str] = ()) -> None:
+        """Requests the spares unless that is done, and records what has become of the request.
+
+        Args:
+            used: Nodes of the run, by id.
+            excluded: Nodes that must not be used at all.
+        """
+        now = time.monotonic()
+        if not self.count or now - self._checked_at < _SPARES_CHECK_S:
+            return
+        self._checked_at = now
+        if self.group is None:
+            self._request({*used, *excluded}, other_nodes=True)
+            return
+        placed = dict(placement_group_table(self.group)).get("state") == "CREATED"
+        what = f"{self.count} spare{'s' if self.count > 1 else ''}"
+        if placed and not self._held:
+            self._events.append(("spares_held", f"{what} reserved"))
+            self._reported_missing = False
+        elif not placed and self._held:
+            self._asked_at = now  # their node was lost; Ray looks for another
+        elif not placed and now - self._asked_at > _SPARES_TIMEOUT_S:
+            if self._other_nodes:
+                self.release()
+                self._request(excluded, other_nodes=False)
+            elif not self._reported_missing:
+                self._reported_missing = True
+                self._events.append(("spares_missing", f"no room for {what}; the run continues without spares"))
+        self._held = placed
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Returns the events since the last call, each as kind and message."""
+        events, self._events = self._events, []
+        return events
+
+    def per_node(self) -> Counter[str]:
+        """Returns how many are held on each node."""
+        table = dict(placement_group_table(self.group)) if self.group is not None else {}
+        return Counter(map(str, table["bundles_to_node_id"].values())) if table.get("state") == "CREATED" else Counter()
+
+    def release(self, why: str = "") -> None:
+        """Releases the spares.
+
+        Args:
+            why: For the event; "" records none.
+        """
+        if self.group is None:
+            return
+        remove_placement_group(self.group)
+        if why and self._held:
+            what = f"{self.count} spare{'s' if self.count > 1 else ''}"
+            self._events.append(("spares_released", f"released {what}: {why}"))
+        self.group, self._held = None, False
+
+    def _request(self, avoided: Collection[str], other_nodes: bool) -> None:
+        self.group = make_group(self.name, self.count, self.bundle, avoided)
+        self._other_nodes, self._asked_at, self._held = other_nodes, time.monotonic(), False
 
 
 @dataclass
 class Placement:
-    """The run's placement group, kept from one attempt to the next: Ray moves the bundles of a lost node itself.
+    """The run's placement group, kept from one attempt to the next. Ray itself moves the bundles of
+    a lost node.
 
     Args:
         name: Of the group; `name/spares` is that of the spares.
         world: Bundles, one per rank.
-        bundle: What each holds.
-        spares: Bundles held ready beside them. They are let go when the group waits for room.
-        patience_s: How much longer than usual to wait for room.
+        bundle: Resources of one bundle.
+        spare_count: Spare bundles. They are released when the group waits for room.
+        extra_wait_s: How much longer than usual to wait for room.
     """
 
     name: str
     world: int
     bundle: dict[str, float]
-    spares: int = 0
-    patience_s: float = 0.0
+    spare_count: int = 0
+    extra_wait_s: float = 0.0
     group: PlacementGroup | None = None
-    left_out: frozenset[str] = frozenset()
-    """Nodes that are not to be used, by id."""
-    asked_at: float = 0.0
-    infeasible_since: float | None = None
-    beside: Spares = field(init=False)
-    doubts: Doubts = field(default_factory=Doubts)
+    excluded: frozenset[str] = frozenset()
+    """Nodes that must not be used, by id."""
+    spares: SpareDevices = field(init=False)
+    lost_nodes: LostNodes = field(default_factory=LostNodes)
+    _asked_at: float = 0.0
+    _infeasible_since: float | None = None
     _used: set[str] = field(default_factory=set)
 
+    @classmethod
+    def of(cls, job: Job, world: int, device: str) -> Placement:
+        """Returns the placement of a job.
+
+        Args:
+            world: Ranks of its mesh now.
+            device: cpu or cuda.
+        """
+        bundle = {"CPU": float(job.resources.cpus_per_rank)}
+        if device == "cuda":
+            bundle["GPU"] = 1.0
+        elastic = job.recovery.elastic_options
+        return cls(group_name(job.name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
+
     def __post_init__(self) -> None:
-        self.beside = Spares(f"{self.name}/spares", self.spares, self.bundle)
+        self.spares = SpareDevices(f"{self.name}/spares", self.spare_count, self.bundle)
 
     def take_over(self) -> None:
-        """Goes on with the groups that an earlier life of the controller made, where they fit."""
+        """Takes over the groups that an earlier controller process made, where they fit."""
         self.group = existing_group(self.name)
         if self.group is not None and self.group.bundle_count != self.world:
             self.remove()
-        self.beside.take_over()
+        self.spares.take_over()
 
-    def ask(self) -> None:
-        """Makes the group unless it is there; the wait for it starts again."""
-        self.asked_at = time.monotonic()
-        self.infeasible_since = None
+    def request(self) -> None:
+        """Requests the group unless it exists, and restarts the wait for it."""
+        self._asked_at = time.monotonic()
+        self._infeasible_since = None
         if self.group is None:
-            self.group = make_group(self.name, self.world, self.bundle, self.left_out | self.doubts.lost())
+            avoided = self.excluded | self.lost_nodes.unreachable()
+            self.group = make_group(self.name, self.world, self.bundle, avoided)
 
     def hold_spares(self) -> None:
-        """Asks for the spares, unless they are held or asked for already."""
-        self.beside.hold(self._used, self.left_out)
+        """Requests the spares unless they are held or requested already."""
+        self.spares.hold(self._used, self.excluded)
 
     def nodes(self) -> list[str] | None:
-        """The node of each bundle; None while not all are placed, or one is on a node whose loss Ray has yet to see."""
+        """Returns the node of each bundle; None until all are placed on nodes that answer."""
         table = self._table()
-        where = _where(table)
-        lost = self.doubts.lost()
-        where = {bundle: node for bundle, node in where.items() if node not in lost}
+        lost = self.lost_nodes.unreachable()
+        where = {bundle: node for bundle, node in _living_nodes(table).items() if node not in lost}
         if table.get("state") == "CREATED" and len(where) == self.world:
             self._used = set(where.values())
             return [where[index] for index in range(self.world)]
-        if time.monotonic() - self.asked_at > _SPARES_AFTER_S:
-            self.beside.release("the run needs the room")
+        if time.monotonic() - self._asked_at > _RELEASE_SPARES_AFTER_S:
+            self.spares.release("the run needs the room")
         return None
 
     def waited_s(self) -> float:
-        """How long the group has been waited for."""
-        return time.monotonic() - self.asked_at
+        """Returns how long the run has waited for the group."""
+        return time.monotonic() - self._asked_at
 
     def room(self, avoided: frozenset[str] = frozenset()) -> int:
-        """How many ranks there is room for now; what the run holds counts, what is left out does not.
+        """Returns how many ranks there is room for now, counting what the run holds already.
 
         Args:
             avoided: More nodes to leave out, by id.
         """
-        held = Counter(_where(self._table()).values()) + self.beside.where()
-        return places(self.bundle, held, self.left_out | avoided | self.doubts.lost())
+        held = Counter(_living_nodes(self._table()).values()) + self.spares.per_node()
+        return count_places(self.bundle, held, self.excluded | avoided | self.lost_nodes.unreachable())
 
     def hopeless(self) -> str | None:
-        """Why waiting on makes no sense, or None."""
+        """Returns why waiting longer makes no sense; None while it does."""
         now = time.monotonic()
         state = (self._table().get("stats") or {}).get("scheduling_state")
         if state != "INFEASIBLE":
-            self.infeasible_since = None
-        elif self.infeasible_since is None:
-            self.infeasible_since = now
+            self._infeasible_since = None
+        elif self._infeasible_since is None:
+            self._infeasible_since = now
         want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
-        if self.infeasible_since is not None and now - self.infeasible_since > _INFEASIBLE_GRACE_S + self.patience_s:
+        grace_s, timeout_s = _INFEASIBLE_GRACE_S + self.extra_wait_s, _PLACEMENT_TIMEOUT_S + self.extra_wait_s
+        if self._infeasible_since is not None and now - self._infeasible_since > grace_s:
             return f"the cluster cannot hold {self.world} ranks of {want}: it has {capacity()}"
-        if now - self.asked_at > _PLACEMENT_TIMEOUT_S + self.patience_s:
-            waited = f"did not become free within {_PLACEMENT_TIMEOUT_S + self.patience_s:.0f} s"
+        if now - self._asked_at > timeout_s:
+            waited = f"did not become free within {timeout_s:.0f} s"
             return f"{self.world} ranks of {want} {waited}; the cluster has {capacity()}"
         return None
 
     def remove(self) -> None:
-        """Gives everything back; Ray ends what runs in it."""
+        """Releases everything; Ray ends the processes in it."""
         if self.group is not None:
             remove_placement_group(self.group)
         self.group = None
-        self.beside.release()
+        self.spares.release()
 
     def _table(self) -> dict[str, Any]:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
 
 
-def _where(table: dict[str, Any]) -> dict[int, str]:
-    """The living node of each bundle that has one."""
-    if table.get("state") not in ("CREATED", "RESCHEDULING"):
-        return {}
-    alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
-    where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
-    return {index: node for index, node in where.items() if node in alive}
+def choose_device(job: Job, chosen: str | None, record_event: Callable[[Event], None]) -> str:
+    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs.
+
+    Args:
+        chosen: The choice of an earlier controller process; it stands.
+    """
+    if job.resources.device != "auto":
+        return job.resources.device
+    if chosen is not None:
+        return chosen
+    gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    elastic = job.recovery.elastic_options
+    device = "cuda" if gpus >= (elastic.min_ranks if elastic else job.mesh.world) else "cpu"
+    message = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {job.mesh.world} ranks"
+    record_event(Event("device_chosen", message, details={"device": device}))
+    return device
+
+
+def make_group(name: str, bundles: int, bundle: Mapping[str, float], avoided: Collection[str] = ()) -> PlacementGroup:
+    """Requests a detached placement group of equal bundles; removes an existing one of that name.
+
+    Args:
+        avoided: Nodes that none of it may be on, by id.
+    """
+    existing = existing_group(name)
+    if existing is not None:
+        remove_placement_group(existing)
+    options: dict[str, Any] = {}
+    if avoided:
+        options["bundle_label_selector"] = [{_NODE_LABEL: f"!in({','.join(sorted(avoided))})"}] * bundles
+    made: PlacementGroup = placement_group(
+        [dict(bundle)] * bundles, strategy="PACK", name=name, lifetime="detached", **options
+    )
+    return made
+
+
+def existing_group(name: str) -> PlacementGroup | None:
+    """Returns the placement group of that name; None when there is none."""
+    try:
+        existing: PlacementGroup = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    return existing
 
 
 def group_name(run: str) -> str:
-    """The name of a run's placement group."""
+    """Returns the name of a run's placement group."""
     return f"raypp/{run}"
 
 
 def holds_devices(run: str) -> bool:
-    """Whether a run still has its placement group."""
+    """Returns whether a run still has its placement group."""
     return existing_group(group_name(run)) is not None
 
 
 def remove_groups_of(run: str) -> None:
-    """Gives back every device of a run, whoever holds them."""
+    """Releases every device of a run by the run's name."""
     for name in (f"{group_name(run)}/spares", group_name(run)):
         group = existing_group(name)
         if group is not None:
             remove_placement_group(group)
 
 
-def capacity() -> str:
-    """What the living nodes have, for people."""
-    parts = [
-        f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU)"
-        for node in all_nodes()
-        if node["Alive"] and (has := node["Resources"]) is not None
-    ]
-    return ", ".join(parts) or "no living node"
+def _living_nodes(table: dict[str, Any]) -> dict[int, str]:
+    """Returns the living node of each bundle that has one."""
+    if table.get("state") not in ("CREATED", "RESCHEDULING"):
+        return {}
+    alive = {node["NodeID"] for node in all_nodes() if node["Alive"]}
+    where = {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
+    return {index: node for index, node in where.items() if node in alive}

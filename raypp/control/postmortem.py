@@ -1,4 +1,4 @@
-"""The controller's questions about a process that died or stands still, to whoever is left on its node."""
+"""Post-mortem of a rank that died or hangs: asks Ray, the network and other workers of its node."""
 
 from __future__ import annotations
 
@@ -10,97 +10,101 @@ import ray
 from ray.exceptions import RayError
 
 from raypp.control import process_evidence
-from raypp.control.placement import all_nodes
+from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank
-from raypp.control.worker_group import Crew
+from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
-from raypp.recovery.evidence import Death, Remains, cause_of_death
+from raypp.recovery.cause_of_death import Death, DeathEvidence, cause_of_death
 
 _ANSWER_S = 1.5
 _STACKS_S = 3.0
 _FROZEN_STACKS_S = 8.0
 _MOST_RANKS = 64
-# Ray's reasons for the end of a node that somebody wanted: it was told to go, preempted, or idle.
-_WANTED_NODE_ENDS = (1, 3, 4)
+# Ray's reasons for a planned end of a node: it was terminated, preempted, or idle.
+_PLANNED_NODE_ENDS = (1, 3, 4)
 
 
-def inquest(rank: Rank, ray_words: str, crew: Crew) -> Death:
-    """How a rank's process died: with its node, with its node's raylet, or alone, and then of what.
+def cause_of_worker_death(rank: Rank, ray_error: str, workers: WorkerGroup) -> Death:
+    """Finds out whether a rank died with its node, with its node's raylet, or alone, and then of
+    what.
 
     Args:
-        ray_words: The error Ray raised for the actor.
+        ray_error: The text of the error Ray raised for the actor.
     """
     node = _node_of(rank)
-    if node is not None and not node["Alive"] and node.get("DeathReason") in _WANTED_NODE_ENDS:
-        return Death(FailureKind.PREEMPTED, f"its node {rank.node} was taken away")
-    host = None if node is None else process_evidence.host_answers(rank.node, int(node["NodeManagerPort"]))
-    if node is not None and host is None:
+    if node is not None and not node["Alive"] and node.get("DeathReason") in _PLANNED_NODE_ENDS:
+        return Death(FailureKind.PREEMPTED, f"its node {rank.node} was preempted or drained")
+    answers = None if node is None else process_evidence.host_answers(rank.node, int(node["NodeManagerPort"]))
+    if node is not None and answers is None:
         return _raylet_lost(rank)
     if node is None or not node["Alive"]:
-        return Death(FailureKind.NODE_LOST, f"its node {rank.node} is lost: {_seen(host)}")
-    if host is False:
+        seen = "it answers again, but Ray has declared it dead" if answers else "it does not answer"
+        return Death(FailureKind.NODE_LOST, f"its node {rank.node} is lost: {seen}")
+    if answers is False:
         return Death(
-            FailureKind.NODE_LOST, f"its node {rank.node} does not answer any more; Ray has not yet given it up"
+            FailureKind.NODE_LOST,
+            f"its node {rank.node} does not answer any more; Ray has not declared it dead yet",
         )
-    return cause_of_death(rank.pid, ray_words, _remains(rank, crew))
+    return cause_of_death(rank.pid, ray_error, _evidence(rank, workers))
 
 
-def raylet_ended(rank: Rank) -> Death | None:
-    """How a rank died that does not answer, when Ray's process on its node has ended: no rank outlives that."""
+def raylet_death(rank: Rank) -> Death | None:
+    """Returns the death of a silent rank whose node's raylet has ended, which no rank survives;
+    None otherwise."""
     node = _node_of(rank)
     if node is None or process_evidence.host_answers(rank.node, int(node["NodeManagerPort"])) is not None:
         return None
     return _raylet_lost(rank)
 
 
-def unseen_death(rank: Rank) -> Death:
-    """How a rank died that was gone when the controller came back; of its place only the address is known."""
+def death_during_controller_outage(rank: Rank) -> Death:
+    """Returns the death of a rank that was gone when the controller restarted; only its node's
+    address is known."""
     if rank.node and not any(node["Alive"] and node["NodeManagerAddress"] == rank.node for node in all_nodes()):
-        return Death(FailureKind.NODE_LOST, f"its node {rank.node} was lost while no controller was there")
-    return Death(FailureKind.KILLED, "its process was gone when the controller came back")
+        return Death(FailureKind.NODE_LOST, f"its node {rank.node} was lost while the controller was down")
+    return Death(FailureKind.KILLED, "its process was gone when the controller restarted")
 
 
 def _raylet_lost(rank: Rank) -> Death:
-    return Death(FailureKind.RAYLET_LOST, f"Ray's process on its node {rank.node} ended; the host itself is there")
+    return Death(FailureKind.RAYLET_LOST, f"the raylet (Ray's process) on its node {rank.node} ended; the host is up")
 
 
 def _node_of(rank: Rank) -> dict[str, Any] | None:
     return next((node for node in all_nodes() if node["NodeID"] == rank.node_id), None)
 
 
-def _seen(host: bool | None) -> str:
-    return "it answers again, but Ray has given it up" if host else "nothing answers there"
-
-
-def _remains(rank: Rank, crew: Crew) -> Remains | None:
-    if rank.presence is None:
+def _evidence(rank: Rank, workers: WorkerGroup) -> DeathEvidence | None:
+    if rank.info is None:
         return None
-    log, before = rank.presence.log, rank.presence.oom_kills
+    log, before = rank.info.log, rank.info.oom_kills
     if ray.get_runtime_context().get_node_id() == rank.node_id:
-        return process_evidence.remains_of(rank.pid, log, before)
-    helper = crew.helper(rank.node_id, but=rank.bundle)
+        return process_evidence.death_evidence(rank.pid, log, before)
+    helper = workers.helper(rank.node_id, except_bundle=rank.bundle)
     if helper is None:
         return None
     with contextlib.suppress(RayError):
-        found: Remains = ray.get(helper.remains_of.remote(rank.pid, log, before), timeout=_ANSWER_S)
+        found: DeathEvidence = ray.get(helper.death_evidence.remote(rank.pid, log, before), timeout=_ANSWER_S)
         return found
     return None
 
 
-def stacks_of_all(ranks: Sequence[Rank], crew: Crew, first: int) -> dict[int, str]:
-    """The stacks of all ranks (of the first 64, beginning with one), each bounded, by rank.
+def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> dict[int, str]:
+    """Returns the stacks of at most 64 ranks, each bounded, by rank.
 
-    A process that does not answer is looked at by another one of its node.
+    Another worker of its node examines a process that does not answer.
+
+    Args:
+        first: The rank whose stacks matter most.
     """
     chosen = sorted(ranks, key=lambda rank: (rank.rank != first, rank.rank))[:_MOST_RANKS]
     found = _answers({rank.actor.stacks.remote(): rank for rank in chosen if _lives(rank)}, _STACKS_S)
     asked = {}
     for rank in chosen:
         if _lives(rank) and rank.rank not in found:
-            log = rank.presence.log if rank.presence is not None else ""
+            log = rank.info.log if rank.info is not None else ""
             if ray.get_runtime_context().get_node_id() == rank.node_id:
-                found[rank.rank] = process_evidence.stacks_of(rank.pid, log, crew.request.run)
-            elif (helper := crew.helper(rank.node_id, but=rank.bundle)) is not None:
+                found[rank.rank] = process_evidence.stacks_of(rank.pid, log, workers.request.run)
+            elif (helper := workers.helper(rank.node_id, except_bundle=rank.bundle)) is not None:
                 asked[helper.stacks_of.remote(rank.pid, log)] = rank
     return found | _answers(asked, _FROZEN_STACKS_S)
 
@@ -109,11 +113,11 @@ def _lives(rank: Rank) -> bool:
     return rank.actor is not None and not rank.ended
 
 
-def _answers(asked: dict[Any, Rank], patience_s: float) -> dict[int, str]:
+def _answers(asked: dict[Any, Rank], timeout_s: float) -> dict[int, str]:
     found: dict[int, str] = {}
     if not asked:
         return found
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=patience_s)
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
     for reference in ready:
         with contextlib.suppress(RayError):
             found[asked[reference].rank] = str(ray.get(reference))

@@ -1,4 +1,5 @@
-"""What can be seen of a process of a run from its own node: stacks while it lives, traces when it is dead."""
+"""Evidence about a process of a run, collected on its node: stacks while it lives, log and counters
+after its death."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from types import FrameType
 
 import psutil
 
-from raypp.recovery.evidence import Remains, oom_kills_in
+from raypp.recovery.cause_of_death import DeathEvidence, oom_kills_in
 
 MOST_CHARACTERS = 6000
-"""Of one process' stacks."""
+"""Longest text of one process' stacks."""
 _TAIL_BYTES = 64 * 1024
 _DUMP_S = 1.0
 _PY_SPY_S = 5.0
@@ -33,22 +34,25 @@ _COLLECTIVES = {
     "reduce_scatter_single": "reduce_scatter", "foreach_reduce": "reduce_scatter",
     "all_reduce": "all_reduce", "all_to_all_single": "all_to_all", "all_to_all": "all_to_all",
     "broadcast": "broadcast", "barrier": "barrier", "send": "send", "recv": "receive", "gather": "gather",
-    "init_process_group": "the rendezvous", "new_group": "the making of a group",
+    "init_process_group": "the rendezvous", "new_group": "the creation of a group",
 }  # fmt: skip
 _WHERE = (f"torch{os.sep}distributed", f"raypp{os.sep}parallel")
 
 
 def prepare() -> None:
-    """Makes this process tell its stacks into its standard error when it is asked by signal, even while native code
-    holds the interpreter. Once per process; does nothing where standard error is no file."""
+    """Makes this process write its stacks to standard error on a signal, even while native code
+    holds the interpreter.
+
+    Called once per process; does nothing when standard error is not a file.
+    """
     with contextlib.suppress(Exception):
         faulthandler.register(_ASK, file=sys.stderr, all_threads=True, chain=False)
-        # Ray has enabled it for the thread that crashes only, which need not be the rank's.
+        # Ray enables it only for the thread that crashes, which need not be the rank's.
         faulthandler.enable(file=sys.stderr, all_threads=True)
 
 
 def log_path() -> str:
-    """The file this process' standard error goes to; "" when it is none."""
+    """Returns the file that receives this process' standard error; "" when it is not a file."""
     path = Path("/proc/self/fd/2")
     with contextlib.suppress(OSError):
         target = path.readlink()
@@ -57,7 +61,8 @@ def log_path() -> str:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel's out-of-memory killer has ended: in this container, else on this machine."""
+    """Returns how many processes the kernel's out-of-memory killer has ended (in this container,
+    else machine)."""
     for path in _counter_files():
         with contextlib.suppress(OSError):
             if (count := oom_kills_in(path.read_text())) is not None:
@@ -77,18 +82,18 @@ def _counter_files() -> list[Path]:
     return [*own, root / "memory.events", root / "memory" / "memory.oom_control", Path("/proc/vmstat")]
 
 
-def remains_of(pid: int, log: str, oom_kills_before: int) -> Remains:
-    """What a dead process of this node left.
+def death_evidence(pid: int, log: str, oom_kills_before: int) -> DeathEvidence:
+    """Returns the evidence that a dead process of this node left.
 
     Args:
-        log: Where its standard error went (its own answer to `log_path`).
-        oom_kills_before: The counter when it took its seat.
+        log: The file that received its standard error (its `log_path`).
+        oom_kills_before: The value of `oom_kills` when it took its seat.
     """
-    return Remains(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
+    return DeathEvidence(_tail(log, pid), max(0, oom_kills() - oom_kills_before))
 
 
 def _tail(log: str, pid: int) -> str:
-    # Ray names the file by the process; nothing else is read for anybody.
+    # Ray names the file by the process id; no other file is read on request.
     if not log.endswith(f"-{pid}.err"):
         return ""
     try:
@@ -100,8 +105,11 @@ def _tail(log: str, pid: int) -> str:
 
 
 def host_answers(ip: str, port: int, patience_s: float = 0.5) -> bool | None:
-    """Whether a host is there: True when the port takes connections, None when the host refuses them (it is there, the
-    process is not), False when nothing comes back."""
+    """Returns whether a host answers.
+
+    True: the port accepts connections. None: the host refuses them, so it is up but the process has
+    ended. False: no answer.
+    """
     try:
         socket.create_connection((ip, port), timeout=patience_s).close()
     except ConnectionRefusedError:
@@ -111,17 +119,18 @@ def host_answers(ip: str, port: int, patience_s: float = 0.5) -> bool | None:
     return True
 
 
-# Stacks ---------------------------------------------------------------------------------------------
+# Stacks -------------------------------------------------------------------------------------------
 
 
 def inside(thread: int | None) -> str:
-    """The collective or message a thread is in, by its stack; "" when in none."""
+    """Returns the collective or message in which a thread waits, by its stack; "" when in none."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     return collective_of(frame)
 
 
 def collective_of(frame: FrameType | None) -> str:
-    """The same for a frame and what called it: the outermost wins, so that a gather within a barrier is the barrier."""
+    """Returns the same for a frame and its callers. The outermost wins: a gather within a barrier
+    is the barrier."""
     found = ""
     while frame is not None:
         name = _COLLECTIVES.get(frame.f_code.co_name)
@@ -132,7 +141,7 @@ def collective_of(frame: FrameType | None) -> str:
 
 
 def own_stacks(first: int | None) -> str:
-    """The stacks of this process' threads, the given one first; bounded."""
+    """Returns the stacks of this process' threads, the given one first; bounded."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != first, names.get(item[0], "")))
     parts = []
@@ -143,7 +152,8 @@ def own_stacks(first: int | None) -> str:
 
 
 def stacks_of(pid: int, log: str, run: str) -> str:
-    """The stacks of another process of this run on this node that does not answer; says so when they cannot be had."""
+    """Returns the stacks of a process of this run on this node that does not answer, or why there
+    are none."""
     if not _is_of(pid, run):
         return "the process is gone"
     state = psutil.Process(pid).status()
@@ -173,7 +183,7 @@ def _by_py_spy(pid: int) -> str:
     places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     program = shutil.which("py-spy", path=places)
     if program is None:
-        return "no stack: it answers no signal, and py-spy is not installed"
+        return "no stack: it does not react to signals, and py-spy is not installed"
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],

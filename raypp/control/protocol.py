@@ -1,4 +1,4 @@
-"""What controller, workers and driver say to each other; plain data that Ray pickles."""
+"""Messages between controller, workers, relays and driver: plain data that Ray pickles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, S
 
 NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
+RELAYS_FROM_RANKS = 64
+"""Ranks of smaller runs report to the controller directly."""
 
 
 def controller_name(run: str) -> str:
-    """The actor name of a run's controller."""
+    """Returns the actor name of a run's controller."""
     return f"raypp/{run}"
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the controller is started with; also the file `raypp-run.json` in the job's package.
+    """Start parameters of a controller. The job's package holds them as `raypp-run.json`.
 
     Attributes:
         run: The run's name.
         job: The resolved job, as plain JSON.
-        submission_id: The Ray job that started it.
+        submission_id: The Ray job that started the run.
         environment: Settings for all processes of the run; nothing secret.
-        rank_function: `module:function` to run instead of the real rank; for tests of the control plane.
-        relays: Other numbers than the defaults of `relay_tree.Shape`; for tests, too.
+        rank_function: `module:function` to run instead of the real rank; for tests of the control
+            plane.
+        relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
     """
 
     run: str
@@ -35,17 +38,17 @@ class RunRequest:
     submission_id: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     rank_function: str | None = None
-    relays: dict[str, int] = field(default_factory=dict)
+    relays_from_ranks: int = RELAYS_FROM_RANKS
 
 
 @dataclass(frozen=True)
-class Presence:
-    """A worker's answer to "where are you?".
+class WorkerInfo:
+    """Where a worker process runs.
 
     Attributes:
         facts: Its node and process.
-        free_port: A port of its node nothing listens on now.
-        log: The file its standard error goes to.
+        free_port: A port of its node on which nothing listens now.
+        log: The file that receives its standard error.
         oom_kills: The kernel's count of out-of-memory kills now.
     """
 
@@ -56,17 +59,17 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a worker says to a controller that finds it.
+class WorkerStatus:
+    """What a worker tells a restarted controller about itself.
 
     Attributes:
         bundle: The bundle whose resources it uses; None before its first seat.
-        seat: Its present or last seat.
-        ended: Whether its life in that seat is over.
-        standby: It was started to wait for a seat, and uses no resources of its own.
+        seat: Its current or last seat.
+        ended: Whether the rank in that seat has ended.
+        standby: It was started as a standby and reserves no resources.
     """
 
-    presence: Presence
+    info: WorkerInfo
     bundle: int | None
     seat: Seat | None
     ended: bool
@@ -74,14 +77,14 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank has to tell since the last time.
+class ReportBatch:
+    """Everything a rank has to report since its last batch.
 
     Attributes:
         number: Counts this rank's batches in this attempt, from 1.
         phase: What the rank does now.
-        idle_s: Seconds since it last moved.
-        inside: The collective it is in, when it has stood for a while.
+        idle_s: Seconds since its phase last changed.
+        inside: The collective it waits in, once it has been idle for a while.
     """
 
     attempt: int
@@ -96,86 +99,87 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The controller's answer to a batch.
+class BatchAnswer:
+    """The answer to a batch.
 
     Attributes:
         requests: What the operator wants.
-        life: The controller's life; one that was killed may have lost what it had not written yet.
+        incarnation: Identifies the controller process; one that was killed may have lost what it
+            had not written.
         durable: Steps and events of this rank's batches up to this number are in the store.
-        ago_s: Seconds since the controller said so; only a relay's answer is not its own.
+        age_s: Seconds since the controller answered; above 0 only when a relay answers.
     """
 
     requests: Requests
-    life: str = ""
+    incarnation: str = ""
     durable: int = 0
-    ago_s: float = 0.0
+    age_s: float = 0.0
 
 
-class Beat(NamedTuple):
-    """A sign of life of one rank, as in a `Batch`.
+class Heartbeat(NamedTuple):
+    """Phase and idle time of one rank, as in a `ReportBatch`.
 
     Attributes:
-        ago_s: Seconds since the rank gave it.
+        age_s: Seconds since the rank sent it.
     """
 
     rank: int
     phase: str
     idle_s: float
-    ago_s: float
+    age_s: float
     inside: str = ""
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a relay hands on.
+class RelayReport:
+    """What a relay forwards in one call.
 
     Attributes:
-        attempt: Of the beats.
-        beats: The newest one of each rank that has given one since the last parcel.
-        batches: What brings news; of these, phase and idle time are in `beats`.
-        unwritten: By rank: the last batch with steps or events that is not known to be in the store.
+        attempt: Attempt of the heartbeats.
+        heartbeats: The newest one of each rank that has sent one since the last relay report.
+        batches: Batches with steps, events or log lines; their phase and idle time are in
+            `heartbeats`.
+        unwritten: By rank: the last batch with steps or events that is not known to be in the
+            store.
     """
 
     attempt: int
-    beats: tuple[Beat, ...] = ()
-    batches: tuple[Batch, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
+    batches: tuple[ReportBatch, ...] = ()
     unwritten: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Word:
-    """The controller's answer to a parcel, and a relay's to another one's.
+class RelayAnswer:
+    """The controller's answer to a relay report.
 
     Attributes:
-        life: As in an `Answer`.
+        incarnation: As in a `BatchAnswer`.
         attempt: The attempt whose ranks this is for.
-        requests: As in an `Answer`, but never for a save: rank 0 is asked for that, and speaks for itself.
-        durable: As in an `Answer`, of the ranks that had something unwritten.
-        ago_s: As in an `Answer`.
+        requests: As in a `BatchAnswer`, but never for a save: rank 0 gets that request directly.
+        durable: As in a `BatchAnswer`, by rank, for those in `RelayReport.unwritten`.
     """
 
-    life: str = ""
+    incarnation: str = ""
     attempt: int = 0
     requests: Requests = field(default_factory=Requests)
     durable: dict[int, int] = field(default_factory=dict)
-    ago_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a rank's life in one seat ended.
+class RankEnd:
+    """How a rank ended in one seat.
 
     Attributes:
-        usable: Whether its process may take another seat.
+        reusable: Whether its process can take another seat.
         why: Why not.
-        news: What the controller is not known to have written.
+        unwritten: Reports that are not known to be in the store.
     """
 
     result: RankResult | RankFailure
-    usable: bool = True
+    reusable: bool = True
     why: str = ""
-    news: Batch | None = None
+    unwritten: ReportBatch | None = None
 
 
 @dataclass(frozen=True)

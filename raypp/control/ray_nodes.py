@@ -1,63 +1,97 @@
-"""Placement groups and nodes, as Ray has them."""
+"""The cluster's nodes as Ray lists them, and those that are lost before Ray notices."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray._private import state as ray_state
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-_NODE_LABEL = "ray.io/node-id"
+from raypp.control import process_evidence
 
-
-def make_group(name: str, bundles: int, bundle: Mapping[str, float], avoided: Collection[str] = ()) -> PlacementGroup:
-    """Asks for a group of equal bundles that outlives whoever asks; one of that name is removed.
-
-    Args:
-        avoided: Nodes that none of it may be on, by id.
-    """
-    existing = existing_group(name)
-    if existing is not None:
-        remove_placement_group(existing)
-    options: dict[str, Any] = {}
-    if avoided:
-        options["bundle_label_selector"] = [{_NODE_LABEL: f"!in({','.join(sorted(avoided))})"}] * bundles
-    made: PlacementGroup = placement_group(
-        [dict(bundle)] * bundles, strategy="PACK", name=name, lifetime="detached", **options
-    )
-    return made
-
-
-def existing_group(name: str) -> PlacementGroup | None:
-    """The group of that name, when there is one."""
-    try:
-        existing: PlacementGroup = ray.util.get_placement_group(name)
-    except ValueError:
-        return None
-    return existing
+_PROBE_EVERY_S = 1.0
+_LONGEST_S = 120.0
+"""After that Ray's view counts again: it may reach a node that the controller does not."""
 
 
 def all_nodes() -> list[dict[str, Any]]:
-    """Every node Ray has known, dead ones too (`Alive`)."""
+    """Returns every node Ray has known, including dead ones (`Alive`)."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
 
 
-def places(bundle: Mapping[str, float], held: Counter[str], left_out: Collection[str] = ()) -> int:
-    """How many bundles the living nodes can hold: free ones, and those held already.
+def capacity() -> str:
+    """Describes the resources of the living nodes."""
+    parts = [
+        f"{node['NodeManagerAddress']} ({has.get('CPU', 0):g} CPU, {has.get('GPU', 0):g} GPU)"
+        for node in all_nodes()
+        if node["Alive"] and (has := node["Resources"]) is not None
+    ]
+    return ", ".join(parts) or "no living node"
+
+
+def count_places(bundle: Mapping[str, float], held: Counter[str], excluded: Collection[str] = ()) -> int:
+    """Returns how many bundles the living nodes can hold, including those the run holds already.
 
     Args:
-        held: Bundles held on each node.
-        left_out: Nodes that are not to be used.
+        held: Bundles the run holds on each node.
+        excluded: Nodes that must not be used.
     """
     free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
     count = 0
     for node in all_nodes():
         name = node["NodeID"]
-        if node["Alive"] and name not in left_out:
+        if node["Alive"] and name not in excluded:
             here = free.get(name, {})
             count += held[name] + min(int((here.get(what, 0.0) + 1e-6) // need) for what, need in bundle.items())
     return count
+
+
+def draining_nodes() -> dict[str, int]:
+    """Returns the nodes that Ray drains, with the deadline in milliseconds since 1970 (0: none)."""
+    with contextlib.suppress(Exception):  # Ray has no public way to ask
+        state: Any = importlib.import_module("ray._private.state").state
+        return dict(state.get_draining_nodes())
+    return {}
+
+
+@dataclass
+class LostNodes:
+    """Nodes that an attempt has lost while Ray still lists them as alive, which it does for seconds
+    to minutes.
+
+    No rank is started on such a node. A node that answers again is trusted again.
+    """
+
+    _since: dict[str, float] = field(default_factory=dict)
+    _probed_at: float = 0.0
+    _lost: frozenset[str] = frozenset()
+
+    def add(self, nodes: Iterable[str]) -> None:
+        """Adds nodes that an attempt has lost, by id."""
+        for node in nodes:
+            self._since[node] = time.monotonic()
+            self._probed_at = 0.0
+
+    def unreachable(self) -> frozenset[str]:
+        """Returns those that Ray lists as alive and that do not answer, by id."""
+        now = time.monotonic()
+        if not self._since or now - self._probed_at < _PROBE_EVERY_S:
+            return self._lost
+        alive = {node["NodeID"]: node for node in all_nodes() if node["Alive"]}
+        for name, since in list(self._since.items()):
+            node = alive.get(name)
+            if (
+                node is None
+                or now - since > _LONGEST_S
+                or process_evidence.host_answers(node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+            ):
+                del self._since[name]
+        self._lost, self._probed_at = frozenset(self._since), time.monotonic()
+        return self._lost

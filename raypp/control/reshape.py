@@ -1,4 +1,4 @@
-"""A job on another mesh than its own."""
+"""Puts a job on another mesh than its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from raypp.spec.job import Job
 
 
 def best_for(job: Job, room: int) -> Shape | None:
-    """The best mesh for so many ranks, of those the job allows; None when there is none."""
+    """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is
+    none."""
     wanted, options = shape_of(job), job.recovery.elastic_options
     if options is None:
         return wanted if room >= wanted.world else None
@@ -23,13 +24,16 @@ def best_for(job: Job, room: int) -> Shape | None:
 
 
 def shape_of(job: Job) -> Shape:
-    """What of a job a change of size touches."""
+    """Returns the part of a job that a change of size affects."""
     mesh = job.mesh
     return Shape(mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.cp, mesh.ep, job.pipeline.microbatches)
 
 
 def reshaped(job: Job, shape: Shape) -> Job:
-    """The job on another mesh, with the same rows in every step. An own cut holds for its own number of stages only."""
+    """Returns the job on another mesh, with the same rows in every step.
+
+    `layers_per_stage` holds for the job's own number of stages only.
+    """
     if shape == shape_of(job):
         return job
     sizes = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "fsdp": shape.fsdp}
@@ -44,8 +48,8 @@ def reshaped(job: Job, shape: Shape) -> Job:
 
 
 def reshape_event(before: Shape, after: Shape, why: str, attempt: int) -> Event:
-    """The run goes on with another mesh."""
-    message = f"{_words(before)} → {_words(after)}: {why}"
+    """Returns the event that the run continues on another mesh."""
+    message = f"{_text(before)} → {_text(after)}: {why}"
     return Event("reshaped", message, attempt=attempt, details={"from": _facts(before), "to": _facts(after)})
 
 
@@ -54,7 +58,7 @@ def _facts(shape: Shape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in names}
 
 
-def _words(shape: Shape) -> str:
+def _text(shape: Shape) -> str:
     sizes = {axis: getattr(shape, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp")}
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "pp")
     return f"{axes} ({shape.world} rank{'s' if shape.world > 1 else ''}, {shape.microbatches} microbatches)"

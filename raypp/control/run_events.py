@@ -1,4 +1,5 @@
-"""What the controller says of what happened: the events of a run that no rank tells; and what it reads from them."""
+"""The events of a run that the controller records, and what a restarted controller reads back from
+them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Iterable
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
 from raypp.control.seats import Rank
+from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure, Requests, RunState
-from raypp.recovery.policy import describe, root_cause
+from raypp.recovery.elastic import Shape
+from raypp.recovery.policy import AttemptEnd, describe, root_cause
 
 _ENDS = frozenset(state.lower() for state in RunState if state.final)
 
@@ -28,7 +31,7 @@ def failure_event(failure: RankFailure, attempt: int) -> Event:
 
 
 def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
-    """Who sits where."""
+    """Which process has which seat."""
     events = []
     for rank in ranks:
         seat = rank.seat
@@ -41,44 +44,45 @@ def seat_events(ranks: Iterable[Rank], attempt: int) -> list[Event]:
 
 
 def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memory: bool) -> Event:
-    """Another attempt follows. From which step is for its ranks to find out (`restored`, `resumed`).
+    """A new attempt follows. Its ranks find out from which step, and report it (`restored`,
+    `resumed`).
 
     Args:
-        kept: How many of the `world` processes live on.
-        memory: The ranks keep snapshots in memory, too.
+        kept: How many of the `world` processes are reused.
+        memory: Whether the ranks also keep snapshots in host memory.
     """
     failure = root_cause(machine.history[-1].failures)
     newest = machine.committed_step
     start = "the beginning" if newest is None else f"the checkpoint of step {newest}"
     if memory and not failure.kind.traits.taints_snapshots:
-        start = f"a newer snapshot in memory, else from {start}"
+        start = f"a newer snapshot in memory if there is one, else {start}"
     pause = f" in {delay_s:g} s" if delay_s else ""
-    message = f"a new attempt{pause}, from {start}, because {describe(failure)}; {kept} of {world} processes go on"
+    message = f"a new attempt starts{pause} from {start}: {describe(failure)}; {kept} of {world} processes are reused"
     return Event("restarting", message, attempt=machine.attempt, details={"kept": kept})
 
 
 def adoption_event(attempt: int, ranks: Iterable[Rank]) -> Event:
-    """A later life of the controller goes on with what an earlier one started."""
+    """A restarted controller takes over the ranks of a running attempt."""
     living = [rank for rank in ranks if not rank.ended]
-    message = f"the controller was restarted; {len(living)} ranks of attempt {attempt} had gone on without it"
+    message = f"the controller restarted; {len(living)} ranks of attempt {attempt} kept running without it"
     details = {"pids": [rank.pid for rank in living]}
     return Event("controller_restarted", message, attempt=attempt, details=details)
 
 
 def stack_event(rank: Rank, text: str, attempt: int) -> Event:
-    """What a rank's threads did while the attempt stood still."""
+    """The stacks of a rank's threads while the attempt hangs."""
     message = f"the stacks of {rank.label} (rank {rank.rank}) on {rank.node}, pid {rank.pid}"
     return Event("stacks", message, attempt=attempt, rank=rank.rank, node=rank.node, details={"stacks": text})
 
 
-def notice_event(rank: Rank, why: str, attempt: int) -> Event:
-    """A rank's process, or its node, was told to go."""
-    message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving, then leaving"
+def preemption_event(rank: Rank, why: str, attempt: int) -> Event:
+    """A rank's process or node is about to be preempted."""
+    message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving a checkpoint before it leaves"
     return Event("preemption_notice", message, attempt=attempt, rank=rank.rank, node=rank.node)
 
 
 def commit_event(commit: Commit) -> Event:
-    """A checkpoint exists, of whose commit no rank could tell."""
+    """A checkpoint exists whose commit no rank reported."""
     message = f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects"
     details = {"bytes": commit.size, "objects": len(commit.objects)}
     return Event("committed", message, commit.created, commit.attempt, commit.step, COMMITTING_RANK, details=details)
@@ -92,23 +96,84 @@ def stop_event(requests: Requests, attempt: int) -> Event:
 
 
 def end_event(finish: Finish, attempt: int, step: int) -> Event:
-    """The run is over; says the exit code, for whoever asks when no process of the run is left."""
+    """The run has ended; holds the exit code for commands that ask when no process of the run is
+    left."""
     details = {"exit_code": finish.exit_code}
-    return Event(finish.state.lower(), finish.reason or _end_of(step), attempt=attempt, step=step, details=details)
+    return Event(finish.state.lower(), finish.reason or _end_message(step), attempt=attempt, step=step, details=details)
 
 
-def end_told(events: Iterable[Event]) -> Finish | None:
-    """The end that `end_event` told since the run was last submitted; None: it goes on."""
+# Reading back -------------------------------------------------------------------------------------
+
+
+def recorded_end(events: Iterable[Event]) -> Finish | None:
+    """Returns the end that `end_event` recorded since the run was last submitted; None when it has
+    not ended."""
     end = None
     for event in events:
         if event.kind == "submitted":
             end = None
         elif event.kind in _ENDS:
-            reason = "" if event.message == _end_of(event.step or 0) else event.message
+            reason = "" if event.message == _end_message(event.step or 0) else event.message
             state = RunState(event.kind.upper())
             end = Finish(state, reason, int(event.details.get("exit_code", state is RunState.FAILED)))
     return end
 
 
-def _end_of(step: int) -> str:
+def failed_attempts(events: Iterable[Event]) -> tuple[AttemptEnd, ...]:
+    """Returns how the attempts failed since the run was last submitted, oldest first.
+
+    Args:
+        events: Of the run, in the order they were recorded.
+    """
+    failures: dict[int, list[RankFailure]] = {}
+    newest: int | None = None
+    committed: dict[int, int | None] = {}
+    for event in events:
+        if event.kind == "submitted":
+            failures, committed = {}, {}
+        elif event.kind == "committed" and event.step is not None:
+            newest = event.step if newest is None else max(newest, event.step)
+        elif event.kind == "rank_failed":
+            failures.setdefault(event.attempt, []).append(_failure(event))
+            committed[event.attempt] = newest
+    return tuple(AttemptEnd(attempt, tuple(found), committed[attempt]) for attempt, found in sorted(failures.items()))
+
+
+def last_shape(events: Iterable[Event]) -> Shape | None:
+    """Returns the mesh the run had last since it was last submitted; None: that of the job."""
+    shape = None
+    for event in events:
+        if event.kind == "submitted":
+            shape = None
+        elif event.kind == "reshaped":
+            shape = Shape(**{name: int(size) for name, size in event.details["to"].items()})
+    return shape
+
+
+def requested_stop(events: Iterable[Event]) -> Requests | None:
+    """Returns the operator's stop request since the run was last submitted; None without one."""
+    request = None
+    for event in events:
+        if event.kind == "submitted":
+            request = None
+        elif event.kind == "stop_requested":
+            request = Requests(stop=True, save_before_stop=bool(event.details.get("save", True)))
+    return request
+
+
+def last_device(events: Iterable[Event]) -> str | None:
+    """Returns the device chosen when the run was last submitted; None when the job names it."""
+    chosen = [event.details.get("device") for event in events if event.kind == "device_chosen"]
+    return str(chosen[-1]) if chosen and chosen[-1] else None
+
+
+def _failure(event: Event) -> RankFailure:
+    facts = event.details
+    rank = -1 if event.rank is None else event.rank
+    label, kind, cause = (str(facts.get(key, "")) for key in ("label", "kind", "cause"))
+    pid = int(facts.get("pid", 0))
+    return RankFailure(rank, label, event.node, pid, FailureKind.read(kind), cause, event.step or 0)
+
+
+def _end_message(step: int) -> str:
     return f"after step {step}"

@@ -1,4 +1,5 @@
-"""What the controller tells: to the store (through the recorder), and as lines to whoever follows."""
+"""Records of a run: events, steps, logs and status for the store, and lines of text for
+`submit`."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ _FLUSH_S = 10.0
 
 
 class RunRecord:
-    """A run's records while it is led by one life of its controller. May be used from several threads.
+    """A run's records, written by one controller process. Thread-safe.
 
     Args:
-        writer: The recorder's name; no other living writer has it.
+        writer: The recorder's name; no other running writer has it.
     """
 
     def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
@@ -49,12 +50,12 @@ class RunRecord:
 
     @property
     def taken(self) -> int:
-        """How many steps and events it was told."""
+        """How many steps and events have been added."""
         return self._recorder.taken
 
     @property
     def durable(self) -> int:
-        """How many of those are in the store."""
+        """How many of them are in the store."""
         return self._recorder.durable
 
     @property
@@ -63,32 +64,33 @@ class RunRecord:
         return self._status.step
 
     def earlier_status(self) -> RunStatus | None:
-        """What an earlier life of the controller wrote last."""
+        """Returns the last status that an earlier controller process wrote."""
         written = RunReader(self._store, self._job.name).status()
         return None if written is None else RunStatus.from_dict(written)
 
     def earlier_events(self) -> list[Event]:
-        """What earlier lives of the controller told."""
+        """Returns the events that earlier controller processes wrote."""
         return list(RunReader(self._store, self._job.name).events())
 
     def begin(self, committed_step: int | None) -> None:
-        """Where a submitted run stands before its first attempt here."""
+        """Sets the status of a submitted run before its first attempt."""
         self._status = dataclasses.replace(
             self._status, step=committed_step or 0, checkpoint=self._url_of(committed_step)
         )
         self._recorder.status(self._status)
 
-    def go_on(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
-        """Goes on with the records of an earlier life, which was killed.
+    def resume(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
+        """Continues the records of an earlier controller process, which was killed.
 
-        Ranks tell again what they cannot know to be written, so all that is written counts as known. The earlier
-        status may be older than the history: a round of writes ends with it.
+        Ranks report again what may not have been written, so all that is written counts as known.
+        The earlier status may be older than the history, because a round of writes ends with the
+        status.
 
         Args:
-            earlier: The last status of that life.
+            earlier: The last status of that process.
 
         Returns:
-            The events told so far.
+            The events recorded so far.
         """
         reader = RunReader(self._store, self._job.name)
         events, reports = list(reader.events()), reader.reports()
@@ -101,57 +103,61 @@ class RunRecord:
             last = reports[-1]
             self._newest = (last.attempt, last.step)
             if last.attempt >= self._status.attempt:
-                self._is_at(last)
+                self._set_step(last)
         self._status = dataclasses.replace(
             self._status, step=max(self._status.step, committed_step or 0), checkpoint=self._url_of(committed_step)
         )
         self._recorder.status(self._status)
         return events
 
-    def catch_up(self, events: Sequence[Event]) -> None:
-        """Tells what checkpoints know and no record does, when rank 0, which would tell it, is gone.
+    def recover_from_commits(self, events: Sequence[Event]) -> None:
+        """Records commits and steps that only the checkpoints know, when rank 0, which would report
+        them, is gone.
 
         Args:
-            events: Those told so far.
+            events: Those recorded so far.
         """
-        told = {(event.attempt, event.step) for event in events if event.kind == "committed"}
+        known = {(event.attempt, event.step) for event in events if event.kind == "committed"}
         commit = None
         for checkpoint in list_checkpoints(self._store, self._job.name):
             try:
                 commit = read_commit(self._store, self._job.name, checkpoint.step)
-            except CheckpointError:  # whoever loads it says so
+            except CheckpointError:  # reported when it is loaded
                 continue
-            if (commit.attempt, commit.step) not in told:
+            if (commit.attempt, commit.step) not in known:
                 self.event(run_events.commit_event(commit))
         if commit is not None:  # the newest has the reports of the last steps before it
             for entry in commit.extra.get("recent_steps", ()):
-                self.took_step(report_of(entry))
+                self.add_step(report_of(entry))
 
     def status(self) -> RunStatus:
+        """Returns the current status."""
         return self._status
 
-    def has_mesh(self, mesh: MeshSection) -> None:
-        """The mesh of the present attempt."""
+    def set_mesh(self, mesh: MeshSection) -> None:
+        """Sets the mesh of the current attempt."""
         self._status = dataclasses.replace(self._status, mesh=_sizes(mesh))
 
     def checkpoint_url(self) -> str | None:
-        """URL/NAME/step-N of the newest commit."""
+        """Returns URL/NAME/step-N of the newest commit."""
         return self._status.checkpoint
 
-    def took_step(self, report: StepReport, told_in: int = 0) -> bool:
-        """A step is done. Older ones may be told after newer ones: a rank tells again what was not written.
+    def add_step(self, report: StepReport, reported_in: int = 0) -> bool:
+        """Records a finished step. Older ones may follow newer ones: a rank reports again what was
+        not written.
 
         Args:
-            told_in: The attempt whose rank tells it; one that has loaded a checkpoint tells steps of earlier attempts.
+            reported_in: The attempt whose rank reports it; after loading a checkpoint, a rank
+                reports steps of earlier attempts.
 
         Returns:
-            Whether this is where the run stands now.
+            Whether it is the run's current step.
         """
-        place = (max(told_in, report.attempt), report.step)
+        place = (max(reported_in, report.attempt), report.step)
         newest = place >= self._newest
         if newest:
             self._newest = place
-            self._is_at(report)
+            self._set_step(report)
         if self._is_new((report.step, report.attempt)):
             self._recorder.step(report)
             self._say(
@@ -161,18 +167,21 @@ class RunRecord:
         return newest
 
     def event(self, event: Event) -> None:
+        """Records an event, once."""
         if not self._is_new(_key(event)):
             return
         self._recorder.event(event)
         self._say(f"{event.kind}: {event.message}")
 
     def log(self, line: LogLine) -> None:
+        """Records a line of a rank's output."""
         self._recorder.log(line)
 
-    def show(
+    def update_status(
         self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
     ) -> None:
-        """Makes the status say how machine and ranks stand. Without ranks the last ones stay, as they ended."""
+        """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
+        ended."""
         shown = _rank_status(ranks, self._status.ranks)
         if not shown:
             over = {"done": "done"}
@@ -193,18 +202,19 @@ class RunRecord:
         self._recorder.status(self._status)
 
     def flush(self) -> bool:
-        """Makes all that was told durable, and goes on; returns whether that worked."""
+        """Writes everything to the store; returns whether that worked."""
         return self._recorder.flush(_FLUSH_S)
 
     def close(self) -> bool:
-        """Makes all of it durable; returns whether that worked."""
+        """Writes everything to the store and stops the writer; returns whether that worked."""
         durable = self._recorder.close()
         if not durable:
             self._say(f"the run's last records could not be written: {self._recorder.last_error}")
         return durable
 
     def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
-        """The lines after the first `cursor` ones, waiting so long for the first; and the next cursor."""
+        """Returns the lines after the first `cursor` ones, waiting for the first of them, and the
+        next cursor."""
         end = time.monotonic() + patience_s
         with self._changed:
             while self._dropped + len(self._lines) <= cursor:
@@ -214,13 +224,14 @@ class RunRecord:
                 self._changed.wait(left)
             return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
 
-    def _is_at(self, report: StepReport) -> None:
+    def _set_step(self, report: StepReport) -> None:
         self._status = dataclasses.replace(
             self._status, step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s
         )
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
-        """Whether this was not told before: ranks tell again what they cannot know to be written."""
+        """Returns whether this was not recorded before: ranks report again what may not have been
+        written."""
         if key in self._known:
             return False
         self._known[key] = None
@@ -241,7 +252,8 @@ class RunRecord:
 
 
 def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
-    """How the ranks stand. What has not changed is not made again: thousands of ranks are asked for in each turn."""
+    """Returns the status of each rank. Reuses unchanged objects: every turn asks for up to
+    thousands of ranks."""
     if len(before) != len(ranks):
         return tuple(RankStatus(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks)
     return tuple(
@@ -254,7 +266,7 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 
 
 def _key(event: Event) -> tuple[Any, ...]:
-    if event.kind == "committed":  # an attempt commits a step once, whoever tells of it
+    if event.kind == "committed":  # an attempt commits a step once, but two sources may report it
         return (event.kind, event.attempt, event.step)
     return (event.time, event.kind, event.message, event.rank)
 

@@ -1,4 +1,4 @@
-"""The ranks of an attempt as the controller sees them, and the seats they are given."""
+"""The ranks of an attempt as the controller sees them, and the seats they get."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.control.protocol import Presence
+from raypp.control.protocol import WorkerInfo
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
@@ -17,13 +17,15 @@ class Rank:
     """One rank of an attempt.
 
     Attributes:
-        bundle: Whose resources it uses.
+        bundle: The bundle whose resources it uses.
         actor: Its process, once there is one.
         node_id: Of the bundle's node.
-        pending: The answer awaited from its process: `where` while starting, then `begin`, then `outcome`.
-        result: How it ended, once it has, when that was in order.
-        failed: It ended otherwise.
-        usable: Its process can take another seat.
+        pending: The pending call to its process: `info` while starting, then `begin`, then
+            `outcome`.
+        info: Where its process runs, once known.
+        result: Its result when it has ended normally.
+        failed: It ended with a failure.
+        reusable: Its process can take another seat.
     """
 
     rank: int
@@ -35,32 +37,31 @@ class Rank:
     pid: int = 0
     state: str = "starting"
     step: int = 0
-    presence: Presence | None = None
+    info: WorkerInfo | None = None
     seat: Seat | None = None
     actor: Any = None
     pending: Any = None
     result: RankResult | None = None
     failed: bool = False
-    usable: bool = False
+    reusable: bool = False
 
     @property
     def ended(self) -> bool:
+        """Whether the rank has ended, either way."""
         return self.failed or self.result is not None
 
     def failure(self, kind: FailureKind, cause: str, details: str = "") -> RankFailure:
-        """Evidence of how it failed."""
+        """Returns the record of a failure of this rank."""
         return RankFailure(self.rank, self.label, self.node, self.pid, kind, cause, self.step, details[-4000:])
 
-    def sits(self, presence: Presence, device_index: int) -> None:
-        """Its process said where it is."""
-        self.presence = dataclasses.replace(
-            presence, facts=dataclasses.replace(presence.facts, device_index=device_index)
-        )
-        self.pid, self.node = presence.facts.pid, presence.facts.ip
+    def set_info(self, info: WorkerInfo, device_index: int) -> None:
+        """Records where its process runs."""
+        self.info = dataclasses.replace(info, facts=dataclasses.replace(info.facts, device_index=device_index))
+        self.pid, self.node = info.facts.pid, info.facts.ip
 
 
 def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]:
-    """What is known of each bundle's future process before there is one: its node."""
+    """Returns what is known of each bundle's process before it starts: its node."""
     by_id = {node["NodeID"]: node for node in known}
     return [
         NodeFacts(node, by_id[node]["NodeManagerAddress"], by_id[node]["NodeManagerHostname"], 0, "") for node in nodes
@@ -68,13 +69,13 @@ def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]
 
 
 def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:
-    """The seats, in rank order; rank 0's node is where the ranks meet."""
-    present = [rank.presence for rank in ranks if rank.presence is not None]
-    nodes = list(dict.fromkeys(presence.facts.node_id for presence in present))
+    """Returns the seats in rank order; the rendezvous is on rank 0's node."""
+    present = [rank.info for rank in ranks if rank.info is not None]
+    nodes = list(dict.fromkeys(info.facts.node_id for info in present))
     locals_: dict[str, int] = {}
     seats = []
-    for rank, presence in zip(ranks, present, strict=True):
-        facts = presence.facts
+    for rank, info in zip(ranks, present, strict=True):
+        facts = info.facts
         local = locals_.get(facts.node_id, 0)
         locals_[facts.node_id] = local + 1
         seats.append(
@@ -97,6 +98,6 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
             )
         )
     return [
-        dataclasses.replace(seat, local_world_size=locals_[presence.facts.node_id])
-        for seat, presence in zip(seats, present, strict=True)
+        dataclasses.replace(seat, local_world_size=locals_[info.facts.node_id])
+        for seat, info in zip(seats, present, strict=True)
     ]

@@ -1,28 +1,26 @@
-"""The processes of a run: kept from one attempt to the next, one per bundle, and an idle one per node beside them."""
+"""The processes of a run: one per bundle and one standby per node, kept from one attempt to the
+next."""
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raypp.control.orphan import asks_every_s
+from raypp.control.cleanup import end_actor
+from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
-from raypp.control.protocol import NAMESPACE, RunRequest, Standing
-from raypp.control.report.relay_tree import RelayTree, Shape, actors_of, end_actor
+from raypp.control.protocol import NAMESPACE, RunRequest
+from raypp.control.report.relay import Relays
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
 
-_FOUND_ANSWERS_S = 10.0
-
-# Every device stays visible and each rank sets its own: one visible device per process cripples NCCL. Ray takes
-# this variable out of a job's own settings, so it is given to the actors.
+# Every device stays visible and each rank sets its own: one visible device per process cripples
+# NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
 _ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _THREADS = 16
 
@@ -33,7 +31,7 @@ class Member:
 
     Attributes:
         node_id: Of its node; empty until known.
-        fresh: It was started for the present attempt.
+        fresh: It was started for the current attempt.
     """
 
     actor: Any
@@ -42,10 +40,10 @@ class Member:
 
 
 @dataclass
-class Crew:
+class WorkerGroup:
     """Every process of a run.
 
-    A standby uses no resources of its own: when it takes the place of a dead process it uses that one's, which the
+    A standby reserves no resources: when it replaces a dead process it uses that one's, which the
     placement group still holds.
 
     Args:
@@ -60,23 +58,24 @@ class Crew:
     seated: dict[int, Member] = field(default_factory=dict)
     """By bundle."""
     devices: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Node and device index of each bundle, as its first process there was told."""
+    """Node and device index of each bundle, as Ray gave them to the first process there."""
     standbys: dict[str, Member] = field(default_factory=dict)
     """By node."""
-    relays: RelayTree = field(init=False)
+    relays: Relays = field(init=False)
 
     def __post_init__(self) -> None:
-        shape = Shape(**self.request.relays)
-        self.relays = RelayTree(self.request.run, self.controller, self.job.recovery.orphan_timeout_s, shape)
+        orphan_timeout_s = self.job.recovery.orphan_timeout_s
+        self.relays = Relays(self.request.run, self.controller, orphan_timeout_s, self.request.relays_from_ranks)
 
-    def staff(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
-        """Sees to it that every bundle has a process on its node: the one it had, else a standby, else a new one.
+    def fill(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
+        """Gives every bundle a process on its node: the one it had, else a standby, else a new one.
 
         Args:
             nodes: The node of each bundle.
-            labels: The seat planned for each, for the name of a new actor; Ray's names cannot change later.
+            labels: The seat planned for each, for the name of a new actor; Ray's names cannot
+                change later.
         """
-        self.relays.staff(nodes)
+        self.relays.start(nodes)
         for bundle, node in enumerate(nodes):
             member = self.seated.get(bundle)
             if member is not None and member.node_id == node:
@@ -85,10 +84,10 @@ class Crew:
             self.kill(bundle)
             if self.devices.get(bundle, (node, 0))[0] != node:
                 del self.devices[bundle]
-            self.fill(bundle, node, labels[bundle], attempt, placement)
+            self.fill_bundle(bundle, node, labels[bundle], attempt, placement)
 
-    def fill(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
-        """Gives a bundle without a process another one."""
+    def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
+        """Gives a process to a bundle that has none."""
         if node in self.standbys and (self.device == "cpu" or bundle in self.devices):
             self.seated[bundle] = self.standbys.pop(node)
             self.seated[bundle].fresh = False
@@ -104,8 +103,8 @@ class Crew:
         )
         self.seated[bundle] = Member(actor, node)
 
-    def prepare_standbys(self) -> None:
-        """Starts an idle process on every node of the run that has none."""
+    def start_standbys(self) -> None:
+        """Starts a standby on every node of the run that has none."""
         if not self.job.recovery.standby:
             return
         for node in {member.node_id for member in self.seated.values()} - self.standbys.keys():
@@ -113,13 +112,14 @@ class Crew:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             self.standbys[node] = Member(self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy), node)
 
-    def add_standby(self, actor: Any, node: str) -> None:
-        """Takes over an idle process that an earlier life of the controller started."""
+    def adopt_standby(self, actor: Any, node: str) -> None:
+        """Takes over a standby that an earlier controller process started."""
         self.standbys[node] = Member(actor, node, fresh=False)
 
-    def device_index(self, bundle: int, node: str, told: int) -> int:
-        """The device of a bundle: a standby in it was told of none."""
-        return self.devices.setdefault(bundle, (node, told))[1]
+    def device_index(self, bundle: int, node: str, reported: int) -> int:
+        """Returns the device of a bundle. A standby in it does not know it: Ray gave it no
+        device."""
+        return self.devices.setdefault(bundle, (node, reported))[1]
 
     def kill(self, bundle: int) -> None:
         """Ends the process of a bundle."""
@@ -128,7 +128,7 @@ class Crew:
             end_actor(member.actor)
 
     def kill_frozen(self, bundle: int, pid: int) -> None:
-        """Ends a process that may not be able to end itself, with the help of another one on its node."""
+        """Ends a process that may not react to Ray, with the help of another worker on its node."""
         member = self.seated.get(bundle)
         self.kill(bundle)
         if member is None:
@@ -137,33 +137,34 @@ class Crew:
         if helper is not None:
             helper.end_process.remote(pid)
 
-    def helper(self, node_id: str, but: int | None = None) -> Any:
-        """A process on a node that can look after another one there; None when there is none.
+    def helper(self, node_id: str, except_bundle: int | None = None) -> Any:
+        """Returns a worker of a node that can examine or end another one there; None when there is
+        none.
 
         Args:
-            but: The bundle of the one to be looked after.
+            except_bundle: The bundle of the worker to be examined.
         """
-        seated = [member for bundle, member in self.seated.items() if bundle != but]
+        seated = [member for bundle, member in self.seated.items() if bundle != except_bundle]
         members = [*self.standbys.values(), *seated]
         return next((member.actor for member in members if member.node_id == node_id), None)
 
-    def leave_bundles(self) -> None:
-        """Ends every process that has one; the placement group is to be made anew elsewhere."""
+    def empty_bundles(self) -> None:
+        """Ends every process that has a bundle, before the placement group is made anew."""
         for bundle in list(self.seated):
             self.kill(bundle)
         self.devices.clear()
 
-    def dismiss(self) -> None:
+    def end(self) -> None:
         """Ends every process."""
         for bundle in list(self.seated):
             self.kill(bundle)
         for member in self.standbys.values():
             end_actor(member.actor)
         self.standbys.clear()
-        self.relays.dismiss()
+        self.relays.stop()
 
     def _start(self, name: str, label: str, **options: Any) -> Any:
-        # Ray would leave one thread to every actor, whatever CPUs it reserves for it.
+        # Ray would give every actor one thread, however many CPUs it reserves.
         threads = {"OMP_NUM_THREADS": str(max(1, int(self.job.resources.cpus_per_rank)))}
         arguments = (
             self.request.run,
@@ -172,7 +173,7 @@ class Crew:
             self.controller,
             self.job.recovery.orphan_timeout_s,
             self.request.rank_function,
-            asks_every_s(self.job.mesh.world),
+            ask_interval_s(self.job.mesh.world),
         )
         return (
             ray.remote(Worker)
@@ -187,30 +188,3 @@ class Crew:
             )
             .remote(*arguments)
         )
-
-
-def find_workers(run: str) -> list[tuple[Any, Standing]]:
-    """The living workers of a run, whoever started them, with what they say. Those that say nothing are ended."""
-    handles, _ = actors_of(run)
-    asked = {handle.standing.remote(): handle for handle in handles}
-    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_FOUND_ANSWERS_S) if asked else ([], [])
-    found = []
-    for reference in ready:
-        with contextlib.suppress(RayError):
-            found.append((asked[reference], ray.get(reference)))
-    for reference in silent:
-        end_actor(asked[reference])
-    return found
-
-
-def end_workers(run: str, patience_s: float = 20.0) -> int:
-    """Ends every worker and relay of a run, whoever started it, and waits until they are gone; returns how many workers
-    there were."""
-    workers, relays = actors_of(run)
-    waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # answers by failing, when the process is gone
-    waiting += [relay.stay.remote() for relay in relays]
-    for handle in (*workers, *relays):
-        end_actor(handle)
-    if waiting:
-        ray.wait(waiting, num_returns=len(waiting), timeout=patience_s)
-    return len(workers)

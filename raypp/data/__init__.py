@@ -1,1 +1,1 @@
-"""Data: sources, tokenizers, packing, and a loader that any mesh reads alike and that can be sought."""
+"""Data: sources, tokenizers, packing, and a seekable loader with the same rows on any mesh."""

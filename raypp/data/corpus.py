@@ -1,4 +1,4 @@
-"""Documents as flat arrays of ids and the places where each begins."""
+"""Documents as flat arrays of ids and the offset of each document."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised documents, each ended by the tokenizer's end id (the last of a `tokens` file may lack it).
+    """Tokenised documents, each ending in the tokenizer's end id.
+
+    The last document of a `tokens` file may lack the end id.
 
     Attributes:
-        shards: All ids, one after another, each shard `[n]`, possibly memory-mapped. No document crosses two shards.
-        offsets: Where each document begins, counted over all shards, and the end: int64 `[documents + 1]`.
-        digest: Changes when a document does.
-        chosen: Which documents belong to this corpus, int64 `[len]`; None: all.
+        shards: All ids in order, each shard `[n]`, possibly memory-mapped. No document crosses two
+            shards.
+        offsets: Start of each document, counted over all shards, and the end of the last one: int64
+            `[documents + 1]`.
+        digest: Changes if a document does.
+        chosen: The documents that belong to this corpus, int64 `[len]`; None: all.
     """
 
     shards: tuple[Ids, ...]
@@ -37,7 +41,7 @@ class Corpus:
         return [0, *np.cumsum([len(shard) for shard in self.shards]).tolist()]
 
     def lengths(self, documents: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """Tokens of some documents (None: of all), int64."""
+        """Returns the token counts of some documents (None: of all), int64 `[n]`."""
         if documents is None:
             documents = self.chosen
         elif self.chosen is not None:
@@ -47,7 +51,7 @@ class Corpus:
         return np.asarray(self.offsets[documents + 1] - self.offsets[documents])
 
     def ids(self, document: int, start: int = 0, end: int | None = None) -> Ids:
-        """The ids `[start, end)` of a document, cut off at its end; a view, in the dtype they are held in."""
+        """Returns the ids `[start, end)` of a document, at most to its end; a view, not a copy."""
         index = document if self.chosen is None else int(self.chosen[document])
         first, last = int(self.offsets[index]), int(self.offsets[index + 1])
         shard = bisect_right(self._shard_starts, first) - 1
@@ -56,11 +60,11 @@ class Corpus:
         return self.shards[shard][first + start - base : until - base]
 
     def select(self, documents: NDArray[np.int64]) -> Corpus:
-        """Some of the documents, in the order given; no id is copied."""
+        """Returns a corpus of some documents, in the given order; copies no ids."""
         chosen = documents if self.chosen is None else self.chosen[documents]
         return Corpus(self.shards, self.offsets, self.digest, chosen)
 
 
 def small_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest dtype that holds ids below `vocab_size`."""
+    """Returns the smallest dtype that holds ids below `vocab_size`."""
     return np.min_scalar_type(max(0, vocab_size - 1))

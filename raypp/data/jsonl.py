@@ -1,4 +1,4 @@
-"""JSON lines: each line an object with the text of a document under `data.text_key`."""
+"""JSON lines: each line is an object with a document's text under `data.text_key`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ KIND = SourceKind(
 
 
 def read(request: Request) -> Corpus:
-    """All lines of all files, in order of file name; blank lines are passed over.
+    """Reads all lines of all files, in order of file name; skips blank lines.
 
     Raises:
-        DataError: No file, no line, or a line that is no such object; it names file and line.
+        DataError: No file, no line, or a line without such an object; names file and line.
     """
     files = find_files(request.path, KIND.endings, request.place)
     return tokenise(request, files, lambda: (text for file in files for text in _documents(file, request)))
@@ -44,16 +44,16 @@ def _text(line: str, place: str, request: Request) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(Problem(request.place, f"{place} is not JSON: {error}", "repair or remove the line")) from error
     if not isinstance(entry, dict):
-        raise DataError(Problem(request.place, f"{place} is no JSON object", "each line must be {…} with a text in it"))
+        raise DataError(Problem(request.place, f"{place} is not a JSON object", "each line must be {…} with a text"))
     text = entry.get(key)
     if not isinstance(text, str):
-        has = f"there is {', '.join(map(repr, entry))}" if key not in entry else f"it is {type(text).__name__}"
+        has = f"it has {', '.join(map(repr, entry))}" if key not in entry else f"it is {type(text).__name__}"
         what = f"{place} has no text under {key!r} ({has})"
         raise DataError(Problem(request.place, what, "set data.text_key to the field that holds the text"))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            Problem(request.place, f"{place}: the text is no Unicode: {error}", "repair the line")
+            Problem(request.place, f"{place}: the text is not valid Unicode: {error}", "repair the line")
         ) from error
     return text

@@ -1,4 +1,4 @@
-"""The rows of each step, in one global order that no mesh changes."""
+"""The rows of each step, in one global order that does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next row of the global order: its epoch, block and place in the block."""
+    """The position of the next row in the global order: epoch, block and row in the block."""
 
     epoch: int = 0
     block: int = 0
@@ -37,7 +37,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of a step a replica reads: the `replica`-th contiguous share of `replicas` equal ones."""
+    """The rows of a step that a replica reads: one of `replicas` equal, contiguous shares."""
 
     replica: int
     replicas: int
@@ -50,20 +50,21 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """Of each replica and step."""
+        """Rows per replica and step."""
         return self.microbatches * self.micro_batch_size
 
     def of(self, step: Sequence[list[Piece]]) -> Sequence[list[Piece]]:
-        """This replica's share of all rows of a step."""
+        """Returns this replica's share of all rows of a step."""
         return step[self.replica * self.rows : (self.replica + 1) * self.rows]
 
     def microbatched(self, rows: Sequence[Row]) -> list[Microbatch]:
+        """Groups this replica's rows of a step into microbatches."""
         each = self.micro_batch_size
         return [Microbatch(tuple(rows[i : i + each])) for i in range(0, self.rows, each)]
 
 
 def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Cursor]]:
-    """All rows from a cursor on, for ever, each with the cursor behind it."""
+    """Yields all rows from a cursor on, without end, each with the cursor after it."""
     epoch, block, first = cursor.epoch, cursor.block, cursor.row
     while True:
         following = Cursor(epoch, block + 1) if block + 1 < plan.blocks else Cursor(epoch + 1)
@@ -74,7 +75,7 @@ def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Curs
 
 
 def steps_from(plan: RowPlan, share: Share, cursor: Cursor) -> Iterator[tuple[list[Microbatch], Cursor]]:
-    """A replica's microbatches of every step from a cursor on, each with the cursor behind the step."""
+    """Yields a replica's microbatches of every step from a cursor on, with the cursor after it."""
     rows = rows_from(plan, cursor)
     while True:
         step = list(islice(rows, share.replicas * share.rows))
@@ -83,16 +84,16 @@ def steps_from(plan: RowPlan, share: Share, cursor: Cursor) -> Iterator[tuple[li
 
 
 class Loader:
-    """Reads one replica's share of every step; the next steps are prepared by a thread.
+    """Reads one replica's share of every step; a thread prepares the next steps.
 
-    A step takes replicas · microbatches · micro_batch_size rows of the global order; replica r takes the r-th
-    contiguous share of them. Rows go on across the ends of blocks and epochs; none is dropped. Not for several threads
-    at once.
+    A step takes replicas · microbatches · micro_batch_size rows of the global order; replica r
+    takes the r-th contiguous share of them. Rows continue across the ends of blocks and epochs;
+    none is dropped. Not thread-safe.
 
     Args:
-        documents: What is read.
-        plan: How `documents.train` becomes rows.
-        share: This replica's.
+        documents: The job's documents.
+        plan: The rows of `documents.train`.
+        share: This replica's share.
     """
 
     def __init__(self, documents: Documents, plan: RowPlan, share: Share) -> None:
@@ -106,10 +107,12 @@ class Loader:
         return self._documents.identity
 
     def next_step(self) -> list[Microbatch]:
-        """The next step's microbatches of this replica: `pipeline.microbatches` of `train.micro_batch_size` rows.
+        """Returns this replica's microbatches of the next step.
+
+        There are `pipeline.microbatches` of them, with `train.micro_batch_size` rows each.
 
         Raises:
-            RayppError: What went wrong while it was read.
+            RayppError: Reading failed.
         """
         if self._steps is None:
             self._steps = Prefetch(steps_from(self._plan, self._share, self._cursor), _AHEAD)
@@ -117,37 +120,37 @@ class Loader:
         return microbatches
 
     def position(self) -> dict[str, Any]:
-        """Where the next step begins: plain JSON, the same on every rank and for every mesh."""
+        """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
         cursor = self._cursor
         return {"epoch": cursor.epoch, "block": cursor.block, "row": cursor.row, "data": self.identity}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Goes on at a position.
+        """Continues at a position.
 
         Raises:
-            JobError: It is a position in other data, or none.
+            JobError: The position is invalid or belongs to other data.
         """
         try:
             data = str(position["data"])
             cursor = Cursor(int(position["epoch"]), int(position["block"]), int(position["row"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise JobError(Problem("data.path", f"the checkpoint's data position is none: {position!r}")) from error
+            raise JobError(Problem("data.path", f"the checkpoint's data position is invalid: {position!r}")) from error
         if data != self.identity:
             raise JobError(
                 Problem(
                     "data.path",
                     f"the checkpoint was made with other data (digest {data}, now {self.identity})",
-                    "give the same files, tokenizer, data settings and train.seed, or start a run under another name",
+                    "use the same files, tokenizer, data settings and train.seed, or start a run under another name",
                 )
             )
         self.close()
         self._cursor = cursor
 
     def held_out(self) -> Iterator[list[Microbatch]]:
-        """This replica's share of the held-out part, once through, in steps like those of training.
+        """Returns this replica's share of the held-out part, once, in steps like those of training.
 
-        The number of steps is the same for every replica: where the rows run out, rows of one token without a label
-        fill up the last step.
+        The number of steps is the same for every replica: rows of one token without a label fill
+        the last step.
 
         Raises:
             DataError: The job has no `data.eval`.
@@ -167,23 +170,23 @@ class Loader:
             yield share.microbatched(own + [filler] * (share.rows - len(own)))
 
     def close(self) -> None:
-        """Ends the thread. The loader can go on afterwards, where it was."""
+        """Ends the thread. The loader can be used again afterwards and keeps its position."""
         if self._steps is not None:
             self._steps.close()
             self._steps = None
 
 
 def open_loader(job: Job, replica: int, replicas: int) -> Loader:
-    """The loader of one replica of a job. Whoever opens it must close it.
+    """Opens the loader of one replica. The caller must close it.
 
     Args:
         job: The job, with resolved paths.
-        replica: This one, `0 <= replica < replicas`.
-        replicas: How many share the rows of a step.
+        replica: This replica, `0 <= replica < replicas`.
+        replicas: Number of replicas that share the rows of a step.
 
     Raises:
         DataError: The data cannot be used.
-        UnreachableError: The data are in a store that does not answer, or refuses.
+        UnreachableError: The store that holds the data does not answer or denies access.
     """
     documents, data = open_documents(job), job.data
     plan = RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, job.train.seed)

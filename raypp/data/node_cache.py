@@ -1,7 +1,8 @@
-"""Things made once on a node, by whichever process comes first, and mapped by all.
+"""A cache of files that one process of a node creates and all map into memory.
 
-The place is `$RAYPP_CACHE_DIR`, else `$XDG_CACHE_HOME/raypp`, else `~/.cache/raypp`. An entry is a directory named by
-the digest of everything it was made from; it appears whole or not at all. Any of it may be deleted while nothing runs.
+It is at `$RAYPP_CACHE_DIR`, else `$XDG_CACHE_HOME/raypp`, else `~/.cache/raypp`. An entry is a
+directory named by the digest of everything it was made from; it appears complete or not at all. You
+may delete any entry while nothing runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from raypp.errors import DataError, Problem
 
 
 def cache_directory() -> Path:
-    """Where this node's entries are."""
+    """Returns the directory of this node's entries."""
     own = os.environ.get("RAYPP_CACHE_DIR")
     if own:
         return Path(own).expanduser()
@@ -27,13 +28,13 @@ def cache_directory() -> Path:
 
 
 def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
-    """The directory `entry`, made now when it is not there.
+    """Returns the directory `entry`; creates it first if it does not exist.
 
-    When several processes ask at once, one makes it and the others wait. One that dies while making it leaves nothing
-    in the way of the next.
+    If several processes ask at once, one creates it and the others wait. If that process dies,
+    another one can create the entry.
 
     Args:
-        entry: Its path, below `cache_directory()`.
+        entry: The entry's path, below `cache_directory()`.
         make: Fills the directory it is given.
 
     Raises:
@@ -51,7 +52,7 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
             Problem(
                 "data.path",
                 f"cannot write the cache at {entry.parent}: {error.strerror or error}",
-                "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a directory that can be written",
+                "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a writable directory",
             )
         ) from error
     return entry
@@ -59,7 +60,7 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
 
 def _make(entry: Path, make: Callable[[Path], None]) -> None:
     unfinished = f".{entry.name}-"
-    for left_over in entry.parent.glob(f"{unfinished}*"):  # of a process that died: the lock is ours
+    for left_over in entry.parent.glob(f"{unfinished}*"):  # of a dead process: this one holds the lock
         shutil.rmtree(left_over, ignore_errors=True)
     room = Path(tempfile.mkdtemp(prefix=unfinished, dir=entry.parent))
     try:
@@ -76,7 +77,7 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; the system lets go of it when the process dies."""
+    """Holds a lock on the file; the system releases it if the process dies."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
-"""Documents into rows of at most seq_len tokens, block by block, the same on every rank.
+"""Packs documents into rows of at most seq_len tokens, block by block, the same on every rank.
 
-Documents longer than a row are cut into pieces. An epoch visits all pieces in an order that (seed, epoch) names, in
-blocks of about `BLOCK` pieces. A block is packed by itself, so that seeking costs one block, whatever the size of the
-data.
+Documents longer than a row are cut into pieces. An epoch visits all pieces in an order given by
+(seed, epoch), in blocks of about `BLOCK` pieces. Each block is packed separately, so a seek costs
+one block, whatever the size of the data.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from raypp.data.random_order import permuted
 BLOCK = 4096
 NO_LABEL = -100
 PLAN_VERSION = 2
-"""Changes when the same data would give other rows."""
+"""Changes if the same data would give other rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a document: `length` tokens from `start` (positions in the document)."""
+    """A part of a document: `length` tokens from position `start` in the document."""
 
     document: int
     start: int
@@ -38,9 +38,10 @@ class Row:
 
     Attributes:
         tokens: Ids, int64 `[n]`.
-        labels: The next token of the same document, int64 `[n]`; -100 where there is none. The last token of a piece
-            that goes on in another one keeps its label.
-        documents: Lengths of the pieces in the row, in tokens; they sum to n. No piece attends to another.
+        labels: The next token of the same document, int64 `[n]`; -100 if there is none. The last
+            token of a piece that continues in another piece keeps its label.
+        documents: Lengths of the row's pieces, in tokens; they sum to n. No piece attends to
+            another.
     """
 
     tokens: NDArray[np.int64]
@@ -49,15 +50,15 @@ class Row:
 
 
 class RowPlan:
-    """Which rows an epoch has. Nothing is read or copied here; it holds 8 bytes per document.
+    """The rows of an epoch, computed on demand. Holds 8 bytes per document and copies no tokens.
 
     Args:
         corpus: The documents.
-        seq_len: Most tokens of a row.
+        seq_len: Maximum tokens of a row.
         packing: Whether a row may hold several pieces.
-        shuffle: Whether the pieces are visited in a random order, a new one each epoch.
-        seed: Of that order.
-        block: About how many pieces are packed at a time.
+        shuffle: Whether to visit the pieces in a random order, a new one each epoch.
+        seed: Seed of that order.
+        block: Approximate number of pieces packed at a time.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RowPlan:
         self.blocks = -(-self.pieces // block)
 
     def block(self, epoch: int, index: int) -> list[list[Piece]]:
-        """The rows of one block, `0 <= index < blocks`. All blocks of an epoch are about equally large."""
+        """Returns the rows of a block, `0 <= index < blocks`; the blocks have similar sizes."""
         begin, end = (self.pieces * i // self.blocks for i in (index, index + 1))
         visited = np.arange(begin, end)
         if self.shuffle:
@@ -81,7 +82,7 @@ class RowPlan:
         if not self.shuffle:
             return pack_in_order(pieces, self.seq_len)
         rows = pack(pieces, self.seq_len)
-        # Packing goes by length; the rows are mixed again so that no stretch of training sees only long documents.
+        # Packing sorts by length. Shuffling the rows avoids stretches of only long documents.
         mixed = permuted(np.arange(len(rows)), len(rows), self.seed, epoch, index)
         return [rows[i] for i in mixed.tolist()]
 
@@ -93,7 +94,7 @@ class RowPlan:
 
 
 def pack(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
-    """Best fit, longest first: each piece goes into the fullest row that still holds it."""
+    """Packs by best fit, longest first: each piece goes into the fullest row with room for it."""
     rows: list[list[Piece]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for piece in sorted(pieces, key=lambda p: (-p.length, p.document, p.start)):
@@ -110,7 +111,7 @@ def pack(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
 
 
 def pack_in_order(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
-    """Pieces in their order, a new row when the next does not fit."""
+    """Packs pieces in their order; starts a new row if the next piece does not fit."""
     rows: list[list[Piece]] = []
     left = 0
     for piece in pieces:
@@ -123,12 +124,12 @@ def pack_in_order(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
 
 
 def fill_ratio(rows: Sequence[Sequence[Piece]], seq_len: int) -> float:
-    """Tokens in the rows as a share of those they could hold."""
+    """Returns the tokens in the rows as a fraction of their capacity."""
     return sum(piece.length for row in rows for piece in row) / (len(rows) * seq_len)
 
 
 def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
-    """The tokens and labels of a row."""
+    """Reads the tokens and labels of a row from the corpus."""
     total = sum(piece.length for piece in pieces)
     tokens = np.empty(total, dtype=np.int64)
     labels = np.full(total, NO_LABEL, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""An iterator that runs ahead in a thread of its own."""
+"""An iterator that prefetches in its own thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Shared(Generic[T]):
-    """What the thread and its reader have in common; the thread knows nothing else, so that the reader can go away."""
+    """State shared by the thread and its reader; the thread holds no reference to the reader."""
 
     ahead: int
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -23,6 +23,7 @@ class _Shared(Generic[T]):
     error: BaseException | None = None
 
     def stop(self) -> None:
+        """Makes the thread end and drops its items."""
         with self.changed:
             self.stopped = True
             self.ready.clear()
@@ -30,13 +31,14 @@ class _Shared(Generic[T]):
 
 
 class Prefetch(Generic[T]):
-    """Takes from an endless iterator in the background.
+    """Prefetches from an endless iterator.
 
-    The thread ends with `close`, with an error, or when this object is no longer used.
+    The thread ends after `close`, after an error, or when this object is garbage-collected.
 
     Args:
-        items: Endless; used by the thread alone. Must not refer to the owner of this object.
-        ahead: At most this many items are ready and not yet taken.
+        items: An endless iterator, used only by the thread. It must not refer to the owner of this
+            object.
+        ahead: Maximum number of items prepared in advance.
     """
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:
@@ -46,10 +48,10 @@ class Prefetch(Generic[T]):
         weakref.finalize(self, self._shared.stop)
 
     def take(self) -> T:
-        """The next item; waits for it.
+        """Waits for the next item and returns it.
 
         Raises:
-            BaseException: What the iterator raised, when it is its turn; again at every later call.
+            BaseException: The iterator's error, after the items before it, and at every later call.
             RuntimeError: After `close`.
         """
         shared = self._shared
@@ -64,7 +66,7 @@ class Prefetch(Generic[T]):
             raise RuntimeError("taken from after close")
 
     def close(self) -> None:
-        """Ends the thread; returns when the item it is at is done."""
+        """Ends the thread, after the item in progress."""
         self._shared.stop()
         self._thread.join()
 
@@ -81,7 +83,7 @@ def _run(items: Iterator[T], shared: _Shared[T]) -> None:
                 if not shared.stopped:
                     shared.ready.append(item)
                 shared.changed.notify_all()
-    except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the item
+    except BaseException as error:  # noqa: BLE001 - raised by take()
         with shared.changed:
             shared.error = error
             shared.changed.notify_all()

@@ -1,8 +1,8 @@
-"""Random orders that are computed, not stored: any part of an order of n things costs only that part.
+"""Random orders that are computed, not stored: a part of an order costs only that part.
 
-The order is a Feistel network with cycle walking (M. Luby and C. Rackoff, 1988; J. Black and P. Rogaway, 2002) in plain
-64-bit integer arithmetic, so it is the same on every machine and with every version of numpy. It is made for mixing,
-not for secrecy.
+The order is a Feistel network with cycle walking (M. Luby and C. Rackoff, 1988; J. Black and P.
+Rogaway, 2002) in plain 64-bit integer arithmetic, so it is the same on every machine and with every
+version of numpy. It is meant for shuffling, not for cryptography.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _ROUNDS = 8
 
 
 def permuted(positions: NDArray[np.int64], count: int, *key: int | str) -> NDArray[np.int64]:
-    """Which of `count` things stand at some positions of the order that a key names.
+    """Returns the items at some positions of a random order of `count` items.
 
     Args:
         positions: int64 `[n]`, each in `[0, count)`.
-        count: How many things there are.
-        key: Names the order, e.g. a seed and an epoch.
+        count: Number of items.
+        key: Selects the order, e.g. a seed and an epoch.
 
     Returns:
-        int64 `[n]`; over all positions every thing appears exactly once.
+        int64 `[n]`; over all positions every item appears exactly once.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     keys = [np.uint64(k) for k in _round_keys(key)]
     result = _encipher(positions.astype(np.uint64), half, keys)
-    # The network permutes a power of four; what lands outside is sent on until it is back inside.
+    # The network permutes a power of four; values outside the range are enciphered until inside.
     outside = np.flatnonzero(result >= count)
     while len(outside):
         result[outside] = _encipher(result[outside], half, keys)

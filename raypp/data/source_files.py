@@ -1,4 +1,4 @@
-"""Which files a `data.path` means, here or in a store, and how they are read piece by piece."""
+"""Finds the files of a `data.path`, local or in a store, and reads them in chunks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SourceFile:
     """A file or an object that holds data.
 
     Attributes:
-        name: As errors call it: a path or a URL.
+        name: Its path or URL, for errors.
         size: Bytes.
         modified: Seconds since 1970.
-        store, key: Where an object is; None and the path for a local file.
-        place: The key of the job file that named it.
+        store, key: The object's store and key; None and the path for a local file.
+        place: The key of the job file that names it.
     """
 
     name: str
@@ -35,10 +35,10 @@ class SourceFile:
     place: str
 
     def chunks(self) -> Iterator[bytes]:
-        """The content, at most 16 MiB at a time.
+        """Yields the content, at most 16 MiB at a time.
 
         Raises:
-            DataError: It cannot be read, or is gone.
+            DataError: It is missing or cannot be read.
             StoreError: The store does not answer.
         """
         try:
@@ -55,7 +55,7 @@ class SourceFile:
             raise unreadable(self.place, self.name, error) from error
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Number (from 1) and text of each line, without its end.
+        """Yields the number (from 1) and text of each line, without its line end.
 
         Raises:
             DataError: It cannot be read, or a line is not UTF-8.
@@ -84,20 +84,20 @@ class SourceFile:
 
 
 def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") -> list[SourceFile]:
-    """The files of a path, a directory or prefix (those with one of the endings), or a glob, sorted by name.
+    """Finds the files of a path, a directory or prefix (by ending), or a glob, sorted by name.
 
     Args:
         path: Local, or `scheme://place/key-or-prefix` of a store that holds data (`s3://bucket/…`).
-        endings: With their dot, lower case.
+        endings: File endings with their dot, lower case.
         place: The key of the job file, for errors.
 
     Raises:
-        DataError: There is none, or all are empty.
-        StoreError: The store does not answer, or refuses.
+        DataError: There are no files, or all are empty.
+        StoreError: The store does not answer or denies access.
     """
     files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
     if not any(file.size for file in files):
-        raise DataError(Problem(place, f"{path} is empty", "give files with data in them"))
+        raise DataError(Problem(place, f"{path} is empty", "use files that contain data"))
     return files
 
 
@@ -118,7 +118,7 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
             files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:
         raise DataError(
-            Problem(place, f"no file{wanted} at {path} on this node", "give one that is there on every node")
+            Problem(place, f"no file{wanted} at {path} on this node", "use a path that exists on every node")
         )
     return files
 
@@ -133,13 +133,13 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
     found = [i for i in infos if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))]
     if not found:
         what = f"no object at {path}, nor below it with the ending {' or '.join(endings)}"
-        raise DataError(Problem(place, what, "give the URL of an object, or of a prefix with objects below it"))
+        raise DataError(Problem(place, what, "use the URL of an object, or of a prefix with objects below it"))
     return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
 
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """A store's error names the key of the job file that led to it."""
+    """Makes errors of the store name the key of the job file."""
     try:
         yield
     except StoreError as error:
@@ -149,6 +149,6 @@ def _named(place: str) -> Iterator[None]:
 
 
 def unreadable(place: str, name: str, error: Exception) -> DataError:
-    """A file that was found but cannot be read."""
+    """Returns the error for a file that exists but cannot be read."""
     reason = getattr(error, "strerror", None) or str(error)
-    return DataError(Problem(place, f"cannot read {name}: {reason}", "check that it is there and may be read"))
+    return DataError(Problem(place, f"cannot read {name}: {reason}", "check that it exists and that you may read it"))

@@ -1,4 +1,4 @@
-"""How a job's documents are opened, by the kind of its data."""
+"""Opens a job's documents, by the kind of its data."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from raypp.spec.job import DataSection, Job
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """A job's documents, split.
+    """A job's documents, split into training and held-out part.
 
     Attributes:
-        train: To train on.
-        held_out: None without `data.eval`.
-        tokenizer: The job's.
-        identity: Of the rows that training sees: documents, tokenizer, and every setting that orders them.
+        train: The training documents.
+        held_out: The held-out documents; None without `data.eval`.
+        tokenizer: The job's tokenizer.
+        identity: Digest of the training rows: documents, tokenizer, and every setting that affects
+            their order.
     """
 
     train: Corpus
@@ -38,10 +39,10 @@ class Documents:
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
-    """The tokenizer of a job; its ids fit the model.
+    """Returns a job's tokenizer; its ids fit the model.
 
     Raises:
-        DataError: They do not, or there is no such tokenizer.
+        DataError: The ids do not fit, or there is no such tokenizer.
     """
     if _source(job).ids == "model":
         return CountingTokenizer(job.model.vocab_size)
@@ -56,8 +57,8 @@ def open_documents(job: Job) -> Documents:
     """Reads and tokenises a job's documents.
 
     Raises:
-        DataError: Something about the data, named with its place.
-        UnreachableError: The data are in a store that does not answer, or refuses.
+        DataError: The data cannot be used; names the place.
+        UnreachableError: The store that holds the data does not answer or denies access.
     """
     data, tokenizer = job.data, job_tokenizer(job)
     whole = _read(job, tokenizer, data.path or "", "data.path")
@@ -75,10 +76,10 @@ def open_documents(job: Job) -> Documents:
 
 
 def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-    """The documents to train on and those held out, drawn from the seed, each in their first order.
+    """Splits documents into training and held-out ones, drawn by the seed; both keep their order.
 
     Raises:
-        DataError: None would be left to train on.
+        DataError: No document would be left to train on.
     """
     count = max(1, round(len(whole) * fraction))
     if count >= len(whole):
@@ -91,18 +92,19 @@ def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
 
 
 def data_identity(job: Job) -> str:
-    """A digest of the rows that training sees, in their order; the same for every mesh and on every machine.
+    """Returns a digest of the training rows in their order, the same on every mesh and machine.
 
-    Reads the data like `open_documents`, and raises like it.
+    Reads the data and raises errors as `open_documents` does.
     """
     return open_documents(job).identity
 
 
 def check_data(job: Job) -> list[Problem]:
-    """What is wrong with a job's data, as far as this machine can tell without reading it.
+    """Returns the problems of a job's data that this machine can find without reading it.
 
-    Looks whether the source is known, its files are here and not empty, and the tokenizer's ids fit the model. Data in
-    a store are not looked at. Call it where the job's paths mean something: with a cluster elsewhere, on its nodes.
+    Checks that the source is known, that its files exist here and are not empty, and that the
+    tokenizer's ids fit the model. Data in a store are not checked. Call it where the job's paths
+    are valid: if the cluster is elsewhere, on its nodes.
     """
     problems: list[Problem] = []
     try:
@@ -147,7 +149,7 @@ def _source(job: Job) -> SourceKind:
 
 
 def _no_path(data: DataSection) -> DataError:
-    fix = f"give {data_forms()}; or `kind: synthetic` to try without data"
+    fix = f"use {data_forms()}; or `kind: synthetic` to try without data"
     return DataError(Problem("data.path", f"is missing: kind {data.kind} reads files", fix))
 
 

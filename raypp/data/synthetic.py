@@ -1,4 +1,4 @@
-"""Made-up documents that can be learned: arithmetic progressions, drawn from the seed."""
+"""Synthetic documents that a model can learn: arithmetic progressions, drawn by the seed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _STRIDES = 3
 
 
 def read(request: Request) -> Corpus:
-    """`data.num_documents` documents with lengths drawn evenly from `data.document_len` (with their end).
+    """Creates `data.num_documents` documents with lengths uniform in `data.document_len`.
 
-    Document d counts start, start + stride, start + 2·stride … modulo the ids below the end id, with strides of 1 to 3.
+    The lengths include the end id. Document d counts start, start + stride, start + 2·stride …
+    modulo the ids below the end id, with strides from 1 to 3.
 
     Raises:
-        DataError: The shortest document is longer than the longest.
+        DataError: The minimum length exceeds the maximum.
     """
     low, high = request.data.document_len
     if low > high:
@@ -52,11 +53,11 @@ def read(request: Request) -> Corpus:
 
 
 class CountingTokenizer:
-    """Ids for synthetic documents: all of the model's; the last ends a document."""
+    """The ids of synthetic documents: all of the model's; the last one ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
-            raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves no id beside the end", "use at least 2"))
+            raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves only the end id", "use at least 2"))
         self.vocab_size, self.eos_id, self.identity = vocab_size, vocab_size - 1, f"synthetic-{vocab_size}"
 
     def encode(self, text: str) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Plain text: a document is a paragraph, paragraphs are separated by blank lines."""
+"""Plain text: a document is a paragraph; blank lines separate paragraphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = SourceKind(
 
 
 def read(request: Request) -> Corpus:
-    """All paragraphs of all files, in order of file name.
+    """Reads all paragraphs of all files, in order of file name.
 
     Raises:
         DataError: No file, no paragraph, or a line that is not UTF-8.
@@ -28,7 +28,7 @@ def read(request: Request) -> Corpus:
 
 
 def paragraphs(file: SourceFile) -> Iterator[Text]:
-    """The paragraphs of a file; the lines of one are joined by `\\n`. A line of spaces counts as blank."""
+    """Yields a file's paragraphs, their lines joined by `\\n`. A line of spaces counts as blank."""
     lines: list[str] = []
     first = 0
     for number, line in file.lines():

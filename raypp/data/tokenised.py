@@ -1,4 +1,4 @@
-"""Text into a corpus: in memory when there is little, in the node's cache when there is much."""
+"""Tokenises text into a corpus: small data in memory, large data in the node's cache."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from raypp.errors import DataError, Problem, in_words
 from raypp.spec.job import DataSection
 
 FORMAT = 1
-"""Of the cache's entries; part of their name."""
+"""Version of the cache's entries; part of their name."""
 IN_MEMORY_BYTES = 32 << 20
-"""Up to so much text every rank tokenises for itself; more goes through the cache."""
+"""Every rank tokenises up to this much text itself; more goes through the cache."""
 _BATCH = 512
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a source is asked for.
+    """A request to a source.
 
     Attributes:
-        data: The job's section.
-        path: Where the data are (of training, or held out).
-        place: The key of the job file that says so.
-        tokenizer: The job's.
-        vocab_size: The model's; ids are below it.
-        seed: The job's.
+        data: The job's `data:` section.
+        path: The path of the data (training or held-out).
+        place: The key of the job file that sets the path.
+        tokenizer: The job's tokenizer.
+        vocab_size: The model's vocabulary; all ids are below it.
+        seed: The job's seed.
     """
 
     data: DataSection
@@ -52,22 +52,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Text:
-    """A document before it is tokenised, and where it was (`file:line`)."""
+    """A document before tokenising, and its place (`file:line`)."""
 
     place: str
     text: str
 
 
 def tokenise(request: Request, files: Sequence[SourceFile], documents: Callable[[], Iterable[Text]]) -> Corpus:
-    """The corpus of some documents.
+    """Tokenises documents into a corpus.
 
     Args:
-        request: What the source was asked for.
-        files: Where the documents are from; they name the entry of the cache.
-        documents: All of them, in order; called only when they must be read.
+        request: The request to the source.
+        files: The files of the documents; they determine the cache entry's name.
+        documents: Yields all documents in order; called only if they must be read.
 
     Raises:
-        DataError: There is none, one has no token, or the cache cannot be written.
+        DataError: There is no document, one has no token, or the cache cannot be written.
     """
     if sum(file.size for file in files) <= IN_MEMORY_BYTES:
         sink = io.BytesIO()
@@ -86,7 +86,7 @@ def tokenise(request: Request, files: Sequence[SourceFile], documents: Callable[
 
 
 def entry_name(request: Request, files: Sequence[SourceFile]) -> str:
-    """The name of what is made from some files: of their names, sizes and times, the tokenizer and the settings."""
+    """Returns the entry's name: a digest of files (name, size, time), tokenizer and settings."""
     parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, request.tokenizer.identity]
     parts += [[file.name, file.size, file.modified] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -105,7 +105,7 @@ def _open(entry: Path, request: Request) -> Corpus:
 
 
 def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple[np.ndarray[Any, Any], str]:
-    """Writes the ids of all documents, each with its end; returns the offsets and the digest."""
+    """Writes the ids of all documents, each with its end id; returns the offsets and the digest."""
     tokenizer = request.tokenizer
     dtype, digest, ends = small_dtype(tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
     for batch in _batches(documents):
@@ -118,7 +118,8 @@ def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple
             digest.update(content)
             ends.append(ends[-1] + len(ids) + 1)
     if len(ends) == 1:
-        raise DataError(Problem(request.place, f"{request.path} holds no document", "give files with text in them"))
+        what = f"{request.path} contains no documents"
+        raise DataError(Problem(request.place, what, "use files that contain text"))
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
     return offsets, digest.hexdigest()[:16]
@@ -128,10 +129,10 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
     try:
         return request.tokenizer.encode_batch([document.text for document in batch])
     except NotEncodable as error:
-        if len(batch) > 1:  # which one?
+        if len(batch) > 1:  # finds the document that fails
             return [ids for document in batch for ids in _encoded(request, [document])]
         what = f"the tokenizer cannot encode {batch[0].place}: {error}"
-        raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that knows all of it")) from error
+        raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
 
 
 def _batches(documents: Iterable[Text]) -> Iterator[list[Text]]:

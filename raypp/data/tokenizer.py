@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Tokenizers: text to token ids."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from raypp.errors import DataError, Problem, in_words
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
-"""End-of-text tokens of the usual tokenizers, in the order they are looked for."""
+"""Common end-of-text tokens, in the order of preference."""
 
 
 class NotEncodable(Exception):
-    """A tokenizer has no ids for a text; `tokenised` says for which."""
+    """A tokenizer cannot encode a text; `tokenised` adds which one."""
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
-        vocab_size: Ids are below it.
-        eos_id: Ends every document.
-        identity: Changes when the ids would.
+        vocab_size: All ids are below it.
+        eos_id: The id that ends every document.
+        identity: Changes if the ids of a text would.
     """
 
     vocab_size: int
@@ -34,20 +34,20 @@ class Tokenizer(Protocol):
     identity: str
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, without an end, int64 `[n]`.
+        """Returns the ids of a text, without an end id, int64 `[n]`.
 
         Raises:
-            NotEncodable: The tokenizer has no ids for it.
+            NotEncodable: The tokenizer cannot encode the text.
         """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """The same of several texts at once, which may be faster."""
+        """Encodes several texts at once, which may be faster."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: ids 0 to 255; 256 ends a document."""
+    """Encodes UTF-8 bytes as ids 0 to 255; 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -63,10 +63,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers.
 
-    Special tokens are never added, and truncation and padding that the file asks for are switched off.
+    Adds no special tokens, and disables truncation and padding even if the file requests them.
 
     Raises:
-        DataError: The file is missing, is none, or has no end-of-text token.
+        DataError: The file is missing or invalid, or has no end-of-text token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class FileTokenizer:
                 Problem(
                     "data.tokenizer",
                     f"cannot read {path}: {error.strerror}",
-                    "give `bytes`, or the path of a tokenizer.json that is there on every node",
+                    "use `bytes`, or the path of a tokenizer.json that exists on every node",
                 )
             ) from error
         self._backend = _backend(content, path)
@@ -89,7 +89,7 @@ class FileTokenizer:
             raise DataError(
                 Problem(
                     "data.tokenizer",
-                    f"{path} has no token that ends a text",
+                    f"{path} has no end-of-text token",
                     f"add one of {', '.join(END_NAMES)} to its special tokens",
                 )
             )
@@ -101,7 +101,7 @@ class FileTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         try:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower type
             raise NotEncodable(in_words(error)) from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -111,12 +111,12 @@ def _backend(content: bytes, path: Path) -> Any:
 
     try:
         backend = Backend.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise DataError(
             Problem(
                 "data.tokenizer",
-                f"{path} is no tokenizer.json: {in_words(error)}",
-                "give a file that tokenizers can load",
+                f"{path} is not a tokenizer.json: {in_words(error)}",
+                "use a file that the tokenizers library can load",
             )
         ) from error
     backend.no_truncation()
@@ -125,22 +125,22 @@ def _backend(content: bytes, path: Path) -> Any:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer in a file.
+    """Opens the tokenizer `bytes`, or the one in a file.
 
     Raises:
-        DataError: The file is missing, is none, or has no end-of-text token.
+        DataError: The file is missing or invalid, or has no end-of-text token.
     """
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
-    """Whether every id has a row in the embedding."""
+    """Checks that every id has a row in the embedding; returns the problems."""
     if tokenizer.vocab_size <= vocab_size:
         return []
     return [
         Problem(
             "model.vocab_size",
-            f"the tokenizer has {tokenizer.vocab_size} ids, model.vocab_size is {vocab_size}",
+            f"the tokenizer has {tokenizer.vocab_size} ids, but model.vocab_size is {vocab_size}",
             f"set model.vocab_size to at least {tokenizer.vocab_size}",
         )
     ]

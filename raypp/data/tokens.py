@@ -1,7 +1,7 @@
-"""Ids that somebody has already made: `.npy` files of one dimension, documents separated by the tokenizer's end id.
+"""Token ids made elsewhere: one-dimensional `.npy` files, documents separated by the end id.
 
-The arrays are mapped, never read whole into memory. One pass finds where the documents begin; for large files what it
-found is kept in the node's cache.
+The arrays are memory-mapped and never loaded whole. One pass finds the start of each document; for
+large files the node's cache keeps the result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _CHUNK = 4 << 20  # ids
 
 
 def read(request: Request) -> Corpus:
-    """All documents of all files, in order of file name; the end of a file ends a document, too.
+    """Reads all documents of all files, in order of file name; the end of a file ends a document.
 
     Raises:
-        DataError: No file, not such an array, an id that the model does not have, or a document without a token.
+        DataError: No file, not such an array, an id beyond the model's, or a document without a
+            token.
     """
     files = find_files(request.path, KIND.endings, request.place)
     shards = [_mapped(file, request) for file in files]
@@ -64,16 +65,16 @@ def _mapped(file: SourceFile, request: Request) -> Ids:
         raise unreadable(request.place, file.name, error) from error
     except (ValueError, EOFError) as error:
         raise DataError(
-            Problem(request.place, f"{file.name} is no .npy array: {error}", "write it with numpy.save")
+            Problem(request.place, f"{file.name} is not a .npy array: {error}", "write it with numpy.save")
         ) from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
         what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
-        raise DataError(Problem(request.place, what, "give whole numbers in one dimension, at least one"))
+        raise DataError(Problem(request.place, what, "use a one-dimensional, non-empty array of integers"))
     return ids  # type: ignore[no-any-return]
 
 
 def _fetched(file: SourceFile) -> Path:
-    """An object as a file of this node: memory can map only a file."""
+    """Copies an object to a file on this node, because only a file can be memory-mapped."""
     name = hashlib.sha256(json.dumps([file.name, file.size, file.modified]).encode()).hexdigest()[:32]
 
     def make(room: Path) -> None:
@@ -85,7 +86,7 @@ def _fetched(file: SourceFile) -> Path:
 
 
 def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) -> tuple[NDArray[np.int64], str]:
-    """Where each document begins, and a digest of all ids."""
+    """Returns the start of each document, and a digest of all ids."""
     ends, digest = array("q", [0]), hashlib.sha256()
     for file, shard in zip(files, shards, strict=True):
         base, before = ends[-1], len(ends)
@@ -115,6 +116,6 @@ def _check_ids(chunk: Ids, start: int, file: SourceFile, request: Request) -> No
     wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
     if len(wrong):
         place = int(wrong[0])
-        what = f"{file.name}[{start + place}] is {int(chunk[place])}, model.vocab_size is {request.vocab_size}"
-        fix = "set model.vocab_size to more than the highest id" if chunk[place] >= 0 else "ids begin at 0"
+        what = f"{file.name}[{start + place}] is {int(chunk[place])}, but model.vocab_size is {request.vocab_size}"
+        fix = "set model.vocab_size to more than the highest id" if chunk[place] >= 0 else "ids start at 0"
         raise DataError(Problem(request.place, what, fix))

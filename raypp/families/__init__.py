@@ -1,1 +1,1 @@
-"""Model families, one file each. A file with a `FAMILY` is found by itself; see `raypp.spec.family`."""
+"""Model families, one file each. `raypp.spec.families` finds every file that has a `FAMILY`."""

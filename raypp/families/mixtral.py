@@ -1,4 +1,4 @@
-"""Mixtral: Llama with experts in every layer, under its own names (`block_sparse_moe`, w1, w3, w2)."""
+"""Mixtral: Llama with experts in every layer, named `block_sparse_moe`, w1, w3 and w2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILY = Family(
     hf=HfFormat(
         "mixtral",
         "MixtralForCausalLM",
-        # Experts alone have a feed-forward block: intermediate_size is theirs.
+        # Only experts have a feed-forward block, so intermediate_size is their width.
         sizes={**SIZES, **EXPERT_SIZES, "num_experts": "num_local_experts", "expert_ffn_size": "intermediate_size"},
         defaults={**DEFAULTS, "norm_eps": 1e-5, "rope_theta": 1e6},
         exact={**EXACT, "sliding_window": Only((None,))},

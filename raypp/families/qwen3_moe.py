@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer, their probabilities normed over the chosen ones (`norm_topk_prob`)."""
+"""Qwen3 with experts in every layer. `norm_topk_prob`: their probabilities sum to 1."""
 
 from __future__ import annotations
 

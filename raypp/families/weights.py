@@ -1,6 +1,7 @@
-"""The parameters of a decoder layer's blocks: names, shapes and parts, as `raypp.models` builds them.
+"""The parameters of a decoder layer's blocks: names, shapes and parts, as in `raypp.models`.
 
-Legend: C residual width, Q width of all query heads, K width of all key/value heads, F inner width, E experts.
+Legend: C residual width, Q width of all query heads, K width of all key/value heads, F inner width,
+E experts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ Names = tuple[str, str, str]
 
 
 def attention(options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> list[Weight]:
-    """`raypp.models.layers.Attention` with the same arguments: q `[Q, C]`, k and v `[K, C]`, o `[C, Q]`."""
+    """Returns the weights of `raypp.models.layers.Attention` with the same arguments.
+
+    q `[Q, C]`, k and v `[K, C]`, o `[C, Q]`.
+    """
     width, head = options.hidden_size, options.dim_per_head
     queries, keys = options.num_heads * head, options.kv_heads * head
     found = []
@@ -27,13 +31,16 @@ def attention(options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bo
 
 
 def layer_norms(options: DecoderOptions) -> list[Weight]:
-    """The two norms of `raypp.models.layers.DecoderLayer`, `[C]` each."""
+    """Returns the two norms of `raypp.models.layers.DecoderLayer`, `[C]` each."""
     names = ("input_layernorm", "post_attention_layernorm")
     return [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in names]
 
 
 def gated(options: DecoderOptions) -> list[Weight]:
-    """`raypp.models.layers.GatedFeedForward`: gate and up `[F, C]`, down `[C, F]`."""
+    """Returns the weights of `raypp.models.layers.GatedFeedForward`.
+
+    Gate and up `[F, C]`, down `[C, F]`.
+    """
     width, inner = options.hidden_size, options.ffn_size
     return [
         Weight("mlp.gate_proj.weight", (inner, width), "feed_forward"),
@@ -43,12 +50,14 @@ def gated(options: DecoderOptions) -> list[Weight]:
 
 
 def experts(options: MoeOptions, block: str, names: Names) -> list[Weight]:
-    """`raypp.models.moe.MixtureOfExperts`: router `[E, C]`, gate and up `[E, F, C]`, down `[E, C, F]`.
+    """Returns the weights of `raypp.models.moe.MixtureOfExperts`.
+
+    Router `[E, C]`, gate and up `[E, F, C]`, down `[E, C, F]`.
 
     Args:
         options: The `model:` section.
-        block: What the family calls the feed-forward block.
-        names: Of the stacked gate, up and down matrices.
+        block: The family's name of the feed-forward block.
+        names: Names of the stacked gate, up and down matrices.
     """
     count, width, inner = options.num_experts, options.hidden_size, options.expert_ffn_size
     gate, up, down = (f"{block}.experts.{name}" for name in names)

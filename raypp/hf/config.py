@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` and the `model:` section: one read from the other, in both directions.
+"""Converts between Hugging Face's `config.json` and the `model:` section.
 
-Each family says which keys it has (`raypp.spec.family.HfFormat`). What it does not compute is refused by name, never
-passed over.
+Each family defines the keys it has (`raypp.spec.family.HfFormat`). Settings that raypp does not
+compute are refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from raypp.spec.models import DecoderOptions
 
 KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight")
-"""Fields that stay the job's own beside `from_hf`: they say how to train, not what the model is."""
+"""Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
 
 
 def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place: str) -> DecoderOptions:
-    """The `model:` section with the sizes of a config.json.
+    """Returns the `model:` section with the sizes of a config.json.
 
     Args:
         config: The content of config.json.
-        given: The section as it was written, with `from_hf`. What it says of sizes must be what config.json says.
-        place: Of config.json, for messages.
+        given: The section as written, with `from_hf`. Its sizes must equal those of config.json.
+        place: The location of config.json, for messages.
 
     Raises:
-        JobError: With everything that is missing, unsupported, or different in the section.
+        JobError: Lists everything that is missing, unsupported or contradicted by the section.
     """
     model_type = config.get("model_type")
     family = next((family for family in FAMILIES.values() if family.hf.model_type == model_type), None)
     if family is None:
         named = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
         what = f"{place}: model_type {model_type!r} ({named}) is not supported"
-        raise JobError(Problem(KEY, what, f"there are: {', '.join(FAMILIES)}"))
+        raise JobError(Problem(KEY, what, f"use a model of one of these families: {', '.join(FAMILIES)}"))
     problems = [*_unsupported(config, family.hf, place), *_missing(config, family.hf, place)]
     if problems:
         raise JobError(problems)
@@ -47,21 +47,21 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
 
 
 def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eos_id: int | None) -> dict[str, Any]:
-    """The config.json of a model; `options_from_config` reads it back.
+    """Returns the config.json of a model; `options_from_config` reads it back.
 
     Args:
         options: The `model:` section.
         dtype: torch's name of the weights' dtype (`float32`).
         context: Longest sequence it was trained on, in tokens.
-        eos_id: Id that ends a text, when it is known.
+        eos_id: Id of the end-of-text token; None if unknown.
 
     Raises:
         JobError: Transformers has no such family.
     """
     family = family_of(options)
     if family is None:
-        what = f"{options.kind} is not a family that Hugging Face's format has a name for"
-        raise JobError(Problem("model.kind", what, f"there are: {', '.join(FAMILIES)}"))
+        what = f"{options.kind} has no Hugging Face format"
+        raise JobError(Problem("model.kind", what, f"use one of: {', '.join(FAMILIES)}"))
     form = family.hf
     config: dict[str, Any] = {"architectures": [form.architecture], "model_type": form.model_type}
     config |= {key: only.values[-1] for key, only in form.exact.items() if only.written}
@@ -92,7 +92,7 @@ def _values(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
-    """What is said of rotary positions, by the key of transformers 4 or that of 5."""
+    """Returns the settings of rotary positions, from the keys of transformers 4 or 5."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get(form.settings["rope_theta"]), **scaling}
 
@@ -115,8 +115,8 @@ def _missing(config: Mapping[str, Any], form: HfFormat, place: str) -> Iterator[
     for key in dict.fromkeys(form.sizes.values()):
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            said = "is missing" if key not in config else f"is {value!r}, not a size"
-            yield Problem(KEY, f"{place}: {key} {said}", "is it the config.json of a language model?")
+            said = "is missing" if key not in config else f"is {value!r}, not a positive integer"
+            yield Problem(KEY, f"{place}: {key} {said}", "check that this is the config.json of a language model")
 
 
 def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str) -> Iterator[Problem]:
@@ -129,5 +129,5 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
             yield Problem(
                 f"model.{name}",
                 f"is {said!r}, but {place} says {meant!r}",
-                f"leave the key out beside from_hf, or write {meant!r}",
+                f"remove the key (from_hf sets it), or write {meant!r}",
             )

@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face model: safetensors in shards, config.json, the tokenizer. Without torch.
+"""Exports a checkpoint as a Hugging Face model: safetensors, config.json, tokenizer. Without torch.
 
-Tensors go from store to store a few rows at a time: memory does not grow with the model.
+Tensors are copied from store to store a few rows at a time, so memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from raypp.spec.models import DecoderOptions
 from raypp.storage import ObjectStore
 
 PIECE_BYTES = 32 << 20
-"""What is in memory at once, about twice."""
+"""Bytes per copied piece; about twice as much is in memory at once."""
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         files: Keys below the target.
-        tensors: Of the model, as transformers counts them.
+        tensors: Number of tensors, as transformers counts them.
         size: Bytes of the tensors.
-        remarks: What a person should know: a tokenizer that is not there, for example.
+        remarks: Notes for the user, for example that there is no tokenizer.
     """
 
     files: tuple[str, ...]
@@ -47,7 +47,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the export: `rows` of a saved one, of which it may be one index (an expert)."""
+    """One exported tensor: a whole saved tensor, or one index of it (an expert)."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,22 +73,22 @@ def export_hf(
     job: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda _bytes: None,
 ) -> Exported:
-    """Writes a checkpoint's model where transformers' `from_pretrained` loads it.
+    """Writes a checkpoint's model in the format of transformers' `from_pretrained`.
 
-    config.json comes last: a directory with it is complete.
+    config.json is written last: a directory that has it is complete.
 
     Args:
         store: Opened at the job's checkpoint.url.
         commit: The checkpoint's COMMIT.
-        target: Where the files go.
-        dtype: Of all tensors, by safetensors' name; None: as they were saved.
-        shard_bytes: Most bytes of tensors in one file.
-        job: The run's resolved job, for its tokenizer; None: the commit's.
+        target: The store for the exported files.
+        dtype: safetensors' name of the dtype of all tensors; None: as saved.
+        shard_bytes: Maximum bytes of tensors in one file.
+        job: The run's resolved job, for its tokenizer; None: the commit's job.
         progress: Called with the bytes written since its last call.
 
     Raises:
-        JobError: The model's family has no such format.
-        CheckpointError: An object is missing, torn or corrupt, or a tensor of the model is not in the checkpoint.
+        JobError: The model's family has no Hugging Face format.
+        CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks a tensor.
         StoreError: One of the stores failed.
     """
     options = saved_options(commit)
@@ -124,22 +124,22 @@ def export_hf(
 
 
 def saved_options(commit: Commit) -> DecoderOptions:
-    """The `model:` section of the job that wrote a checkpoint.
+    """Returns the `model:` section of the job that wrote a checkpoint.
 
     Raises:
-        JobError: COMMIT does not say.
+        JobError: COMMIT has no such section.
     """
     model = commit.job.get("model")
     if not isinstance(model, dict):
-        raise JobError(Problem(f"step {commit.step} of {commit.run}", "COMMIT does not say which model it is of"))
+        raise JobError(Problem(f"step {commit.step} of {commit.run}", "its COMMIT does not name the model"))
     return parse_job({"name": commit.run, "model": model}).model
 
 
 def _tensors(options: DecoderOptions, saved: SavedTensors, dtype: str | None) -> list[_Tensor]:
-    """What transformers wants, in the model's order.
+    """Returns the tensors that transformers expects, in the model's order.
 
     Raises:
-        CheckpointError: A tensor of the model is missing or has another shape; all are named.
+        CheckpointError: Tensors are missing or have other shapes; names all of them.
     """
     found: list[_Tensor] = []
     problems: list[Problem] = []
@@ -165,7 +165,7 @@ def _shards(tensors: list[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
             size = 0
         shards[-1].append(tensor)
         size += tensor.bytes
-    # Widest elements first, so that every tensor is aligned without gaps.
+    # Widest elements first, so that every tensor is aligned without padding.
     return [sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype]) for shard in shards]
 
 
@@ -195,7 +195,7 @@ def _chunks(
 
 
 def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, list[str]]:
-    """The tokenizer's files, the id that ends a text, and remarks."""
+    """Returns the tokenizer's files, the id of its end-of-text token, and remarks."""
     data = job.get("data") or {}
     name = data.get("tokenizer")
     if name is None:

@@ -1,6 +1,6 @@
-"""A Hugging Face model in a directory or below an S3 URL: config.json, and safetensors read by byte ranges.
+"""Reads a Hugging Face model from a directory or S3: config.json, and safetensors by byte ranges.
 
-Only safetensors: weights in a pickle are refused, because loading one runs whatever it says.
+Only safetensors are accepted: a pickle can run arbitrary code when it is loaded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _READERS = 8
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a file.
+    """One tensor of a safetensors file.
 
     Attributes:
-        name: In the file.
-        dtype: By safetensors' name.
-        shape: Whole.
-        key: The file.
-        begin: Its first byte, counted from the file's begin.
+        name: Its name in the file.
+        dtype: safetensors' name of its dtype.
+        shape: Its shape.
+        key: The file's key.
+        begin: Offset of its first byte in the file.
     """
 
     name: str
@@ -47,7 +47,7 @@ class HfTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of dimension 0; a tensor without dimensions is one row."""
+        """Bytes of one index of dim 0; a tensor without dims is one row."""
         return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
@@ -58,7 +58,7 @@ class HfFiles:
         url: A directory, or `s3://bucket/prefix`.
 
     Raises:
-        JobError: It is no such URL.
+        JobError: The URL names no store.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,22 +67,22 @@ class HfFiles:
         except JobError as error:
             raise JobError(Problem(KEY, error.problems[0].what, error.problems[0].fix)) from error
         self.bytes_read = 0
-        """Of tensors, so far."""
+        """Bytes of tensors read so far."""
 
     def place(self, key: str) -> str:
-        """Where a file is, for messages."""
+        """Returns the location of a file, for messages."""
         return f"{self.store.url}/{key}"
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json.
+        """Returns the content of config.json.
 
         Raises:
-            JobError: There is none, or it is no JSON object.
+            JobError: It is missing, or is not a JSON object.
         """
         try:
             config = json.loads(self.store.get(_CONFIG))
         except NotFound:
-            fix = "name a directory or an S3 URL with config.json and safetensors in it"
+            fix = "name a directory or an S3 URL that contains config.json and safetensors files"
             raise JobError(Problem(KEY, f"there is no {self.place(_CONFIG)}", fix)) from None
         except ValueError as error:
             raise JobError(Problem(KEY, f"{self.place(_CONFIG)} is not JSON: {error}")) from None
@@ -91,13 +91,13 @@ class HfFiles:
         return config
 
     def tensors(self, wanted: Iterable[str] | None = None) -> dict[str, HfTensor]:
-        """Reads the headers of the files that hold these tensors (None: of all files).
+        """Reads the headers of the files that hold the wanted tensors (None: of all files).
 
         Returns:
-            By name; tensors that are nowhere are left out, others of the same files are in it.
+            Tensors by name, including others in the same files; missing tensors are left out.
 
         Raises:
-            CheckpointError: There are no safetensors, or a file is missing, torn, or no safetensors file.
+            CheckpointError: There are no safetensors, or a file is missing, torn or invalid.
         """
         where = self._weight_map()
         if isinstance(where, dict):
@@ -110,10 +110,10 @@ class HfFiles:
         return {tensor.name: tensor for tensor in found}
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
-        """The bytes of the rows `[first, last)`.
+        """Reads the bytes of the rows `[first, last)`.
 
         Raises:
-            CheckpointError: The file is gone or torn.
+            CheckpointError: The file is missing or torn.
         """
         begin, end = tensor.begin + first * tensor.row_bytes, tensor.begin + last * tensor.row_bytes
         data = self._get(tensor.key, begin, end)
@@ -121,12 +121,12 @@ class HfFiles:
         return data
 
     def rows(self, tensor: HfTensor, first: int, last: int) -> Array:
-        """The rows `[first, last)` as an array."""
+        """Reads the rows `[first, last)` as an array `[last - first, *shape[1:]]`."""
         values = np.frombuffer(self.read(tensor, first, last), numpy_dtype(tensor.dtype))
         return values.reshape((last - first, *tensor.shape[1:]) if tensor.shape else ())
 
     def _weight_map(self) -> dict[str, str] | list[str]:
-        """The file of each tensor where the index says it, else the names of the files."""
+        """Returns each tensor's file if there is an index, else the files' names."""
         try:
             index = json.loads(self.store.get(_INDEX))["weight_map"]
             return {str(name): str(key) for name, key in index.items()}
@@ -143,7 +143,7 @@ class HfFiles:
         if keys:
             return keys
         pickled = sorted(key for key in here if key.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        what, fix = "there are no safetensors", "is it what save_pretrained wrote, and can every node read it?"
+        what, fix = "there are no safetensors", "name a model that save_pretrained wrote and that every node can read"
         if pickled:
             what += f", only {pickled[0]}: raypp loads no pickle"
             fix = "convert the model: load it with transformers, then save_pretrained(…, safe_serialization=True)"
@@ -168,7 +168,7 @@ class HfFiles:
                 if tensor.dtype not in ELEMENT_BYTES:
                     raise ValueError(f"{name} has dtype {tensor.dtype}, which raypp cannot read")
                 if stop - begin != prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]:
-                    raise ValueError(f"the bytes of {name} are not those of its shape")
+                    raise ValueError(f"the byte count of {name} does not match its shape")
                 tensors.append(tensor)
                 end = max(end, stop)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,7 +183,7 @@ class HfFiles:
         try:
             data = self.store.get(key, begin, end)
         except NotFound:
-            raise CheckpointError(Problem(self.place(key), "is missing", "is the model's download complete?")) from None
+            raise CheckpointError(Problem(self.place(key), "is missing", "download the model again")) from None
         if len(data) != end - begin:
             raise CheckpointError(Problem(self.place(key), f"is torn: it ends before byte {end}"))
         return data

@@ -1,4 +1,4 @@
-"""`model.from_hf`: a job gets its sizes from a Hugging Face model's config.json. Without torch."""
+"""`model.from_hf`: takes a job's sizes from a Hugging Face model's config.json. Without torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN = 8
 
 
 def with_hf_sizes(file: JobFile) -> JobFile:
-    """The job file with the sizes of the model that `model.from_hf` names; itself when it names none.
+    """Returns the job file with the sizes of `model.from_hf`; unchanged if it is not set.
 
-    Reads config.json and nothing else.
+    Reads only config.json.
 
     Raises:
-        JobError: There is no such config.json, or raypp cannot train what it describes, or the job says otherwise.
+        JobError: config.json is missing, raypp cannot train its model, or the job contradicts it.
         StoreError: The store does not answer.
     """
     model = file.job.model
@@ -37,17 +37,17 @@ def with_hf_sizes(file: JobFile) -> JobFile:
 
 
 def hf_options(model: DecoderOptions) -> DecoderOptions:
-    """The `model:` section with the sizes of config.json; see `with_hf_sizes`."""
+    """Returns the `model:` section with the sizes of config.json; see `with_hf_sizes`."""
     assert model.from_hf is not None
     files = HfFiles(model.from_hf)
     return options_from_config(files.config(), model, files.place("config.json"))
 
 
 def check_hf_weights(job: Job) -> None:
-    """Reads the headers of the model's files: are all tensors there, with the right shapes?
+    """Checks from the headers of the model's files that all tensors exist with the right shapes.
 
     Raises:
-        CheckpointError: They are not; the tensors are named.
+        CheckpointError: Tensors are missing or have other shapes; names them.
         StoreError: The store does not answer.
     """
     if job.model.from_hf is not None:
@@ -55,14 +55,14 @@ def check_hf_weights(job: Job) -> None:
 
 
 def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, HfTensor]:
-    """The tensors of the files that make up these global ones, by their names in the files.
+    """Returns the file tensors that make up the given global tensors, by their name in the files.
 
     Args:
-        files: The model's.
+        files: The model's files.
         wanted: Global names and shapes.
 
     Raises:
-        CheckpointError: Tensors are missing or have another shape; they are named.
+        CheckpointError: Tensors are missing or have other shapes; names them.
     """
     parts = [part for name, shape in wanted.items() for part in hf_parts(name, shape)]
     there = files.tensors(part.name for part in parts)
@@ -70,12 +70,18 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
     for part in parts:
         tensor = there.get(part.name)
         if tensor is None:
-            problems.append(Problem(part.name, f"is not in {files.store.url}", "is it the same model?"))
+            problems.append(
+                Problem(
+                    part.name,
+                    f"is not in {files.store.url}",
+                    "check that all files, config.json included, are of one model",
+                )
+            )
         elif tensor.shape != part.shape:
             what = (
-                f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model has {list(part.shape)}"
+                f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model needs {list(part.shape)}"
             )
-            problems.append(Problem(part.name, what, "is it the same model?"))
+            problems.append(Problem(part.name, what, "check that all files, config.json included, are of one model"))
     if problems:
         left = len(problems) - _SHOWN
         raise CheckpointError([*problems[:_SHOWN], *([Problem("", f"and {left} more tensors")] if left > 0 else [])])

@@ -1,4 +1,7 @@
-"""A Hugging Face model as a run's checkpoint of step 0. Without torch, an object's worth of memory at a time."""
+"""Imports a Hugging Face model as a run's checkpoint of step 0.
+
+Works without torch and holds one object's data in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from raypp.spec.models import DecoderOptions
 from raypp.storage import AlreadyExists, ObjectStore
 
 OBJECT_BYTES = 256 << 20
-"""Tensor data of one object, and what is in memory at once."""
+"""Maximum tensor data of one object, which is in memory at once."""
 
 
 @dataclass
 class _Object:
-    """An object that is being filled: some rows of some tensors, each at most once."""
+    """An object under construction: some rows of some tensors, each at most once."""
 
     entries: list[TensorEntry] = field(default_factory=list)
     reads: list[tuple[HfTensor, int, int]] = field(default_factory=list)
@@ -50,28 +53,28 @@ def import_hf(
     progress: Callable[[int], None] = lambda _bytes: None,
     object_bytes: int = OBJECT_BYTES,
 ) -> Commit:
-    """Begins a run with a committed checkpoint of step 0 that holds the weights, in the dtype they have.
+    """Starts a run with a committed checkpoint of step 0 that holds the weights, in their dtype.
 
-    `raypp submit --resume` goes on from it: with a fresh optimizer, at the begin of the data.
+    `raypp submit --resume` continues it with a new optimizer, from the start of the data.
 
     Args:
-        files: The Hugging Face model's.
+        files: The Hugging Face model's files.
         store: Opened at the job's checkpoint.url.
         run: The run's name.
         options: The model's sizes.
-        job: What is kept as the run's spec.json: the resolved job, or as much of it as is decided.
+        job: Saved as the run's spec.json: the resolved job, or the part of it that is decided.
         progress: Called with the bytes stored since its last call.
-        object_bytes: Most tensor data in one object.
+        object_bytes: Maximum tensor data in one object.
 
     Raises:
-        CheckpointError: Tensors do not fit the model; they are named, and nothing was written.
-        AlreadyExists, JobError: There is such a run already.
-        StoreError: One of the stores failed; without COMMIT, what was written is no checkpoint.
+        CheckpointError: Tensors do not fit the model; names them. Nothing was written.
+        AlreadyExists, JobError: The run exists already.
+        StoreError: One of the stores failed. Without COMMIT, the written objects are no checkpoint.
     """
     shapes = model_tensors(options)
     there = matching_tensors(files, shapes)
     if list_checkpoints(store, run):
-        raise JobError(Problem("name", f"{run} has checkpoints at {store.url}", "import under another name"))
+        raise JobError(Problem("name", f"{run} already has checkpoints at {store.url}", "import under another name"))
     try:
         write_spec(store, run, job)
     except AlreadyExists as error:
@@ -88,9 +91,10 @@ def import_hf(
 
 
 def _objects(shapes: Mapping[str, Shape], there: Mapping[str, HfTensor], object_bytes: int) -> Iterator[_Object]:
-    """Deals the rows of all tensors out to objects of at most so many bytes (one row, or expert, at least).
+    """Distributes the rows of all tensors over objects of at most `object_bytes`.
 
-    Widest elements first, so that every slice is aligned without gaps.
+    An object holds at least one row or expert. Widest elements come first, so that every slice is
+    aligned without padding.
     """
     names = list(shapes)
 
@@ -118,10 +122,10 @@ def _objects(shapes: Mapping[str, Shape], there: Mapping[str, HfTensor], object_
 
 
 def one_dtype(tensors: list[HfTensor]) -> str:
-    """The dtype of a layer's experts, which are stacked into one tensor.
+    """Returns the common dtype of a layer's experts, which are stacked into one tensor.
 
     Raises:
-        JobError: They have several.
+        JobError: Their dtypes differ.
     """
     kinds = sorted({tensor.dtype for tensor in tensors})
     if len(kinds) > 1:
@@ -139,7 +143,7 @@ def _add(filled: _Object, name: str, dtype: str, shape: Shape, first: int, count
 def _reads(
     parts: list[HfPart], there: Mapping[str, HfTensor], first: int, last: int
 ) -> Iterator[tuple[HfTensor, int, int]]:
-    """Their tensors, and the rows of them, that are rows of a global tensor."""
+    """Yields the file tensors and rows that hold the rows `[first, last)` of a global tensor."""
     if parts[0].expert is None:
         yield there[parts[0].name], first, last
         return

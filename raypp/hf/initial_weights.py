@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face model at step 0: each rank reads the rows of the tensors that its slices need."""
+"""Loads initial weights from a Hugging Face model; a rank reads the rows that its slices need."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _READERS = 8
 
 @dataclass(frozen=True)
 class LoadedFromHf:
-    """What was read.
+    """Statistics of a load.
 
     Attributes:
-        tensors: Of their files, in part or whole.
-        bytes_read: Of tensors, by this rank.
-        seconds: This took on this rank.
+        tensors: Number of file tensors read, in part or whole.
+        bytes_read: Bytes of tensors read by this rank.
+        seconds: Duration on this rank.
     """
 
     tensors: int
@@ -37,28 +37,35 @@ class LoadedFromHf:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of one of their tensors, and where they go."""
+    """Some rows of a file tensor, and the slice they are copied to.
+
+    Attributes:
+        source: The file tensor.
+        first, last: The rows `[first, last)` of it.
+        columns: Start and length of the part to copy, in every further dim.
+        goal: `[last - first, *lengths]`: the slice to fill.
+    """
 
     source: HfTensor
     first: int
     last: int
     columns: tuple[tuple[int, int], ...]
-    """Begin and length in every further dimension."""
     goal: Tensor
 
 
 def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
-    """Fills this rank's parameters, in place. No communication; the values do not depend on the mesh.
+    """Fills this rank's parameters in place.
 
-    Only rows are read by range: of a tensor cut along another dimension a rank reads whole rows.
+    No communication; the values do not depend on the mesh. Ranges are read by row only: for a
+    tensor that is cut along another dim, a rank reads whole rows.
 
     Args:
-        url: The directory or S3 URL of the model.
+        url: The model's directory or S3 URL.
         stages: This rank's stages; the names of their parameters are global.
 
     Raises:
-        CheckpointError: A tensor is missing or has another shape, or a file is missing or torn; nothing was changed
-            in the first two cases.
+        CheckpointError: A tensor is missing or has another shape (no parameter was changed), or a
+            file is missing or torn.
     """
     started = time.monotonic()
     files = HfFiles(url)

@@ -1,7 +1,9 @@
-"""raypp's tensors and Hugging Face's: the same names, but for experts.
+"""Names of raypp's and Hugging Face's tensors: the same, except for experts.
 
-raypp stacks a layer's experts: `….experts.gate_proj` `[E, F, C]`. In Hugging Face's files each expert has a tensor of
-its own, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack.
+raypp stacks a layer's experts: `….experts.gate_proj` `[E, F, C]`. In Hugging Face's files each
+expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack.
+
+Legend: E experts, F expert hidden size, C hidden size.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ _STACK = re.compile(r"(.+\.experts)\.(\w+)")
 
 @dataclass(frozen=True)
 class HfPart:
-    """One tensor of a Hugging Face model, as part of a global one.
+    """One tensor of a Hugging Face model, as part of a global tensor.
 
     Attributes:
-        name: In their files.
-        shape: There.
+        name: Its name in the files.
+        shape: Its shape in the files.
         expert: Its index in the stack; None: it is the whole global tensor.
     """
 
@@ -34,7 +36,7 @@ class HfPart:
 
 
 def hf_parts(name: str, shape: Sequence[int]) -> Iterator[HfPart]:
-    """The tensors of their files that make up a global tensor, in its order."""
+    """Yields the file tensors that make up a global tensor, in its order."""
     match = _STACK.fullmatch(name)
     if match is None:
         yield HfPart(name, tuple(shape))
@@ -44,13 +46,13 @@ def hf_parts(name: str, shape: Sequence[int]) -> Iterator[HfPart]:
 
 
 def model_tensors(options: DecoderOptions) -> dict[str, Shape]:
-    """Global names and shapes of a whole model, without building it.
+    """Returns the global names and shapes of a whole model, without building it.
 
     Raises:
-        JobError: It is none of raypp's own families.
+        JobError: The model is not of one of raypp's families.
     """
     family = family_of(options)
     if family is None:
-        what = f"the tensors of {options.kind} are known to its own code only"
-        raise JobError(Problem("model.kind", what, f"there are: {', '.join(FAMILIES)}"))
+        what = f"only {options.kind}'s own code knows its tensors"
+        raise JobError(Problem("model.kind", what, f"use one of: {', '.join(FAMILIES)}"))
     return {name: weight.shape for name, weight in family.model_weights(options).items()}

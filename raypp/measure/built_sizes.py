@@ -1,7 +1,8 @@
-"""What a user's own factory builds, in numbers: its stages built on meta, which take no memory.
+"""Measures the model of a user's own factory, with stages built on meta, which takes no memory.
 
-`main` reads `{"job"}` as JSON from standard input and prints `{"layers", "first", "last", "whole"}`: the shapes of each
-layer's parameters, and parameter counts as `raypp.planning.sizes.ModelSizes` has them.
+`main` reads `{"job"}` as JSON from standard input and prints `{"layers", "first", "last",
+"whole"}`: the shapes of each layer's parameters, and parameter counts as in
+`raypp.planning.sizes.ModelSizes`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def built_sizes(options: DecoderOptions) -> dict[str, Any]:
-    """The answer for one `model:` section."""
+    """Returns the answer for one `model:` section."""
     last = options.num_layers - 1
     layers = [_shapes(options, range(index, index + 1)) for index in range(options.num_layers)]
     first_stage = _shapes(options, range(1), first=True)
@@ -46,13 +47,13 @@ def _parameters(shapes: Shapes) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request, prints the answer."""
+    """Reads the request from standard input and prints the answer."""
     request: Mapping[str, Any] = json.loads(sys.stdin.read())
     try:
         answer = built_sizes(parse_job(request["job"]).model)
     except RayppError as error:
         answer = {"error": "; ".join(problem.what for problem in error.problems)}
-    except Exception as error:  # noqa: BLE001 - whatever the user's own code does
+    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
         answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
     print(json.dumps(answer))  # noqa: T201
     return EXIT_RUN_FAILED if "error" in answer else EXIT_OK

@@ -1,7 +1,7 @@
-"""What messages and sharded weights take from the cores that compute, where gloo moves them.
+"""Measures the CPU time that gloo's messages and sharded weights take from the cores that compute.
 
-Two processes of this machine pass messages to and fro, and gather and sum weights of the sizes of one layer; counted is
-the CPU time of a process with all its threads. The wire's own time is not in it.
+Two processes on this machine exchange messages, and gather and sum weights with the shapes of one
+layer. Counted is the CPU time of a process with all its threads, not the time on the wire.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _MESSAGE_BYTES = 64 * 1024**2
 _ROUNDS = 5
 _BLOCKS = 2
 _MOST_WEIGHTS = 16 * 1024**2
-"""Of a block; a larger layer's are cut down, for what one costs then hardly depends on their number."""
+"""Per block. A larger layer is cut down: the cost per weight hardly depends on their number."""
 
 
 def copying_seconds(job: Job) -> dict[str, float]:
-    """CPU seconds that moving data takes from either of two gloo ranks.
+    """Measures the CPU seconds that moving data takes from each of two gloo ranks.
 
     Returns:
-        `copy_s` of one byte of a message sent or received, `gather_s` of one weight that FSDP gathers and `sum_s` of
-        one whose gradient it sums: its copies and additions, without those of messages.
+        `copy_s` per byte of a message sent or received, `gather_s` per weight that FSDP gathers,
+        and `sum_s` per weight whose gradient it sums: copies and additions, without the messages.
     """
     document, port = job_document(job), free_port()
-    document["train"] |= {"compile": False, "activation_checkpointing": "none"}  # there is nothing to compute
+    document["train"] |= {"compile": False, "activation_checkpointing": "none"}  # nothing is computed
     other = multiprocessing.get_context("spawn").Process(target=_one_of_two, args=(1, port, document), daemon=True)
     other.start()
     seconds = _one_of_two(0, port, document)
@@ -60,18 +60,18 @@ def _one_of_two(rank: int, port: int, document: dict[str, Any]) -> dict[str, flo
     copy_s = _message_seconds(rank, message_bytes(job))
     gather_s, sum_s = _weight_seconds(job)
     dist.destroy_process_group()
-    # Of two ranks each sends the other half of all, and gets as much.
+    # Each of two ranks sends the other half of everything and receives as much.
     gather_s, sum_s = gather_s - activation_bytes(job) * copy_s, sum_s - sum_bytes(job) * copy_s
     return dict(zip(COPIES, (copy_s, max(0.0, gather_s), max(0.0, sum_s)), strict=True))
 
 
 def _message_seconds(rank: int, size: int) -> float:
-    """Sends and receives messages at once, as a stage in the middle of its step does; CPU seconds of a byte."""
+    """Returns the CPU seconds per byte of messages sent and received at once, as in a step."""
     count = max(16, min(256, _MESSAGE_BYTES // size))
     out, into = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     groups = [dist.new_group([0, 1]) for _ in range(2)]  # one for each direction
     taken = 0.0
-    for _ in range(2):  # the first time, sockets grow their buffers
+    for _ in range(2):  # in the first round, sockets grow their buffers
         start = time.process_time()
         for _ in range(count):
             works = [dist.isend(out, 1 - rank, groups[rank]), dist.irecv(into, 1 - rank, groups[1 - rank])]
@@ -83,7 +83,7 @@ def _message_seconds(rank: int, size: int) -> float:
 
 
 class _Weights(nn.Module):
-    """Weights of a layer's shapes that are touched and no more: each comes once into the output."""
+    """Weights with the shapes of a layer; the forward adds the sum of each to its input."""
 
     def __init__(self, shapes: list[torch.Size], share: float) -> None:
         super().__init__()
@@ -91,13 +91,14 @@ class _Weights(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Adds every weight's sum to `x`, `[...]`."""
         for weight in self.weights:
             x = x + weight.sum()
         return x
 
 
 def _weight_seconds(job: Job) -> tuple[float, float]:
-    """CPU seconds of one weight of a sharded stage: of its gathering, and of the sum of its gradient."""
+    """Returns CPU seconds per weight of a sharded stage: to gather it, and to sum its gradient."""
     plain = _stage_of_weights(job)
     sharded = prepare_stage(_stage_of_weights(job), job, init_device_mesh("cpu", (2,)), torch.device("cpu"))
     for weight in sharded.module.parameters():
@@ -138,7 +139,7 @@ def _gather(stage: nn.Module) -> None:
 
 
 def _pass(stage: nn.Module, late_sums: LateSums | None) -> None:
-    """Forward and backward, with the gradients' sum."""
+    """Runs a forward and a backward, and sums the gradients."""
     stage(torch.zeros(1, requires_grad=True)).backward()
     if late_sums is not None:
         late_sums.wait()

@@ -1,6 +1,6 @@
-"""`python -m raypp.measure.device_speed`: what torch sees on this machine, and how fast its devices multiply matrices.
+"""`python -m raypp.measure.device_speed`: the devices torch sees, and how fast they multiply.
 
-A process of its own, so that whoever asks need not import torch. Prints one JSON object.
+Runs in a separate process, so that the caller need not import torch. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_S = 0.3
 
 
 def look() -> dict[str, Any]:
-    """torch's versions, and one entry per device: kind, FLOP/s of a large matrix product, bytes of memory."""
+    """Returns torch's versions, and each device's kind, FLOP/s of a large product and memory."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -44,6 +44,7 @@ def _flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 
 def _finish(device: torch.device, _product: torch.Tensor) -> None:
+    """Waits until the device has computed a product `[...]`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,13 +1,17 @@
-"""What the parts of a job's model cost on one device of this machine: times of a clock, for `raypp plan --costs`.
+"""Measures the costs of a model's parts on one device of this machine, for `raypp plan --costs`.
 
-`main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON object. Three stages are
-timed on the job's own rows: two layers, two layers with the embedding, two layers with the head. Their differences are
-the parts. The rank's other work of a step (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs
-the cores that compute also copy (`train.measure_copies`).
+`main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON
+object. Three stages are timed on the job's own rows: two layers, two layers with the embedding, two
+layers with the head. The costs of the parts are their differences. The rank's other work in a step
+(reading, agreeing, the optimizer) is timed on a step of one process. On CPUs the cores that compute
+also copy (`measure.copy_costs`).
 
-On CPUs the parts are compared by the thread's own time, which a moment's disturbance does not change, and all are then
-stretched by what the clock on the wall said of the whole: a host that gives its virtual machines only 90 % of a core
-does so in training, too. How much that was is told, for it may have been another program.
+On CPUs the parts are compared by the thread's CPU time, which a momentary disturbance does not
+change. All of them are then scaled by the ratio of wall time to CPU time of the whole measurement:
+a host that gives its virtual machines only 90 % of a core does so in training, too. The ratio is
+part of the answer, because another program may have caused it.
+
+Legend: B rows of a microbatch, T tokens, C hidden size.
 """
 
 from __future__ import annotations
@@ -52,16 +56,17 @@ _MICROBATCHES = 4
 
 
 def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
-    """Times the parts of a job's model on one device; arguments of `open_meter`, answer of `Meter.take`."""
+    """Times the parts of a job's model once; see `open_meter` and `Meter.take`."""
     with open_meter(job, device_kind) as meter:
         return meter.take()
 
 
 @contextmanager
 def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
-    """Makes ready to time the parts of a job's model, as often as is wanted, on one device.
+    """Prepares a meter that times the parts of a job's model on one device, any number of times.
 
-    What is small or steady is timed here, once: a step's work besides its schedule, and on CPUs what moving data costs.
+    Small or steady costs are measured here, once: a step's work outside its schedule and, on CPUs,
+    the cost of moving data.
 
     Args:
         job: The job; its mesh and schedule do not matter.
@@ -81,14 +86,14 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
 
 
 class Meter:
-    """Times the parts of a model; made by `open_meter`.
+    """Times the parts of a model; created by `open_meter`.
 
     Args:
-        job: Of two layers.
-        groups: Of one rank.
-        device: Where the parts run.
-        batches: The microbatches they run on.
-        steady: `optimizer_s`, `step_s` and what `copying_seconds` found.
+        job: A job with two layers.
+        groups: The process groups of one rank.
+        device: The device that runs the parts.
+        batches: The microbatches to run.
+        steady: `optimizer_s`, `step_s` and the results of `copying_seconds`.
     """
 
     def __init__(
@@ -109,11 +114,12 @@ class Meter:
             rounds: How often each part is timed on every microbatch.
 
         Returns:
-            `layer`, `first`, `last` (each `forward` and `backward`, seconds of one microbatch), `optimizer_s` (of one
-            parameter), `step_s` (of a step, whatever its size), `copy_s`, `gather_s` and `sum_s` (of
-            `copying_seconds`; zero on GPUs, which copy beside their compute), `input_share` and `weight_share` (of a
-            layer's backward, what its halves take when they are done apart), `stretched` (seconds that passed, of each
-            second that the parts had of a core) and `device`, in words.
+            `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
+            `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `copy_s`,
+            `gather_s` and `sum_s` (from `copying_seconds`; zero on GPUs, which copy while they
+            compute); `input_share` and `weight_share` (time of a layer's backward halves, run
+            separately, relative to the whole backward); `stretched` (wall seconds per CPU second of
+            the parts); and `device`, its description.
         """
         (middle, first, last, halves), stretched = self._seconds(rounds)
         layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
@@ -134,10 +140,13 @@ class Meter:
         }
 
     def _seconds(self, rounds: int) -> tuple[list[tuple[float, float]], float]:
-        """Forward and backward of a microbatch through two layers: alone, behind the embedding, before the head, and
-        the two halves of a backward of layers alone; and how much longer all of it took by the clock on the wall.
+        """Times a microbatch through two layers: alone, after the embedding, before the head.
 
-        They take turns, so that a machine that gets slower does so for all.
+        Also times the two halves of a backward of the layers alone. The measurements take turns, so
+        that a slowdown of the machine affects all of them.
+
+        Returns:
+            The two seconds of each measurement, and the ratio of wall time to CPU time.
         """
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
         ways.append(partial(_halves, self._stages[0]))
@@ -145,7 +154,7 @@ class Meter:
         own = passed = 0.0
         for turn in range(rounds + 1):
             for way, found in zip(ways, taken, strict=True):
-                for batch in self._batches if turn else self._batches[:1]:  # the first time, memory grows
+                for batch in self._batches if turn else self._batches[:1]:  # the first turn allocates
                     one, other, wall = way(batch, self._job, self._device)
                     if turn:
                         found.append((one, other))
@@ -163,7 +172,7 @@ class Meter:
 
 
 def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
-    """Seconds of a step besides its schedule: fixed (`step_s`), and per parameter (sums, clipping, update)."""
+    """Returns seconds outside the schedule, per step and per parameter (`optimizer_s`)."""
     fixed, growing = [], []
     for step in range(1, _ROUNDS + 2):
         watch = Stopwatch()
@@ -185,7 +194,7 @@ def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, la
 def _one(
     stage: nn.Module, batch: StageBatch, job: Job, device: torch.device, *, first: bool, last: bool
 ) -> tuple[float, float, float]:
-    """Seconds of forward and backward, and what passed meanwhile."""
+    """Returns the seconds of a forward, of a backward, and the wall time of both."""
     given = batch.tokens_BT if first else _activations(batch, job, device).requires_grad_()
     clock = _Clock(device)
     output = stage(given, **batch.stage_arguments())
@@ -197,11 +206,11 @@ def _one(
 
 
 def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of a backward for the input and of the rest for the weights, and what passed meanwhile."""
+    """Returns the seconds of a backward's input half, of its weight half, and their wall time."""
     given = _activations(batch, job, device).requires_grad_()
     output = stage(given, **batch.stage_arguments())
     gradient = torch.ones_like(output)
-    if isinstance(stage, FSDPModule):  # as between the microbatches of a step: weights stay, gradients add up
+    if isinstance(stage, FSDPModule):  # as between the microbatches of a step: keep weights, accumulate
         stage.set_reshard_after_backward(False)
         stage.set_requires_gradient_sync(False)
     clock = _Clock(device)
@@ -216,11 +225,12 @@ def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device)
 
 
 def _activations(batch: StageBatch, job: Job, device: torch.device) -> Tensor:
+    """Returns random activations `[B, T, C]` in the compute dtype."""
     return torch.randn((*batch.tokens_BT.shape, job.model.hidden_size), dtype=compute_dtype(job), device=device)
 
 
 class _Clock:
-    """Two laps, by the thread's own time where one thread does it all (see the top), and what passed in all."""
+    """Measures two laps in CPU time if one thread does all the work, and their wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else _nothing
@@ -234,7 +244,7 @@ class _Clock:
         self._times.append(self._now())
 
     def laps(self) -> tuple[float, float, float]:
-        """Ends the second lap; seconds of both, and what passed."""
+        """Ends the second lap; returns the seconds of both laps and the wall time."""
         self.lap()
         start, middle, end = self._times
         return middle - start, end - middle, time.perf_counter() - self._begun
@@ -251,7 +261,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request, prints the answer."""
+    """Reads the request from standard input and prints the answer."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     request: Mapping[str, Any] = json.loads(sys.stdin.read())
     job = parse_job(request["job"])

@@ -1,8 +1,8 @@
-"""Does the mesh change the numbers? A few steps of a job on its mesh and in one process, compared name by name.
+"""Compares a job on its mesh with the same job in one process, tensor by tensor, for a few steps.
 
-`main` reads `{"job", "steps", "tolerance"}` as JSON from standard input, runs both on local gloo ranks on the CPU, and
-prints the comparison as one JSON object. It needs no cluster and no store; every rank leaves what it computed as
-safetensors in a temporary directory.
+`main` reads `{"job", "steps", "tolerance"}` as JSON from standard input, runs both on local gloo
+ranks on the CPU, and prints the comparison as one JSON object. It needs no cluster and no store:
+every rank writes its results as safetensors to a temporary directory.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from raypp.train.seats import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2}
-"""Largest relative error by precision. bf16 keeps 8 bits (4e-3); what two steps of rounding do to a small gradient was
-measured as 2e-2."""
+"""Largest relative error by precision. bf16 keeps 8 bits (4e-3); two steps of rounding changed a
+small gradient by up to 2e-2, as measured."""
 _PATIENCE_S = 600.0
 
 Tensors = dict[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, also of a sharded tensor (then collective over the ranks that share it)."""
+    """Copies a whole tensor `[...]` to the CPU. Collective over its mesh if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
@@ -59,17 +59,20 @@ def train_some_steps(
     before: Callable[[int, StepRunner], None] = lambda step, runner: None,
     tell: Callable[[Event], None] = lambda event: None,
 ) -> list[StepReport]:
-    """The first steps of a job on one rank, without store or control. Collective over the mesh.
+    """Trains the first steps of a job on one rank, without a store or a controller.
+
+    Collective over the mesh.
 
     Args:
         job: The job.
-        seat: This rank's.
-        steps: How many.
-        keep: Given `step-1`, `step-2` … with the whole scaled gradients of this rank's stages, by global name, and last
-            `weights` with their weights. A step without any label has no gradients to keep.
-        wrap: Makes the loader that is read from, of the replica's own and its number.
+        seat: This rank's seat.
+        steps: Number of steps.
+        keep: Called with `step-1`, `step-2` … and the scaled gradients of this rank's stages, then
+            with `weights` and their weights: whole tensors, `[*parameter.shape]`, by global name. A
+            step without any label has no gradients.
+        wrap: Returns the loader to read from, given the replica's own loader and its number.
         before: Called before each step.
-        tell: Hears the events of the steps.
+        tell: Called with the events of the steps.
     """
     with assemble(job, seat, hang_timeout_s=60) as rank:
         runner = StepRunner(replace(rank, loader=wrap(rank.loader, seat.replica)), tell=tell)
@@ -89,7 +92,7 @@ def train_some_steps(
 
 
 def one_process_job(job: Job) -> Job:
-    """The same job for one rank: one stage, the microbatches of all replicas one after another."""
+    """Returns the same job for one rank: one stage, all replicas' microbatches in sequence."""
     mesh = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
     pipeline = {
         "schedule": "1f1b",
@@ -114,10 +117,11 @@ def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: st
     try:
         job = parse_job(document)
         seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
-        # Replicas have the same tensors; those of the first are enough.
+        # Other replicas have the same tensors; only the first writes them.
         writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
 
         def keep(name: str, tensors: Tensors) -> None:
+            """Writes whole tensors `[...]` to a file of this rank."""
             if writes:
                 save_file(tensors, place / f"{name}.{rank}.safetensors")
 
@@ -133,10 +137,10 @@ def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: st
 
 
 def _run_ranks(job: Job, steps: int, folder: Path) -> None:
-    """Runs all ranks of a job as processes of this machine.
+    """Runs all ranks of a job as processes on this machine.
 
     Raises:
-        RunFailedError: One failed; with what it said.
+        RunFailedError: A rank failed; includes its message.
     """
     folder.mkdir()
     port = free_port()
@@ -162,17 +166,20 @@ def _run_ranks(job: Job, steps: int, folder: Path) -> None:
                 process.kill()
             process.join()
     if failed:
-        told = sorted(folder.glob("failed.*"))
-        words = told[0].read_text().strip() if told else f"no answer within {_PATIENCE_S:.0f} s"
-        rank = told[0].suffix[1:] if told else failed[0]
-        raise RunFailedError(f"rank {rank} of {len(processes)} failed: {words}")
+        reports = sorted(folder.glob("failed.*"))
+        cause = reports[0].read_text().strip() if reports else f"no answer within {_PATIENCE_S:.0f} s"
+        rank = reports[0].suffix[1:] if reports else failed[0]
+        raise RunFailedError(f"rank {rank} of {len(processes)} failed: {cause}")
 
 
 # The comparison.
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
-    """|found - reference| / |reference| by 2-norms; infinity for what differs from zero and for what is not finite."""
+    """Returns |found - reference| / |reference| by 2-norms, for two tensors `[...]` of one shape.
+
+    Infinity if the reference is zero and the other is not, or if a norm is not finite.
+    """
     difference = float((found.double() - reference.double()).norm())
     size = float(reference.double().norm())
     if difference == 0:
@@ -181,11 +188,12 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
 
 
 def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
-    """Compares what two runs left in their folders.
+    """Compares the results that two runs wrote to their folders.
 
     Returns:
-        `steps`: of each step loss and norm of both, and how many gradients differ; `parameters`: those whose gradient
-        or final weight differs, the worst first; `max_error`; `bitwise`.
+        `steps`: per step the loss and gradient norm of both, and how many gradients differ;
+        `parameters`: those whose gradient or final weight differs, worst first; `max_error`;
+        `bitwise`.
     """
     ours, theirs = (json.loads((folder / "figures.0.json").read_text()) for folder in (found, reference))
     rows: list[dict[str, Any]] = []
@@ -229,7 +237,7 @@ def _scalar_error(found: float, reference: float) -> float:
 
 
 def _errors(found: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Error and sameness by name. A name that only one of the two has has the error infinity."""
+    """Yields each name's error and equality; infinity for a name that only one run has."""
     theirs: Tensors = {}
     for file in sorted(reference.glob(f"{kind}.*.safetensors")):
         theirs.update(load_file(file))
@@ -240,7 +248,7 @@ def _errors(found: Path, reference: Path, kind: str) -> Iterator[tuple[str, tupl
             now = (math.inf, False)
             if other is not None and other.shape == value.shape:
                 now = relative_error(value, other), torch.equal(value, other)
-            # Both ends of a tied embedding have it: the worse counts.
+            # Both ends of a tied embedding have it: the larger error counts.
             seen[name] = max(now, seen.get(name, now))
     for name in theirs:
         seen.setdefault(name, (math.inf, False))
@@ -248,15 +256,15 @@ def _errors(found: Path, reference: Path, kind: str) -> Iterator[tuple[str, tupl
 
 
 def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str, Any]:
-    """Runs a job's mesh and one process, and compares them.
+    """Runs a job on its mesh and in one process, and compares the results.
 
     Args:
         job: The job; its mesh may have one rank.
-        steps: Steps of each.
+        steps: Number of steps of each run.
         tolerance: Largest relative error; None: `TOLERANCE` of the job's precision.
 
     Returns:
-        What `compare` says, and `world`, `tolerance`, `seconds`, `passed`.
+        The result of `compare`, and `world`, `tolerance`, `seconds`, `passed`.
 
     Raises:
         RunFailedError: A rank failed.
@@ -274,7 +282,7 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request, prints the answer."""
+    """Reads the request from standard input and prints the answer."""
     request: Mapping[str, Any] = json.loads(sys.stdin.read())
     try:
         answer = run_parity(parse_job(request["job"]), int(request["steps"]), request.get("tolerance"))

@@ -1,12 +1,15 @@
-"""The one collective that starts a step: all ranks agree on lengths, token count and what to do.
+"""The collective that starts a step: all ranks agree on lengths, token count and what to do.
 
-Every rank reads its own replica's rows, so it knows what it has but not what the others have. One `all_reduce(MAX)`
-of a small int64 vector on the CPU tells everybody, for every replica: the length of each microbatch, the number of
-tokens with a label, a digest of the rows (which all ranks of a replica must have in common), and whether somebody was
-asked to save or to stop, or is still saving. Nothing else is exchanged about shapes, so no rank can wait for a message
-that another rank does not know of.
+Every rank knows the rows of its own replica only. One `all_reduce(MAX)` of a small int64 vector on
+the CPU gives every rank, for every replica, the length of each microbatch, the number of tokens
+with a label, and a digest of the rows, which must be equal on all ranks of a replica. It also says
+whether any rank was asked to save or to stop, or is still saving. No other metadata about shapes is
+exchanged, so no rank can wait for a message that another rank does not know of.
 
-`pack` and `unpack` alone know where a number stands in the vector. A minimum travels as the maximum of its negation.
+Only `pack` and `unpack` know the layout of the vector. A minimum is sent as the maximum of its
+negation.
+
+Legend: M microbatches, W ranks of the world.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ from raypp.errors import DataError, Problem
 from raypp.records import Requests
 
 _UNSAID = -(2**62)
-"""In the places of other replicas: smaller than anything that a rank says."""
+"""Fills the places of other replicas; smaller than any value a rank sends."""
 _FLAGS = 4
 _MEMORY = 5
 
 
 @dataclass(frozen=True)
 class SnapshotState:
-    """Where the snapshots in host memory stand, on one rank or on all.
+    """The state of the snapshots in host memory, on one rank or on all.
 
     Attributes:
-        every: Steps between two snapshots; of all ranks, the most.
-        own: Step of the newest whole snapshot, -1 without one; of all ranks, the oldest.
-        arrived: Step of the newest copy that has arrived on another node, -1 without one; of all ranks, the oldest.
-        trouble: 0, or how much of the memory tier must be given up; of all ranks, the most.
-        unready: Its files are not made yet; of all ranks, whether of any.
+        every: Steps between two snapshots; over all ranks, the maximum.
+        own: Step of the newest complete snapshot, -1 if there is none; over all ranks, the oldest.
+        arrived: Step of the newest copy that has arrived on another node, -1 if there is none; over
+            all ranks, the oldest.
+        trouble: 0, or how much of the memory tier must be given up; over all ranks, the maximum.
+        unready: Whether the tier's files do not exist yet; over all ranks, whether any lacks them.
     """
 
     every: int
@@ -49,17 +53,17 @@ class SnapshotState:
 
 @dataclass(frozen=True)
 class StepProposal:
-    """What one rank brings to the agreement on a step.
+    """One rank's contribution to the agreement on a step.
 
     Attributes:
-        seq_lens: Padded length of each of its replica's microbatches, in tokens.
+        seq_lens: M padded lengths, in tokens, of its replica's microbatches.
         tokens: Tokens with a label in its replica's rows.
-        digest: Of its replica's rows, 0 ≤ digest < 2**62.
-        requests: What it was asked for.
-        saving: Whether its last save is still under way.
-        snapshots: Of the memory tier; None when there is none, on any rank.
-        compute_us: Microseconds that the last step computed: the rank's own in its place, zeros in the others'. Empty,
-            on every rank, when that step was not timed.
+        digest: Digest of its replica's rows, 0 ≤ digest < 2**62.
+        requests: The operator's requests that reached this rank.
+        saving: Whether its last save is still in progress.
+        snapshots: State of the memory tier; None, on every rank, if there is none.
+        compute_us: W compute times of the last step in microseconds: its own in its place, zeros in
+            the others'. Empty, on every rank, if that step was not timed.
     """
 
     seq_lens: Sequence[int]
@@ -76,12 +80,12 @@ class StepPlan:
     """What all ranks know about a step before it runs.
 
     Attributes:
-        seq_lens: Padded length of each of this replica's microbatches, in tokens.
+        seq_lens: M padded lengths, in tokens, of this replica's microbatches.
         global_tokens: Tokens with a label, over all replicas.
-        requests: What the operator wants, as all ranks see it now.
+        requests: The operator's requests, the same on all ranks.
         saving: Whether some rank has not finished its last save.
-        snapshots: Of the memory tiers of all ranks; None when there are none.
-        compute_us: Microseconds that every rank computed in the last step, by rank; empty when it was not timed.
+        snapshots: Combined state of all memory tiers; None if there are none.
+        compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
     """
 
     seq_lens: tuple[int, ...]
@@ -93,9 +97,10 @@ class StepPlan:
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
-    """The length a microbatch is padded to: every cp rank's share is a multiple of `multiple`.
+    """Returns the padded length of a microbatch: each cp rank's share is a multiple of `multiple`.
 
-    ceil(ceil(N / cp) / multiple) · multiple · cp; with a bucket, first up to a multiple of that.
+    ceil(ceil(N / cp) / multiple) · multiple · cp; with a bucket, N is first rounded up to a
+    multiple of it.
     """
     if bucket:
         tokens = math.ceil(tokens / bucket) * bucket
@@ -105,16 +110,18 @@ def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 
 def agree_on_step(
     proposal: StepProposal, *, replica: int, replicas: int, group: dist.ProcessGroup | None = None
 ) -> StepPlan:
-    """Agrees on a step with every other rank.
+    """Agrees on a step with all other ranks.
 
-    Collective over `group` (the world): all must call it, once per step.
+    Collective over `group` (default: the world): every rank must call it once per step.
 
     Args:
-        proposal: This rank's.
+        proposal: This rank's proposal.
         replica: This rank's replica, of `replicas`.
+        replicas: Number of replicas.
+        group: The group that agrees; None: the world.
 
     Raises:
-        DataError: Two ranks of one replica read different rows; raised on every rank alike.
+        DataError: Two ranks of one replica read different rows. Raised on every rank.
     """
     vector = pack(proposal, replica, replicas)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
@@ -122,12 +129,12 @@ def agree_on_step(
 
 
 def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
-    """The vector of one rank.
+    """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 3) + 4 + 5 + W]` with M microbatches: of each replica its lengths, tokens, digest and
-        negated digest; four flags; five numbers of the memory tier, if there is one; W = world microseconds, if the
-        last step was timed.
+        int64 `[replicas · (M + 3) + 4 + 5 + W]`: for each replica its lengths, tokens, digest and
+        negated digest; four flags; five numbers of the memory tier, only if there is one; W
+        microseconds, only if the last step was timed.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
     slots = replicas * (count + 3)
@@ -144,11 +151,13 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
 
 
 def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) -> StepPlan:
-    """The plan, from the maximum of all ranks' vectors.
+    """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: As `pack` lays it out.
-        proposal: This rank's: what it has, all have.
+        vector: int64 `[replicas · (M + 3) + 4 + 5 + W]`, in the layout of `pack`.
+        proposal: This rank's proposal; the optional parts are the same on all ranks.
+        replica: This rank's replica, of `replicas`.
+        replicas: Number of replicas.
 
     Raises:
         DataError: Two ranks of one replica read different rows.
@@ -162,7 +171,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
             Problem(
                 "data.path",
                 f"the ranks of replica {differing[0]} read different rows for one step",
-                "the data differs between nodes: put the same files on each, or on one shared file system",
+                "the data differs between nodes: put the same files on every node, or on one shared file system",
             )
         )
     rest = vector[slots:].tolist()

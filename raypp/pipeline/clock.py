@@ -1,4 +1,7 @@
-"""How long actions take on this rank, for a few steps: by the host's clock on CPUs, by events of the stream on CUDA."""
+"""Times this rank's actions for a few steps: by the host's clock on CPUs, by CUDA events on GPUs.
+
+On CUDA, reading the times waits for the timed work.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from raypp.schedules.action import Kind
 
 
 class ActionClock:
-    """Notes what forwards and backwards take (not what they wait for), and on CUDA what a forward keeps.
+    """Records how long forwards and backwards compute, and on CUDA the memory a forward keeps.
+
+    The time spent waiting for messages is not included.
 
     Args:
-        device: Where they are computed.
+        device: The device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,10 +33,12 @@ class ActionClock:
 
     @contextmanager
     def timed(self, kind: Kind, stage: int, *, message: bool = False) -> Iterator[None]:
-        """Times what is inside.
+        """Times a block.
 
         Args:
-            message: It packs and hands over the message of an action, which is timed apart.
+            kind: The action's kind.
+            stage: The action's stage.
+            message: Whether the block packs and posts the action's message; timed separately.
         """
         key = kind, stage, message
         if not self._cuda:
@@ -49,7 +56,7 @@ class ActionClock:
             self._kept[stage].append(torch.cuda.memory_allocated(self._device) - before)
 
     def medians(self) -> dict[tuple[Kind, int], float]:
-        """Seconds of one action and its message, by kind and stage; on CUDA waits for what was timed."""
+        """Returns the median seconds of an action with its message, by kind and stage."""
         for key, begin, end in self._events:
             end.synchronize()
             self._seconds[key].append(begin.elapsed_time(end) / 1e3)
@@ -60,7 +67,7 @@ class ActionClock:
         return dict(found)
 
     def taken_s(self) -> float:
-        """Seconds of everything timed since the last call; on CUDA waits for it."""
+        """Returns the seconds of everything timed since the last call; waits for it on CUDA."""
         self.medians()
         total = sum(sum(seconds) for seconds in self._seconds.values())
         self._seconds.clear()
@@ -68,5 +75,5 @@ class ActionClock:
         return total
 
     def kept_bytes(self, stage: int) -> int:
-        """Bytes a forward of that stage leaves for its backward, as the allocator saw it; 0 on CPUs: none tells."""
+        """Returns the median bytes a forward of a stage keeps for its backward; 0 on CPUs."""
         return int(statistics.median(self._kept[stage])) if self._kept[stage] else 0

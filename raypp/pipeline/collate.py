@@ -1,6 +1,6 @@
-"""From a replica's rows to what the stages compute on: padded tensors and the borders of documents.
+"""Collates a replica's rows into padded tensors and document borders.
 
-Legend: M microbatches, B rows of a microbatch, T its agreed length in tokens, t this rank's share of T.
+Legend: B rows of a microbatch, T its agreed length in tokens, t this rank's share of T.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class StageBatch:
-    """One microbatch as a stage sees it: of every row, this rank's share.
+    """One microbatch as a stage sees it: this rank's share of every row.
 
     Attributes:
         tokens_BT: Token ids, int64 `[B, t]`; padding is 0.
-        labels_BT: Next-token ids, int64 `[B, t]`; -100 where there is none.
+        labels_BT: Next-token ids, int64 `[B, t]`; -100 if a token has no label.
         positions_BT: Position of each token in its document, int64 `[B, t]`.
         documents: The borders of the documents, in whole rows.
     """
@@ -38,7 +38,7 @@ class StageBatch:
     documents: PackedDocuments
 
     def stage_arguments(self) -> dict[str, Any]:
-        """What every stage's forward takes besides its input, in training."""
+        """Returns the keyword arguments of every stage's forward in training, `[B, t]` tensors."""
         return {
             "positions_BT": self.positions_BT,
             "documents": self.documents,
@@ -47,17 +47,17 @@ class StageBatch:
 
 
 def longest_row(rows: Sequence[Row]) -> int:
-    """Tokens of the longest row of a microbatch."""
+    """Returns the number of tokens in the longest row of a microbatch."""
     return max(len(row.tokens) for row in rows)
 
 
 def labelled_tokens(rows: Sequence[Row]) -> int:
-    """Tokens of a microbatch that have a label."""
+    """Returns the number of tokens of a microbatch that have a label."""
     return sum(int((row.labels != IGNORED).sum()) for row in rows)
 
 
 def rows_digest(rows: Sequence[Row]) -> int:
-    """A number that two ranks have in common only when they read the same tokens (CRC-32 of all of them)."""
+    """Returns the CRC-32 of all tokens; ranks that read the same rows get the same number."""
     digest = 0
     for row in rows:
         digest = zlib.crc32(row.tokens.astype(np.int64).tobytes(), digest)
@@ -70,8 +70,12 @@ def collate(rows: Sequence[Row], length: int, device: torch.device, share: Conte
     Args:
         rows: B rows.
         length: T, in tokens; no row is longer.
-        device: Where the tensors are wanted.
-        share: What this rank computes on. Labels and positions are those of the whole row, cut like its tokens.
+        device: The device of the returned tensors.
+        share: This rank's share of the tokens. Labels and positions are computed for the whole row
+            and cut like its tokens.
+
+    Returns:
+        Tensors `[B, t]` on `device`.
     """
     tokens = np.zeros((len(rows), length), dtype=np.int64)
     labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -83,7 +87,7 @@ def collate(rows: Sequence[Row], length: int, device: torch.device, share: Conte
         for count in row.documents[:-1]:
             positions[index, start : start + count] = np.arange(count)
             start += count
-        positions[index, start:] = np.arange(length - start)  # the last document grows over the padding
+        positions[index, start:] = np.arange(length - start)  # the last document includes the padding
     columns = share.columns(length)
     return StageBatch(
         tokens_BT=torch.from_numpy(tokens[:, columns]).to(device),

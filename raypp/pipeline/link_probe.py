@@ -1,4 +1,4 @@
-"""The channels between pipeline ranks: connected in an order that cannot hang, and timed with messages of real size."""
+"""The channels between pipeline ranks: connects them without deadlock, and times them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from raypp.schedules.communication import channels_of
 
 _ROUNDS = 4
-"""Messages one after another on each channel; what a link lets through at once at the beginning is not timed."""
+"""Messages per channel, one after another. The first is not timed: it may fit into buffers."""
 
 
 def connect(
@@ -19,8 +19,16 @@ def connect(
 ) -> None:
     """Sends one number over every channel of the pipeline. Collective over its ranks.
 
-    NCCL connects two ranks when they first talk, and holds both up until it has. Receives are posted long before their
-    messages exist, so the first of them would wait for a rank that waits for this one.
+    NCCL connects two ranks at their first message and blocks both until they are connected.
+    Receives are posted long before their messages exist, so without this the first receive could
+    wait for a rank that itself waits for this one.
+
+    Args:
+        rank: This pipeline rank.
+        rank_of_stage: Pipeline rank of every stage.
+        up: Group of messages to higher ranks.
+        down: Group of messages to lower ranks.
+        device: The device of the messages.
     """
     number = torch.zeros(1, device=device)
     for source, to in channels_of(rank_of_stage):
@@ -39,18 +47,21 @@ def message_seconds(
     device: torch.device,
     size: int,
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a message on each channel that ends at this rank, with all channels of the pipeline busy at once.
+    """Measures the seconds of a message on each channel that ends at this rank, all channels busy.
 
-    That is how they are in the middle of a step, when a rank between two others has two messages in each direction on
-    its one cable. Collective over the pipeline's ranks.
+    In the middle of a step a rank between two others has two messages in each direction on its one
+    cable; so the probe loads all channels of the pipeline at once. Collective over its ranks.
 
     Args:
         rank: This pipeline rank.
         rank_of_stage: Pipeline rank of every stage.
         up: Group of messages to higher ranks.
         down: Group of messages to lower ranks.
-        device: Where messages come from and go to.
-        size: Bytes of a message.
+        device: The device of the messages.
+        size: Bytes of a message, a uint8 tensor `[size]`.
+
+    Returns:
+        Seconds by (source rank, this rank).
     """
     channels = channels_of(rank_of_stage)
     incoming = [channel for channel in channels if channel[1] == rank]
@@ -80,4 +91,4 @@ def _wait(work: dist.Work | None, device: torch.device) -> None:
     assert work is not None
     work.wait()
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # there wait() only makes the stream wait
+        torch.cuda.current_stream(device).synchronize()  # on CUDA wait() blocks only the stream

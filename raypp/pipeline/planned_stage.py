@@ -1,12 +1,16 @@
 """A pipeline stage whose shapes come from a plan, microbatch by microbatch.
 
-torch's `PipelineStage` fixes one shape for all microbatches and keeps a receive buffer for each of them for its
-whole life. `PlannedStage` is told before each step how long every microbatch is; it allocates a receive buffer when
-the receive is posted and forgets it after the backward. No metadata travels between stages, nothing is cached per
-length, and a tensor that does not match the plan raises by name: gloo would part-fill the receiver's buffer silently.
-What travels has the dtype and size of the wire's format (`pipeline.wire`), which both ends work out from the plan.
+torch's `PipelineStage` fixes one shape for all microbatches and keeps a receive buffer for each of
+them for its whole life. `PlannedStage` gets the length of every microbatch before each step. It
+allocates a receive buffer when the receive is posted and drops it after the backward. Stages
+exchange no metadata and cache nothing per length. A tensor that does not match the plan raises a
+named error; gloo would fill part of the receiver's buffer silently. Messages have the dtype and
+size of the wire format (`pipeline.wire`), which both ends derive from the plan.
 
-The runtime (`pipeline.runtime`) calls it; torch's own forward and backward of a chunk are used as they are.
+The runtime (`pipeline.runtime`) drives it. torch's own forward and backward of a chunk are used
+unchanged.
+
+Legend: B rows of a microbatch, T its tokens on this rank, C hidden size.
 """
 
 from __future__ import annotations
@@ -24,25 +28,26 @@ from raypp.torch_private import ChunkStage
 
 
 class PlanMismatch(RuntimeError):
-    """A stage computed or received a tensor that the plan of the step does not announce: a bug, not bad luck."""
+    """A stage computed or received a tensor that the step's plan does not announce: a bug."""
 
 
 class PlannedStage(ChunkStage):
     """One stage of the pipeline.
 
     Args:
-        module: The stage's module; when it is sharded it must itself be FSDP's root.
-        index: Its place, of `num_stages`.
+        module: The stage's module; if it is sharded, it must itself be FSDP's root.
+        index: Its index.
+        num_stages: Number of stages.
         rank_of_stage: Pipeline rank of every stage.
-        hidden_size: Width of the activations between stages.
+        hidden_size: C, the width of the activations between stages.
         dtype: Their dtype.
-        device: Where it computes.
+        device: The device that computes.
         up_group: Carries messages to higher pipeline ranks (with one stage per rank: activations).
-        down_group: Carries messages to lower ones.
-        activations: How activations travel; None: as computed.
-        gradients: How gradients travel; None: as computed.
-        seed: Of what the formats draw, with the step, the stage and the microbatch.
-        late_sums: The module's gradient sums that are waited for at the end of a step; None: it has none.
+        down_group: Carries messages to lower pipeline ranks.
+        activations: Wire format of activations; None: as computed.
+        gradients: Wire format of gradients; None: as computed.
+        seed: Seeds the formats' random numbers, with the step, the stage and the microbatch.
+        late_sums: The gradient sums that are awaited at the end of a step; None if there are none.
     """
 
     def __init__(
@@ -76,9 +81,16 @@ class PlannedStage(ChunkStage):
         self.sent_bytes = 0
 
     def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0) -> None:
-        """Announces the next step: `rows` × `seq_lens[i]` tokens in microbatch i. Drops what a broken step left.
+        """Sets the shapes of the next step and drops what an aborted step left behind.
 
-        Without a backward everything travels as computed: an evaluation is one of the weights, not of the wire.
+        Without a backward, messages travel as computed: an evaluation measures the weights, not the
+        wire format.
+
+        Args:
+            rows: B, of every microbatch.
+            seq_lens: T of each microbatch.
+            backward: Whether the step has backwards.
+            step: The step's number.
         """
         self.shapes = [(rows, length, self.hidden_size) for length in seq_lens]
         self.chunks = len(self.shapes)
@@ -94,48 +106,54 @@ class PlannedStage(ChunkStage):
         self.dw_runner.clear()
         self.output_chunks.clear()
 
-    # What crosses to another rank.
+    # Messages to and from other ranks.
 
     def send_forward(self, microbatch: int) -> dist.Work:
+        """Sends the activations `[B, T, C]` of a microbatch to the next stage, without waiting."""
         (output,), _ = self.fwd_cache[microbatch]
         return self._send(output.detach(), microbatch, self.stage_index + 1, self.activations, "activations")
 
     def send_backward(self, microbatch: int) -> dist.Work:
+        """Sends the gradients `[B, T, C]` of the stage's input to the previous stage."""
         (gradient,) = self.bwd_cache.pop(microbatch)
         return self._send(gradient, microbatch, self.stage_index - 1, self.gradients, "gradients")
 
     def receive_forward(self, microbatch: int) -> dist.Work:
+        """Posts the receive of a microbatch's activations, as a message of the wire format."""
         self.received[microbatch] = self._buffer(self.activations, microbatch)
         return self._receive(self.received[microbatch], self.stage_index - 1)
 
     def receive_backward(self, microbatch: int) -> dist.Work:
+        """Posts the receive of a microbatch's gradients, as a message of the wire format."""
         self.received_grads[microbatch] = self._buffer(self.gradients, microbatch)
         return self._receive(self.received_grads[microbatch], self.stage_index + 1)
 
     def unpack_forward(self, microbatch: int) -> None:
-        """Makes the stage's input of a message whose receive is done."""
+        """Decodes a received message into the stage's input `[B, T, C]`."""
         message = self._filled(
             self.received[microbatch], self.activations, microbatch, self.stage_index - 1, "activations"
         )
         self.received[microbatch] = self.activations.decode(message, self.shapes[microbatch], self.boundary_dtype)
 
     def unpack_backward(self, microbatch: int) -> None:
-        """Makes the gradients of the stage's output of a message whose receive is done."""
+        """Decodes a received message into the gradients `[B, T, C]` of the stage's output."""
         message = self._filled(
             self.received_grads[microbatch], self.gradients, microbatch, self.stage_index + 1, "gradients"
         )
         self.received_grads[microbatch] = self.gradients.decode(message, self.shapes[microbatch], self.boundary_dtype)
 
     def _buffer(self, form: WireFormat, microbatch: int) -> Tensor:
+        """Allocates a receive buffer for a message `[...]`; marks its last number as unwritten."""
         buffer = form.buffer(self.shapes[microbatch], self.device)
         if buffer.device.type == "cpu":
             _last_number(buffer).fill_(form.unwritten)
         return buffer
 
     def _filled(self, buffer: Tensor, form: WireFormat, microbatch: int, from_stage: int, what: str) -> Tensor:
-        """A buffer whose receive is done. gloo takes a shorter message without a word and leaves the rest unwritten.
+        """Returns a received buffer `[...]`, after checking that the message filled it.
 
-        On a device the question would make the CPU wait for it, and is not asked.
+        gloo accepts a shorter message silently and leaves the rest of the buffer unwritten. The
+        check would block the host on CUDA, so only CPU buffers are checked.
         """
         if buffer.device.type == "cpu" and bool((_last_number(buffer) == form.unwritten).all()):
             raise PlanMismatch(
@@ -145,6 +163,7 @@ class PlannedStage(ChunkStage):
         return buffer
 
     def _check(self, tensor: Tensor, microbatch: int, name: str) -> None:
+        """Raises unless a tensor is `[B, T, C]` as planned, in the boundary dtype."""
         if tuple(tensor.shape) != self.shapes[microbatch] or tensor.dtype != self.boundary_dtype:
             raise PlanMismatch(
                 f"stage {self.stage_index}: {name} are {tuple(tensor.shape)} {tensor.dtype}, "
@@ -152,12 +171,14 @@ class PlannedStage(ChunkStage):
             )
 
     def _receive(self, buffer: Tensor, from_stage: int) -> dist.Work:
+        """Posts the receive of a message `[...]` into a buffer."""
         source, own = self.rank_of_stage[from_stage], self.rank_of_stage[self.stage_index]
         work = dist.irecv(buffer, group=self.up_group if own > source else self.down_group, group_src=source)
         assert work is not None
         return work
 
     def _send(self, tensor: Tensor | None, microbatch: int, to_stage: int, form: WireFormat, what: str) -> dist.Work:
+        """Encodes a tensor `[B, T, C]` and posts its send."""
         if tensor is None:
             raise PlanMismatch(
                 f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}"
@@ -170,15 +191,15 @@ class PlannedStage(ChunkStage):
         assert work is not None
         return work
 
-    # What torch's chunk functions ask for.
+    # The interface that torch's chunk functions call.
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes the activations of the previous stage when it is on the same rank."""
+        """Takes the activations `[B, T, C]` of the previous stage, if it is on the same rank."""
         self._check(prev_stage_outputs, mb_index, f"activations of microbatch {mb_index} from this rank's other stage")
         self.received[mb_index] = prev_stage_outputs.detach()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Takes the gradients of the next stage when it is on the same rank."""
+        """Takes the gradients `([B, T, C],)` of the next stage, if it is on the same rank."""
         (gradient,) = next_stage_bwd_outputs
         if gradient is None:
             raise PlanMismatch(
@@ -187,14 +208,14 @@ class PlannedStage(ChunkStage):
         self.received_grads[mb_index] = gradient
 
     def take_activations(self, microbatch: int) -> Tensor:
-        """The activations that arrived, `[B, T, C]`, as a leaf of the microbatch's graph."""
+        """Takes the received activations `[B, T, C]`, as a leaf of the microbatch's graph."""
         return self.received.pop(microbatch).requires_grad_(self.has_backward)
 
     def take_gradients(self, microbatch: int) -> Tensor:
-        """The gradients that arrived, `[B, T, C]`."""
+        """Takes the received gradients `[B, T, C]`."""
         return self.received_grads.pop(microbatch)
 
 
 def _last_number(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor's last number."""
+    """Returns the bytes of a contiguous tensor's last number, uint8 `[element size]`."""
     return tensor.view(-1)[-1:].view(torch.uint8)

@@ -1,10 +1,13 @@
-"""Programs on stages of torch's pipelining.
+"""Runs programs on stages of torch's pipelining.
 
-A schedule says what each rank computes, in which order (`raypp.schedules`). torch's lowering passes add when weights
-are unsharded and resharded and when gradients are reduced; sends and receives are those of `schedules.messages`.
-`ProgramRuntime` runs the result on `PlannedStage`s. It differs from torch's own loop in four ways: shapes come from the
-step's plan, receives are posted ahead of their use, a send is let go as soon as it is known to have arrived (torch
-holds all of a step's messages to its end), and every action leaves a mark that says what the rank is doing.
+A schedule defines what each rank computes and in which order (`raypp.schedules`). torch's lowering
+passes add when weights are unsharded and resharded and when gradients are reduced. Sends and
+receives come from `schedules.communication`. `ProgramRuntime` runs the result on `PlannedStage`s.
+It differs from torch's own loop in four ways: shapes come from the step's plan; receives are posted
+ahead of their use; a send is released as soon as it is known to have arrived (torch holds all of a
+step's messages until its end); and every action sets a mark that says what the rank is doing.
+
+Legend: B rows of a microbatch, T_i tokens of microbatch i on this rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _COMPUTES = frozenset(_KINDS.values())
 def lower(
     program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int
 ) -> dict[int, list[LoweredAction]]:
-    """A compute-only program with its communication, for all ranks: deterministic, the same on each."""
+    """Adds communication to a compute-only program, for all ranks; the same result on each."""
     lines = with_messages(program, rank_of_stage)
     lowered = {}
     for rank, line in lines.items():
@@ -52,8 +55,11 @@ def lower(
 
 
 def _joined(line: Line, with_weights: Sequence[LoweredAction]) -> list[LoweredAction]:
-    """A rank's messages put into its actions; what torch's passes added stays before the action it stood before, and
-    what came after an action comes after its send."""
+    """Merges a rank's messages into its actions.
+
+    An action that torch's passes added stays before the action it preceded; one that followed an
+    action now follows that action's send.
+    """
     rest = iter(with_weights)
     found: list[LoweredAction] = []
     for item in line:
@@ -77,18 +83,18 @@ def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> Lower
 
 
 SendKey = tuple[Computation, int, int]
-"""A message, by what sends it: SEND_F or SEND_B, the sending stage, the microbatch."""
+"""Identifies a message by its send: SEND_F or SEND_B, the sending stage, the microbatch."""
 
 
 def _sent(action: LoweredAction) -> SendKey | None:
-    """The message an action sends."""
+    """Returns the message an action sends; None if it sends none."""
     if action.computation_type in (Computation.SEND_F, Computation.SEND_B):
         return action.computation_type, action.stage_index, cast(int, action.microbatch_index)
     return None
 
 
 def _used(action: LoweredAction) -> SendKey | None:
-    """The message an action needs (there may be none: its sender may be on the same rank, or it may be the first)."""
+    """Returns the message an action would need; its sender may be on the same rank or not exist."""
     if action.computation_type is Computation.FORWARD:
         return Computation.SEND_F, action.stage_index - 1, cast(int, action.microbatch_index)
     if action.computation_type in (Computation.FULL_BACKWARD, Computation.BACKWARD_INPUT):
@@ -99,10 +105,13 @@ def _used(action: LoweredAction) -> SendKey | None:
 def arrivals(
     actions: Mapping[int, Sequence[LoweredAction]], rank: int, rank_of_stage: Sequence[int]
 ) -> dict[int, list[SendKey]]:
-    """Which of a rank's sends are known to have arrived, by the position of the action that proves it.
+    """Finds which of a rank's sends are known to have arrived, and the action that proves it.
 
-    A message from a peer proves that everything the peer had used up before it sent that message has arrived there. So
-    the tensors of finished sends can be let go without asking the backend, which on gloo cannot tell.
+    A message from a peer proves that every message the peer consumed before sending it has arrived.
+    So the tensors of finished sends can be released without asking the backend; gloo cannot tell.
+
+    Returns:
+        The proven sends, by the position of the action that proves them.
     """
     used_at: dict[tuple[int, SendKey], int] = {}
     sent_at: dict[SendKey, tuple[int, int]] = {}
@@ -135,10 +144,11 @@ class ProgramRuntime:
         stages: This rank's stages.
         program: Compute-only program of every pipeline rank.
         rank_of_stage: Pipeline rank of every stage.
-        microbatches: Per step.
-        loss_fn: `(logits_BTV, labels_BT) -> scalar`; None: no losses.
-        mark: Told, before each action, what it is.
-        backward: False for a forward-only program, which runs under `no_grad`; weights are left sharded after it.
+        microbatches: Number of microbatches per step.
+        loss_fn: Maps logits `[B, T_i, V]` and labels `[B, T_i]` to a scalar; None: no losses.
+        mark: Called with each action's name before it begins.
+        backward: False for a forward-only program, which runs under `no_grad`; the weights are
+            resharded after it.
     """
 
     def __init__(
@@ -178,7 +188,10 @@ class ProgramRuntime:
         }
 
     def load(self, program: Program) -> None:
-        """Takes another program for the same stages and microbatches. Between two steps, the same one on all ranks."""
+        """Replaces the program for the same stages and microbatches.
+
+        Call it between two steps, with the same program on all ranks.
+        """
         lowered = lower(program, self.rank_of_stage, self._microbatches)
         self.actions = lowered[self.rank]
         self._names = [str(action) for action in self.actions]
@@ -204,18 +217,19 @@ class ProgramRuntime:
         targets: Sequence[Tensor],
         step: int = 0,
     ) -> list[Tensor]:
-        """Runs one step. Collective over the pipeline: all its ranks must call it with the same plan.
+        """Runs one step. Collective over the pipeline: all its ranks must pass the same plan.
 
         Args:
             rows: B, rows of a microbatch.
-            seq_lens: Agreed length of each microbatch, in tokens.
-            inputs: Token ids `[B, T_i]` of each microbatch; used on the first stage.
-            kwargs: What every stage's forward takes besides, one dict per microbatch.
-            targets: Labels `[B, T_i]` of each microbatch; used on the last stage.
-            step: Its number, for what the wire's formats draw.
+            seq_lens: T_i, the agreed length of each microbatch on this rank, in tokens.
+            inputs: Token ids, int64 `[B, T_i]`, of each microbatch; used on the first stage.
+            kwargs: Keyword arguments of every stage's forward, one dict per microbatch.
+            targets: Labels, int64 `[B, T_i]`, of each microbatch; used on the last stage.
+            step: The step's number; seeds the wire formats' random numbers.
 
         Returns:
-            The loss of each microbatch, in order, on the rank with the last stage; else an empty list.
+            The loss `[]` of each microbatch, in order, on the rank with the last stage; else an
+            empty list.
         """
         if len(seq_lens) != self._microbatches:
             raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._microbatches}")
@@ -245,7 +259,7 @@ class ProgramRuntime:
         return [self._losses[index] for index in sorted(self._losses)]
 
     def _await(self, key: SendKey) -> None:
-        """Waits for a message, and says so: who stands still is told by these marks."""
+        """Waits for a message, and marks the wait: hangs are diagnosed from these marks."""
         if self.mark is not None:
             self.mark(f"{self.now} waits")
         self._receives.pop(key).wait()
@@ -290,7 +304,7 @@ class ProgramRuntime:
                 stage.unpack_backward(microbatch)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
         if loss is not None and kind == "B":
-            self._losses[microbatch] = loss.detach()  # lets the graph go
+            self._losses[microbatch] = loss.detach()  # releases the graph
         if stage.is_first:
             stage.bwd_cache.pop(microbatch, None)
         elif stage.stage_index - 1 in self.planned:
@@ -303,7 +317,7 @@ class ProgramRuntime:
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
 
-    # Messages. A send never blocks compute; its work is kept only to hold the tensor until it has left.
+    # Messages. A send never blocks compute; its work keeps the tensor alive until it has arrived.
 
     def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("F", stage, message=True):
@@ -328,8 +342,8 @@ class ProgramRuntime:
         if isinstance(stage.submod, FSDPModule):
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
-                    # Its first forward waits for it, block by block: FSDP's own hook does. So the rest of the stage
-                    # is still on its way while its first blocks compute.
+                    # Its first forward waits for it in FSDP's own hook, block by block: the rest
+                    # of the stage is still being gathered while its first blocks compute.
                     module.unshard(async_op=True)
 
     def _reshard(self, stage: PlannedStage, microbatch: int) -> None:

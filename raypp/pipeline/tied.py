@@ -1,8 +1,11 @@
-"""Tied embeddings: the two ends of the pipeline each hold the matrix, and share one gradient.
+"""Tied embeddings: both ends of the pipeline hold the matrix and use the sum of its gradients.
 
-Both ends begin with the same bits and get the same update, so nothing but the gradient ever travels. On every mesh the
-embedding's gradient and the projection's are accumulated over the microbatches apart and added once, at the end of the
-step: one addition of two numbers, which no mesh can change.
+Both ends start with the same bits and apply the same update, so only the gradient is communicated.
+On every mesh, the gradients of the embedding and of the projection are accumulated over the
+microbatches separately and added once, at the end of the step. This is one addition of two numbers,
+which no mesh can change.
+
+Legend: V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from raypp.parallel.shard import local_part
 
 
 class TiedEmbedding:
-    """This rank's part of a tied embedding; also on ranks that have none of it.
+    """This rank's part of a tied embedding; exists also on ranks that hold neither end.
+
+    Creating it is collective over the world if the two ends are on different ranks.
 
     Args:
         stages: This rank's stages by index, prepared for training.
         rank_of_stage: Pipeline rank of every stage.
-        pp: Pipeline ranks; the world's ranks are pp slowest.
-
-    Collective over the world when the ends are on two ranks.
+        pp: Number of pipeline ranks; pp is the slowest axis of the world's ranks.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], rank_of_stage: Sequence[int], pp: int) -> None:
@@ -37,13 +40,16 @@ class TiedEmbedding:
         if ends[0] != ends[1]:
             self._group = _own_group(pp, ends)
         elif last == 0 and self._first is not None and not isinstance(self._first, FSDPModule):
-            # FSDP accumulates a whole stage's gradients itself; there the two are added microbatch by microbatch.
+            # FSDP accumulates a whole stage's gradients; there both are added in every microbatch.
             _part(self._first).separate_projection()
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Gives both ends the sum of their gradients. Between the schedule and the norm, once per step; collective over
-        the ranks of both ends."""
+        """Sets both ends' gradients, this rank's shards of `[V, C]`, to their sum.
+
+        Called once per step, between the schedule and the gradient norm. Collective over the ranks
+        of both ends.
+        """
         if self._group is not None:
             end = self._first if self._first is not None else self._last
             if end is not None:
@@ -57,12 +63,12 @@ class TiedEmbedding:
 
 
 def _part(stage: nn.Module) -> Any:
-    """A stage with the methods of `models.stage.DecoderStage`."""
+    """Returns the stage, typed as having the methods of `models.stage.DecoderStage`."""
     return stage
 
 
 def _gradient(stage: nn.Module) -> Tensor:
-    """This rank's part of the gradient of the shared matrix; zero when no microbatch gave it one."""
+    """Returns this rank's shard of the gradient of the `[V, C]` matrix; zeros if it has none."""
     parameter = stage.get_parameter("model.embed_tokens.weight")
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -70,7 +76,7 @@ def _gradient(stage: nn.Module) -> Tensor:
 
 
 def _own_group(pp: int, ends: tuple[int, int]) -> dist.ProcessGroup | None:
-    """A group of two for each place in the data axes; all ranks make all of them, in one order."""
+    """Creates a group of both ends for each place on the data axes, in one order on all ranks."""
     own = None
     for column in torch.arange(dist.get_world_size()).view(pp, -1).T.tolist():
         ranks = [column[end] for end in ends]

@@ -1,1 +1,4 @@
-"""What a job will cost before it runs, and the choices a job file leaves open. Standard library only."""
+"""Predicts a job's costs before it runs, and resolves the choices a job file leaves open.
+
+Standard library only.
+"""

@@ -1,4 +1,4 @@
-"""What cannot work, before anything is reserved: mesh, model, cut and schedule taken together."""
+"""Checks mesh, model, cut and schedule together, before anything is reserved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from raypp.spec.models import MoeOptions
 
 
 def check_plan(job: Job) -> list[Problem]:
-    """All problems of a job's mesh, cut and schedule; each names its key and the nearest values that work."""
+    """Returns all problems of a job's mesh, cut and schedule.
+
+    Each names its key and the nearest values that work.
+    """
     problems = list(_schedule(job))
     problems += _cut(job)
     problems += _axes(job)
@@ -24,7 +27,7 @@ def check_plan(job: Job) -> list[Problem]:
         problems += _selective(job)
     if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
         fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
-        problems.append(Problem("train.reduce_dtype", "bf16 sums of fp32 gradients would lose what fp32 computed", fix))
+        problems.append(Problem("train.reduce_dtype", "bf16 sums would lose the precision of fp32 gradients", fix))
     return problems
 
 
@@ -66,7 +69,7 @@ def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
         return
     empty = [stage for stage, count in enumerate(cut) if count == 0]
     if empty:
-        yield Problem(key, f"stage {empty[0]} has no layer", f"give every stage at least one, {example}")
+        yield Problem(key, f"stage {empty[0]} has no layers", f"give every stage at least one, {example}")
     if sum(cut) != layers:
         more = "more" if sum(cut) > layers else "fewer"
         what = f"{' + '.join(map(str, cut))} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
@@ -89,7 +92,7 @@ def _axes(job: Job) -> Iterator[Problem]:
         what = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
         yield Problem("mesh.ep", what, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
     elif mesh.ep > 1 and not isinstance(model, MoeOptions):
-        yield Problem("mesh.ep", f"{model.kind} has no experts to spread over {mesh.ep} ranks", "use mesh.ep 1")
+        yield Problem("mesh.ep", f"{model.kind} has no experts to split over {mesh.ep} ranks", "use mesh.ep 1")
     elif isinstance(model, MoeOptions):
         yield from _experts(model, mesh.ep, shard)
     if mesh.cp > 1:
@@ -97,7 +100,7 @@ def _axes(job: Job) -> Iterator[Problem]:
 
 
 def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
-    """Problems of spreading experts over ep ranks, of `shard` that share the weights."""
+    """Finds problems of splitting experts over `ep` of the `shard` ranks that share the weights."""
     if model.experts_per_token > model.num_experts:
         what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
@@ -109,45 +112,46 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
     if model.num_experts % ep:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and not cuts(shard // ep):
-        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to cut each expert over, and neither "
-        what += f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size} divides so"
+        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
+        widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
+        what += f"{widths} is divisible by {shard // ep}"
         yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 
 def _context(job: Job) -> Iterator[Problem]:
     mesh, heads, multiple = job.mesh, job.model.num_heads, job.pipeline.pad_to_multiple_of
     if mesh.cp_style == "ulysses" and heads % mesh.cp:
-        what = f"{heads} query heads cannot be shared by {mesh.cp} ranks (ulysses)"
+        what = f"{heads} query heads cannot be split over {mesh.cp} ranks (ulysses)"
         yield Problem("mesh.cp", what, f"use {_near(mesh.cp, divisors(heads))}, or mesh.cp_style ring")
     if mesh.cp_style == "ring" and multiple % 2:
-        what = f"{multiple} is odd, and each rank's part of a row has two equally long chunks (mesh.cp_style ring)"
+        what = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", what, f"use {multiple + 1}, or mesh.cp_style ulysses")
 
 
 def _selective(job: Job) -> Iterator[Problem]:
     key = "train.activation_checkpointing"
     if job.train.compile:
-        what = "selective cannot see into compiled blocks"
+        what = "selective checkpointing does not work inside compiled blocks"
         yield Problem(key, what, "use full or none, or train.compile false")
     try:
         program = build_program(
             schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, lookahead_of(job)
         )
     except JobError:
-        return  # told already
+        return  # reported by _schedule
     if any(action.kind == "W" for actions in program.values() for action in actions):
-        what = "selective allows one backward per block, and"
-        what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights apart"
+        what = "selective checkpointing allows one backward per block, but"
+        what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
         yield Problem(key, what, "use full or none, or a schedule with whole backwards, for example 1f1b")
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending."""
+    """Returns the divisors of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:
-    """The nearest allowed values below and above."""
+    """Returns the nearest allowed values below and above."""
     values = sorted(allowed)
     below = [v for v in values if v < value][-1:]
     above = [v for v in values if v > value][:1]

@@ -1,6 +1,7 @@
-"""What a job file leaves open, one choice per function: the schedule, the lookahead, the cut, the wire formats.
+"""Resolves the open choices of a job file: schedule, lookahead, cut and wire formats.
 
-`planning.resolve` takes them together. `planning.check` asks for them one by one, to tell every problem at once.
+`planning.resolve` uses all of them. `planning.check` calls them one by one, to report every problem
+at once.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ WireKind = Literal["fp32", "bf16", "int8"]
 
 @dataclass(frozen=True)
 class Wire:
-    """How activations go down a pipeline and gradients come back up."""
+    """Formats in which activations travel down a pipeline and gradients back up."""
 
     activations: WireKind
     gradients: WireKind
 
 
 def schedule_of(job: Job) -> str:
-    """The schedule's name; auto is interleaved_1f1b with several stages per rank, 1f1b with one.
+    """Returns the schedule's name.
 
-    With fewer microbatches than pipeline ranks, where 1F1B has no steady state: looped_bfs and gpipe.
+    auto is interleaved_1f1b with several stages per rank, 1f1b with one.
+
+    With fewer microbatches than pipeline ranks, 1F1B has no steady state; auto is then looped_bfs
+    or gpipe.
     """
     pipeline = job.pipeline
     if pipeline.schedule != "auto":
@@ -41,15 +45,16 @@ def schedule_of(job: Job) -> str:
 
 
 def lookahead_of(job: Job) -> int:
-    """Extra warm-up forwards; auto is 0, the classic warm-up, as long as no link has been measured."""
+    """Returns the extra warm-up forwards; auto is 0 (classic) until links are measured."""
     return 0 if job.pipeline.lookahead == "auto" else job.pipeline.lookahead
 
 
 def cut_of(job: Job) -> list[int]:
-    """Layers of every stage: `pipeline.layers_per_stage`, else by the weights of the model's ends.
+    """Returns the layers of every stage: `pipeline.layers_per_stage`, else a balanced cut.
 
-    Weights that came from "auto" give the cheapest cut in which every stage has a layer; given ones the cut of
-    `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`): one rank has both ends.
+    Weights that are "auto" give the cheapest cut in which every stage has a layer. Explicit weights
+    give the cut of `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`), because one
+    rank has both ends of the model.
 
     Raises:
         JobError: A stage would have no layer.
@@ -69,7 +74,7 @@ def cut_of(job: Job) -> list[int]:
 
 
 def _placement(job: Job) -> Placement:
-    """Where the schedule puts stages; of a schedule that does not exist, which is told elsewhere, the usual."""
+    """Returns the schedule's placement; "loop" for an unknown one, which is reported elsewhere."""
     try:
         return schedule_named(schedule_of(job)).placement
     except JobError:
@@ -77,7 +82,7 @@ def _placement(job: Job) -> Placement:
 
 
 def wire_of(job: Job) -> Wire:
-    """How a job's messages travel: as computed, unless `pipeline.wire` says otherwise."""
+    """Returns the formats of a job's messages, the compute dtype by default."""
     wire = job.pipeline.wire
     plain: WireKind = "bf16" if "bf16" in (wire.dtype, job.train.precision) else "fp32"
 

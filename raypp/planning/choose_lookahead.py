@@ -1,4 +1,4 @@
-"""How many extra warm-up forwards hide the links: the simulator decides, memory limits."""
+"""Chooses how many extra warm-up forwards hide the links: by simulation, limited by memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import StageTimes, simulate
 
 WORTH = 0.01
-"""A deeper warm-up must make a step this much shorter: its memory is certain, its gain is computed."""
+"""A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
+predicted."""
 
 _PATIENCE = 3
-"""Deeper programs are not tried once so many in a row brought nothing."""
+"""Stop after this many deeper programs in a row without a gain."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Depth:
     Attributes:
         lookahead: Extra forwards per rank below.
         step_s: Simulated time of the program.
-        in_flight: Most microbatches in flight, by stage.
+        in_flight: Largest number of microbatches in flight, by stage.
     """
 
     lookahead: int
@@ -39,16 +40,16 @@ def depths(
     times: StageTimes,
     most_in_flight: Sequence[int] | None = None,
 ) -> list[Depth]:
-    """The depths that change the program, fit, and may still gain something, from 0.
+    """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
     Args:
         schedule: A registered name, `module:function` or CSV file.
         pp: Pipeline ranks.
-        stages_per_rank: Stages on each.
+        stages_per_rank: Stages on each pipeline rank.
         microbatches: Per replica and step.
         times: Seconds of every stage and of every message.
-        most_in_flight: Microbatches in flight that each stage has memory for; None: any number. Depth 0 is always in
-            the answer: it is what the job would do anyway.
+        most_in_flight: Microbatches in flight that each stage has memory for; None: any number.
+            Depth 0 is always included, because it is what the job would do anyway.
     """
     found: list[Depth] = []
     before = None
@@ -71,6 +72,6 @@ def depths(
 
 
 def best_depth(found: Sequence[Depth]) -> Depth:
-    """The shallowest depth whose step is at most `WORTH` longer than the shortest one."""
+    """Returns the shallowest depth whose step is at most `WORTH` longer than the shortest one."""
     shortest = min(depth.step_s for depth in found)
     return next(depth for depth in found if depth.step_s <= shortest * (1 + WORTH))

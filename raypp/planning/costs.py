@@ -1,4 +1,4 @@
-"""What the parts of a model cost on one device: measured there, or computed from FLOPs and a rate."""
+"""Costs of a model's parts on one device, measured or computed from FLOPs and a rate."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device as its maker describes it.
+    """A kind of device, by its vendor's data sheet.
 
     Attributes:
         name: As given to `--device`.
-        tflops: Dense matrix products per second, in 10^12, by precision, by the maker's sheet.
+        tflops: Dense matrix products in 10^12 FLOP/s by precision, from the data sheet.
         memory: Bytes.
-        share: Part of `tflops` that training sustains; an assumption.
+        share: Fraction of `tflops` that training sustains; an assumption.
     """
 
     name: str
@@ -35,7 +35,8 @@ class Device:
     share: float
 
 
-# Sheets of the makers; fp32 is what a GPU's fp32 pipelines do (TF32 is off by default).
+# From the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines (TF32 is off by
+# default).
 DEVICES = {
     device.name: device
     for device in (
@@ -54,38 +55,42 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one microbatch in one part of the model."""
+    """Seconds that one microbatch takes in one part of the model."""
 
     forward: float
     backward: float
 
 
 NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
-"""The costs that are plain numbers; the others are parts."""
+"""The costs that are plain numbers. The others are parts."""
 _ADDED = {
-    "input_share": "; the halves of a backward, which it lacks, assumed to make a whole",
-    "gather_s": "; FSDP's copies on CPUs, which it lacks, left out",
+    "input_share": "; without the split of a backward into halves: the halves are assumed to add up to the whole",
+    "gather_s": "; without FSDP's copies on CPUs: they are not counted",
 }
-"""What to say of a file that was measured before these were."""
+"""Remarks about a file that was written before these costs were measured."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one device needs for one microbatch of a job (whole rows, no cp), and for a step besides.
+    """Costs of one microbatch of a job on one device (whole rows, no cp), and of a step as such.
 
     Attributes:
         layer: One decoder layer.
         first: The embedding.
-        last: The last norm, the projection and the loss.
-        optimizer_s: Of one parameter: gradient norm, scaling, update.
-        step_s: Of a step, whatever its size: reading, agreeing.
-        input_share: Of a layer's backward, what its half for the input takes where a schedule does the halves apart.
-        weight_share: What the half for the weights takes; together they may take longer than the whole.
-        copy_s: Of one byte of a message, taken from the compute of either side; on CPUs only, where gloo does it.
-        gather_s: Of one weight that FSDP gathers, its copies; on CPUs only, without those of messages.
-        sum_s: Of one weight whose gradient FSDP sums, copies and additions; likewise.
-        measured: True when these are times of a clock.
-        source: Where they come from, for people.
+        last: The final norm, the projection and the loss.
+        optimizer_s: Seconds per parameter for gradient norm, scaling and update.
+        step_s: Seconds per step that do not depend on its size: reading data, agreeing on lengths.
+        input_share: Fraction of a layer's backward that its input half takes, if a schedule splits
+            the backward.
+        weight_share: Fraction that its weight half takes. Both halves together may take longer than
+            the whole.
+        copy_s: Seconds per byte of a message that gloo takes from the compute on either side; CPUs
+            only.
+        gather_s: Seconds of copies per weight that FSDP gathers, without those of messages; CPUs
+            only.
+        sum_s: Seconds of copies and additions per weight whose gradient FSDP reduces; likewise.
+        measured: True if these are measured times.
+        source: Where the numbers come from, for people.
     """
 
     layer: Part
@@ -103,14 +108,14 @@ class Costs:
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
-    """Costs from the job's FLOPs and the device's sheet."""
+    """Computes costs from the job's FLOPs and the device's data sheet."""
     rate = device.tflops[job.train.precision] * device.share * 1e12
     forward = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
     layer = forward * job.train.micro_batch_size * job.data.seq_len / rate
     factor = recompute_factor(job)
     whole = layer * (1 + factor)
     first, last = end_weights(job)
-    # Seven reads and writes of fp32 per parameter at 10 GB/s on a core, at 1 TB/s on a GPU.
+    # Seven reads and writes of fp32 per parameter: at 10 GB/s on a CPU core, at 1 TB/s on a GPU.
     optimizer = 3e-9 if device.name == "cpu" else 3e-11
     return Costs(
         layer=Part(layer, layer * factor),
@@ -123,7 +128,10 @@ def computed_costs(job: Job, device: Device) -> Costs:
 
 
 def cost_identity(job: Job) -> dict[str, Any]:
-    """What of a job its measured costs depend on, the number of layers and the mesh left out."""
+    """Returns what a job's measured costs depend on.
+
+    That excludes the number of layers and the mesh.
+    """
     document = job_document(job)
     model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
@@ -132,10 +140,11 @@ def cost_identity(job: Job) -> dict[str, Any]:
 
 
 def read_costs(path: Path, job: Job) -> Costs:
-    """Costs that `raypp plan --measure` wrote.
+    """Reads costs that `raypp plan --measure` wrote.
 
     Raises:
-        JobError: The file cannot be read, or was measured for another model or other microbatches.
+        JobError: The file cannot be read, or was measured for another model or for other
+            microbatches.
     """
     fix = f"measure again: raypp plan JOB --measure {path}"
     try:
@@ -145,7 +154,7 @@ def read_costs(path: Path, job: Job) -> Costs:
     except FileNotFoundError:
         raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {path}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} holds no measured costs: {in_words(error)}", fix) from error
+        raise JobError(f"{path} does not contain measured costs: {in_words(error)}", fix) from error
     wanted = cost_identity(job)
     if identity != wanted:
         differs = ", ".join(sorted(_differences(identity, wanted)))
@@ -161,11 +170,11 @@ def read_costs(path: Path, job: Job) -> Costs:
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
-    """Writes measured costs, with what they hold for.
+    """Writes measured costs and what they are valid for.
 
     Args:
-        device: What they were measured on.
-        measured: When, for people.
+        device: The device on which they were measured.
+        measured: Time of the measurement, for people.
     """
     document = {
         "measured": measured,

@@ -1,8 +1,9 @@
 """FLOPs of a decoder, by part.
 
-A multiplication with a matrix costs 2 FLOPs per weight and token in the forward, twice that in the backward (PaLM,
-arXiv:2204.02311, appendix B). Causal attention over T tokens reads T/2 keys on average: scores and values together
-are 2 · 2 · heads · head width · T/2 per token. Norms, activations and the softmax are counted as bytes (`weights.py`).
+A product with a matrix costs 2 FLOPs per weight and token in the forward, and twice that in the
+backward (PaLM, arXiv:2204.02311, appendix B). Causal attention over T tokens reads T/2 keys on
+average: scores and values together cost 2 · 2 · heads · head width · T/2 per token. Norms,
+activations and the softmax are counted in bytes (`weights.py`).
 """
 
 from __future__ import annotations
@@ -12,27 +13,34 @@ from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
 
 BACKWARD_PER_FORWARD = 2.0
-"""The backward's two products (gradient of the input, gradient of the weights) for each one of the forward."""
+"""Products in the backward (gradients of the input and of the weights) per product in the forward.
+"""
 
 
 def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float:
-    """FLOPs of one layer's forward, per token of a row of `seq_len` tokens; where layers differ, their mean."""
+    """Returns the FLOPs of one layer's forward, per token of a row of `seq_len` tokens.
+
+    Averages over layers.
+    """
     multiplied = sum(layer.multiplied for layer in sizes.layers) / len(sizes.layers)
     return 2.0 * multiplied + 2.0 * seq_len * model.num_heads * model.dim_per_head
 
 
 def head_flops(model: DecoderOptions) -> float:
-    """FLOPs of the output projection's forward, per token."""
+    """Returns the FLOPs of the output projection's forward, per token."""
     return 2.0 * model.hidden_size * model.vocab_size
 
 
 def recompute_factor(job: Job) -> float:
-    """Cost of a layer's backward with recomputation, in forwards."""
+    """Returns the cost of a layer's backward including recomputation, in forwards."""
     return BACKWARD_PER_FORWARD + (1.0 if job.train.activation_checkpointing == "full" else 0.0)
 
 
 def flops_per_token(job: Job) -> float:
-    """FLOPs of forward and backward of the whole model, per token; recomputation is not counted as useful work."""
+    """Returns the FLOPs of forward and backward of the whole model, per token.
+
+    Recomputation does not count.
+    """
     layer = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
     forward = job.model.num_layers * layer + head_flops(job.model)
     return forward * (1 + BACKWARD_PER_FORWARD)

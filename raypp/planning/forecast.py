@@ -1,8 +1,9 @@
-"""A step on given machines: compute, links, collectives, the bottleneck, and what would help.
+"""Forecasts a step on given machines: compute, links, collectives, the bottleneck.
 
-A step is: reading and agreeing, the gathering of weights, the schedule (simulated with each stage's and each border's
-times), the reduction of gradients, the update. What overlaps with the schedule is counted as if it did not, except
-messages between stages, which the simulator lets run beside compute.
+A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
+of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
+schedule is counted as if it did not, except for messages between stages, which the simulator
+overlaps with compute.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step takes on given machines.
+    """Forecast of a step on given machines.
 
     Attributes:
         step_s: Seconds of a step.
-        tokens_per_s: Of all replicas, every row full.
+        tokens_per_s: Of all replicas, with every row full.
         parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
-        lookahead: Extra warm-up forwards it rests on.
+        lookahead: Extra warm-up forwards that the forecast assumes.
         stage_s: Seconds of compute of each pipeline rank in a step.
-        idle: Share of the pipeline's time in which ranks stand still, on average.
-        free_pipeline_s: Seconds of the schedule with links that cost nothing.
-        links: The cables pipelines cross, the busiest first.
+        idle: Fraction of the pipeline's time in which ranks are idle, on average.
+        free_pipeline_s: Seconds of the schedule with free links.
+        links: The cables that pipelines cross, busiest first.
         memory: Of every pipeline rank.
-        bottleneck: In words.
-        measured: Which of its grounds are measured: "costs", "links".
-        sources: Where costs and links come from, in words.
+        bottleneck: Description of what a step waits for most.
+        measured: Which inputs were measured: "costs", "links".
+        sources: Description of where costs and links come from.
     """
 
     step_s: float
@@ -76,18 +77,18 @@ class Forecast:
 def forecast(
     job: Job, machines: Machines, costs: Costs, device_memory: int = 0, pipeline: ResolvedPipeline | None = None
 ) -> Forecast:
-    """What a step of a job takes.
+    """Forecasts a step of a job.
 
     Args:
-        job: The job; `check_plan` finds nothing wrong with it.
-        machines: Where it runs.
-        costs: Of a device of speed 1.
+        job: A job in which `check_plan` finds no problem.
+        machines: The machines it runs on.
+        costs: Costs of a device of speed 1.
         device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
-        pipeline: The job's, when it is resolved already.
+        pipeline: The job's resolved pipeline, if known.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
-        JobError: Its schedule cannot do its sizes.
+        JobError: Its schedule does not support its sizes.
     """
     mesh, pipeline = Mesh.of(job.mesh), pipeline or resolve_pipeline(job)
     seats = machines.seats(mesh)
@@ -165,14 +166,16 @@ def _stage_times(
 
 
 def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
-    """Seconds that the gathering of weights and the reduction of gradients take from a core, besides the wire's.
+    """Returns the seconds of local copies for gathering weights and reducing gradients.
 
-    FSDP does both for replicas, too; only nothing is sent where nothing is sharded.
+    They add to the time on the wire.
+
+    FSDP copies for replicas too, although nothing is sent if nothing is sharded.
     """
     shards, copies = job.mesh.fsdp * job.mesh.cp, job.mesh.dp_replicate
     if shards * copies == 1:
         return 0.0, 0.0
-    each = 2 * costs.copy_s  # what leaves a rank is as much as arrives there
+    each = 2 * costs.copy_s  # a rank sends as much as it receives
     moved = each * (shards - 1) / shards
     replicas = each * 2 * (copies - 1) / copies / shards
     gather = gatherings(job) * parameters * (costs.gather_s + moved * activation_bytes(job))
@@ -180,7 +183,10 @@ def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
 
 
 def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int) -> list[int]:
-    """Microbatches in flight that every stage has room for, its rank's other memory taken off."""
+    """Returns how many microbatches in flight fit into memory for every stage.
+
+    The rank's other memory is subtracted first.
+    """
     room = [0] * len(cut)
     tokens = microbatch_tokens(job)
     for stages in placement:
@@ -201,7 +207,7 @@ def _bottleneck(
     free: Timeline,
     links: Sequence[LinkUse],
 ) -> str:
-    """What a step waits for most, in words."""
+    """Describes what a step waits for most."""
     exposed = timeline.makespan - free.makespan
     outside = max((name for name in parts if name != "pipeline"), key=lambda name: parts[name])
     most = max(range(len(busy)), key=lambda rank: busy[rank])
@@ -220,6 +226,6 @@ def _bottleneck(
         "unshard": f"gathering weights (fsdp): {parts['unshard'] / step_s:.0%} of the step",
         "reduce": f"reducing gradients (fsdp, dp_replicate): {parts['reduce'] / step_s:.0%} of the step",
         "optimizer": f"the optimizer: {parts['optimizer'] / step_s:.0%} of the step",
-        "other": f"reading and agreeing: {parts['other'] / step_s:.0%} of the step",
+        "other": f"reading data and agreeing on lengths: {parts['other'] / step_s:.0%} of the step",
     }
     return words[worst[1]] + said

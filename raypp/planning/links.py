@@ -1,4 +1,4 @@
-"""What crosses between stages."""
+"""The messages between stages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Boundary:
-    """The border between two neighbouring stages.
+    """The boundary between two neighbouring stages.
 
     Attributes:
-        stage: The upper one; the other is `stage + 1`.
-        from_rank: Pipeline rank of the upper stage.
-        to_rank: Pipeline rank of the lower stage.
-        crosses_ranks: False when one rank holds both: nothing is sent.
-        bytes_per_microbatch: Of the activation on its way down; the gradient on its way up has as many.
-        bytes_per_step: Of both directions and all microbatches of one pipeline.
+        stage: The stage before the boundary; the other one is `stage + 1`.
+        from_rank: Pipeline rank of the stage before it.
+        to_rank: Pipeline rank of the stage after it.
+        crosses_ranks: False if one rank holds both stages, so that nothing is sent.
+        bytes_per_microbatch: Bytes of an activation. The gradient that comes back has the same
+            size.
+        bytes_per_step: Bytes of both directions and all microbatches of one pipeline.
     """
 
     stage: int
@@ -35,10 +36,11 @@ class Boundary:
 
 
 def message_bytes(job: Job) -> int:
-    """Bytes of the larger message between two ranks, activations or gradients: micro_batch_size · seq_len · hidden_size
-    numbers, a cp rank's share.
+    """Returns the bytes of the larger message between two ranks, activations or gradients.
 
-    Rows are as long as data.seq_len; negotiated lengths are shorter. int8 also sends a fp32 scale per token.
+    A message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
+    assumed to be data.seq_len long; negotiated lengths are shorter. int8 also sends an fp32 scale
+    per token.
     """
     wire, tokens, width = wire_of(job), microbatch_tokens(job), job.model.hidden_size
     rows = [width + 4 if kind == "int8" else width * _BYTES[kind] for kind in (wire.activations, wire.gradients)]

@@ -1,4 +1,4 @@
-"""The nodes a job may run on and what joins them: given, or as `raypp doctor` measured them."""
+"""The nodes that a job may run on and their links: given, or measured by `raypp doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypp.mesh.seating import seat_order
 from raypp.records import NodeFacts
 
 INSIDE_GBPS = 100.0
-"""Between two devices of one node when nothing else is known: PCIe, or a CPU's memory."""
+"""Rate between two devices of one node if nothing else is known: PCIe, or a CPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Node:
     """One machine.
 
     Attributes:
-        name: As people know it.
-        devices: How many ranks it takes.
-        speed: Of one of its devices, relative to the one whose costs are known.
+        name: Name to show.
+        devices: Number of ranks it can take.
+        speed: Speed of one of its devices relative to the device whose costs are known.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Link:
-    """What two nodes have between them, in each direction.
+    """The connection between two nodes, per direction.
 
     Attributes:
         gbps: Gbit/s.
@@ -47,15 +47,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Machines:
-    """Nodes and links.
+    """Nodes and the links between them.
 
     Attributes:
-        nodes: In the order of their addresses, which is the order pipelines run through them.
-        link: Between any two nodes that `links` does not name; None: costs nothing.
+        nodes: In the order of their addresses, which is the order in which pipelines run through
+            them.
+        link: Link between any two nodes that `links` does not contain; None: links are free.
         links: By the names of the two nodes, in either order.
-        inside_gbps: Between two devices of one node.
-        measured: True when the links are times of a clock.
-        source: Where it comes from, for people.
+        inside_gbps: Rate between two devices of one node.
+        measured: True if the links were measured.
+        source: Where the numbers come from, for people.
     """
 
     nodes: tuple[Node, ...]
@@ -69,12 +70,12 @@ class Machines:
     def alike(
         cls, world: int, per_node: int, gbps: float | None, latency_s: float = 0.0, inside_gbps: float = INSIDE_GBPS
     ) -> Machines:
-        """So many equal nodes that `world` ranks fit, with one rate between all of them."""
+        """Returns enough equal nodes for `world` ranks, with the same rate between all of them."""
         count = -(-world // per_node)
         nodes = tuple(Node(f"node {index}", per_node) for index in range(count))
         where = f"{count} node{'s' if count > 1 else ''} with {per_node} device{'s' if per_node > 1 else ''} each"
         link = Link(gbps, latency_s) if gbps else None
-        told = f", {gbps:g} Gbit/s between them" if gbps else ", links cost nothing (give --link-gbps or --links)"
+        told = f", {gbps:g} Gbit/s between them" if gbps else ", free links (set --link-gbps or --links)"
         return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{told if count > 1 else ''}")
 
     @property
@@ -82,20 +83,20 @@ class Machines:
         return sum(node.devices for node in self.nodes)
 
     def between(self, one: str, other: str) -> Link | None:
-        """The link between two nodes; that inside when they are one; None: costs nothing."""
+        """Returns the link between two nodes, or the one inside a node. None: the link is free."""
         if one == other:
             return Link(self.inside_gbps)
         return self.links.get(frozenset((one, other)), self.link)
 
     def seats(self, mesh: Mesh) -> list[Node]:
-        """The node of every rank, as raypp seats them.
+        """Returns the node of every rank, by raypp's seating order.
 
         Raises:
             ResourcesError: There are more ranks than devices.
         """
         if mesh.world > self.devices:
-            what = f"{mesh.world} ranks for {self.devices} device{'s' if self.devices > 1 else ''}"
-            raise ResourcesError(what, "use a smaller mesh, or name more nodes")
+            what = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
+            raise ResourcesError(what, "use a smaller mesh, or add nodes")
         facts: list[NodeFacts] = []
         homes: list[Node] = []
         for position, node in enumerate(self.nodes):
@@ -111,14 +112,14 @@ class Machines:
 
 
 def read_machines(path: Path) -> Machines:
-    """What `raypp doctor --out` wrote.
+    """Reads the file that `raypp doctor --out` wrote.
 
-    The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`, optional
-    `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when). A pair measured both ways counts
-    with its slower direction.
+    The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`,
+    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when). If a
+    pair was measured in both directions, the slower one counts.
 
     Raises:
-        JobError: It cannot be read, or names a node it does not list.
+        JobError: The file cannot be read, or `links` names a node that `nodes` does not contain.
     """
     fix = "write it with: raypp doctor --out FILE"
     try:
@@ -140,7 +141,7 @@ def read_machines(path: Path) -> Machines:
         raise JobError(f"{path} {what}", fix)
     slow = [pair for pair, link in links.items() if link.gbps <= 0]
     if slow:
-        raise JobError(f"{path} gives the link between {' and '.join(sorted(slow[0]))} no rate", fix)
+        raise JobError(f"{path}: the link between {' and '.join(sorted(slow[0]))} has no rate", fix)
     source = f"links measured {found.get('measured', '')} ({path})".replace("  ", " ")
     return Machines(nodes, links=links, measured=True, source=source)
 

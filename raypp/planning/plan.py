@@ -1,4 +1,7 @@
-"""The plan of a job: who holds what, in which order, and what it costs. Nothing is reserved, no cluster is asked."""
+"""The plan of a job: which rank holds what, in which order it computes, and what it costs.
+
+Needs no cluster.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from raypp.spec.job import Job
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """One rank's part.
+    """The part of one rank.
 
     Attributes:
         rank: Its number in the world.
@@ -46,34 +49,37 @@ class Plan:
     """What a job will do and cost.
 
     Attributes:
-        name: The job's.
+        name: Name of the job.
         world: Number of ranks.
         axes: Length of every mesh axis, and ep.
         ranks: The rank map, by rank.
         cut: Layers of every stage.
-        input_weight: What the embedding counts in the cut, in layers.
-        output_weight: What norm, projection and loss count, in layers.
+        input_weight: Cost of the embedding in the cut, in layers.
+        output_weight: Cost of norm, projection and loss, in layers.
         placement: Stages of every pipeline rank.
         schedule: Name of the schedule; auto resolved.
         lookahead: Extra warm-up forwards; auto resolved.
         microbatches: Per replica and step.
         program: Actions of every pipeline rank on one line: `0F0 0F1 0B0 …`.
-        timeline: The program with equal stages, a backward twice its forward, free links; times in forwards.
-        picture: The same as text.
-        bubble_fraction: Idle share of a step by the textbook, (P - 1) / (v·m + P - 1).
+        timeline: The program with equal stages, backwards twice as long as forwards, and free
+            links; times in forwards.
+        picture: The timeline as text.
+        bubble_fraction: Idle fraction of a step by the textbook, (P - 1) / (v·m + P - 1).
         bubble_overhead: Idle time relative to work by the textbook, (P - 1) / (v·m).
-        simulated_bubble: Idle share of a step of this program with this cut's stage costs, links free.
-        in_flight: Most microbatches in flight, by stage.
+        simulated_bubble: Idle fraction of a step of this program with this cut's stage costs and
+            free links.
+        in_flight: Largest number of microbatches in flight, by stage.
         memory: Bytes by tensor class, of every pipeline rank.
-        boundaries: What crosses between stages.
-        link_bytes_per_step: Bytes over the busiest boundary of one pipeline in a step, in its busier direction.
-        link_gbps: The rate that was given, Gbit/s.
-        link_s_per_microbatch: Seconds of the largest message at that rate; None without one.
-        parameters: Of the whole model.
-        tokens_per_step: With every row full, all replicas.
-        flops_per_token: Forward and backward.
-        flops_per_step: The same, of a step's tokens.
-        predictions: Step times under stated assumptions, one per kind of device in question.
+        boundaries: Messages between stages.
+        link_bytes_per_step: Bytes over the busiest boundary of one pipeline in a step, in its
+            busier direction.
+        link_gbps: The given rate, in Gbit/s.
+        link_s_per_microbatch: Seconds of the largest message at that rate; None without a rate.
+        parameters: Parameters of the whole model.
+        tokens_per_step: Tokens of all replicas with every row full.
+        flops_per_token: Of forward and backward.
+        flops_per_step: Of forward and backward, for a step's tokens.
+        predictions: Step times under stated assumptions, one per kind of device.
         remarks: Which numbers are not the model's own, and why.
     """
 
@@ -108,7 +114,10 @@ class Plan:
     remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values, without the timeline (the program says the same); remarks if there are any."""
+        """Returns the plan as plain JSON values, without the timeline, which `program` implies.
+
+        Omits empty remarks.
+        """
         plain: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             if field.name != "timeline" and (field.name != "remarks" or self.remarks):
@@ -117,16 +126,16 @@ class Plan:
 
 
 def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None = None) -> Plan:
-    """Plans a job that `check_plan` finds nothing wrong with.
+    """Plans a job in which `check_plan` finds no problem.
 
     Args:
         job: The job.
-        link_gbps: Rate of the link between two pipeline ranks, Gbit/s per direction.
-        grounds: What else the predictions may rest on.
+        link_gbps: Rate of the link between two pipeline ranks, in Gbit/s per direction.
+        grounds: Further inputs of the predictions.
 
     Raises:
-        JobError: It has a problem that `check_plan` would have named.
-        ResourcesError: The machines given have fewer devices than the job has ranks.
+        JobError: The job has a problem that `check_plan` would report.
+        ResourcesError: The given machines have fewer devices than the job has ranks.
     """
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)

@@ -1,4 +1,4 @@
-"""How long a step may take: a forecast per kind of device, and what it rests on."""
+"""Predicts a step's time: one forecast per kind of device, with its assumptions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from raypp.spec.job import Job
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's time under assumptions.
+    """A step's predicted time and the assumptions behind it.
 
     Attributes:
-        device: cpu, cuda, or the kind that was given.
+        device: cpu, cuda, or the given kind.
         step_s: Seconds of a step.
-        tokens_per_s: All replicas.
-        bubble: Idle share of the ranks' time within the schedule, waiting for links included.
+        tokens_per_s: Of all replicas.
+        bubble: Idle fraction of the ranks' time within the schedule, including waits for links.
         parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
-        lookahead: Extra warm-up forwards it rests on.
+        lookahead: Extra warm-up forwards that the prediction assumes.
         links: The cables that pipelines cross.
-        bottleneck: What a step waits for most, in words.
-        advice: Single changes that would help, and the share of the step's time each saves.
+        bottleneck: Description of what a step waits for most.
+        advice: Single changes that would help, and the fraction of the step's time that each saves.
         peak_memory: Bytes of the rank that needs most.
-        device_memory: Bytes of a device; 0: not known.
-        measured: Which of its grounds are measured: costs, links.
-        assumptions: What the numbers rest on, in words.
+        device_memory: Bytes of a device; 0: unknown.
+        measured: Which inputs were measured: costs, links.
+        assumptions: Description of each assumption.
     """
 
     device: str
@@ -52,14 +52,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Grounds:
-    """What a prediction may rest on; what is not given is assumed.
+    """Inputs of a prediction. What is not given is assumed.
 
     Attributes:
         machines: Nodes and links.
         costs: Measured costs.
         device: Kind of device (`DEVICES`).
-        link_gbps: Rate between any two nodes.
-        per_node: Devices of a node; None: each pipeline rank has nodes of its own.
+        link_gbps: Rate between any two nodes, in Gbit/s.
+        per_node: Devices per node; None: each pipeline rank has separate nodes.
     """
 
     machines: Machines | None = None
@@ -69,14 +69,14 @@ class Grounds:
     per_node: int | None = None
 
     def machines_for(self, job: Job) -> Machines:
-        """The machines given, or as many as the job needs."""
+        """Returns the given machines, or as many as the job needs."""
         if self.machines is not None:
             return self.machines
         per_node = self.per_node or max(1, job.mesh.world // job.mesh.pp)
         return Machines.alike(job.mesh.world, per_node, self.link_gbps)
 
     def devices_for(self, job: Job) -> list[Device]:
-        """The kinds in question."""
+        """Returns the kinds of device to predict for."""
         if self.device is not None:
             return [DEVICES[self.device]]
         kinds = ("cpu", "cuda") if job.resources.device == "auto" and self.costs is None else (job.resources.device,)
@@ -86,10 +86,10 @@ class Grounds:
 def stage_times(
     pipeline: ResolvedPipeline, layer_s: float = 1.0, backward: float = 2.0, link_s: float = 0.0
 ) -> StageTimes:
-    """Times of every stage, by what its layers and its end of the model cost.
+    """Returns the times of every stage, from the cost of its layers and of its end of the model.
 
     Args:
-        pipeline: Has the stages.
+        pipeline: The pipeline with its stages.
         layer_s: Seconds of one layer's forward of one microbatch.
         backward: Time of a backward, in forwards.
         link_s: Seconds of one message.
@@ -99,10 +99,12 @@ def stage_times(
 
 
 def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Prediction]:
-    """One prediction per device the job may run on (both where resources.device is auto and nothing else is known).
+    """Returns one prediction per device that the job may run on.
+
+    These are both if resources.device is auto and costs are unknown.
 
     Raises:
-        ResourcesError: The machines given have fewer devices than the job has ranks.
+        ResourcesError: The given machines have fewer devices than the job has ranks.
     """
     return [_predict(job, pipeline, grounds, device) for device in grounds.devices_for(job)]
 

@@ -1,7 +1,8 @@
-"""A job's pipeline with nothing left open: decided once, then handed on.
+"""A job's pipeline with every open choice resolved: decided once, then passed on.
 
-`resolve_pipeline` is the one place that goes from a job to its schedule, cut, placement, program and wire formats. The
-plan, the controller and every rank make the record from the same job file, so they agree without a message.
+`resolve_pipeline` is the only function that derives schedule, cut, placement, program and wire
+formats from a job. The plan, the controller and every rank derive the record from the same job
+file, so they agree without communication.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ class ResolvedPipeline:
 
     Attributes:
         schedule: Name of the schedule; auto resolved.
-        lookahead: Extra warm-up forwards; auto is 0 as long as no link has been measured.
+        lookahead: Extra warm-up forwards; auto is 0 until links have been measured.
         microbatches: Per replica and step.
         cut: Number of layers of every stage.
-        input_weight: What the embedding counts in the cut, in layers.
-        output_weight: What norm, projection and loss count in the cut, in layers.
+        input_weight: Cost of the embedding in the cut, in layers.
+        output_weight: Cost of norm, projection and loss in the cut, in layers.
         layers_of_stage: Global layer indices of every stage.
         placement: How the schedule places stages: "loop" or "v".
         stages_of_rank: Stages of every pipeline rank, ascending.
         rank_of_stage: Pipeline rank of every stage.
-        program: What every pipeline rank computes, in order.
-        wire: How activations and gradients travel between stages.
+        program: Actions of every pipeline rank, in order.
+        wire: Formats in which activations and gradients travel between stages.
     """
 
     schedule: str
@@ -57,36 +58,36 @@ class ResolvedPipeline:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Pipeline ranks, stages per rank, microbatches: what a program depends on besides schedule and lookahead."""
+        """Pipeline ranks, stages per rank, microbatches: inputs of `build_program`."""
         return len(self.stages_of_rank), len(self.stages_of_rank[0]), self.microbatches
 
     @property
     def stage_weights(self) -> list[float]:
-        """What every stage costs, in layers; the two ends of the model count as in the cut."""
+        """Cost of every stage, in layers. Both ends of the model count as in the cut."""
         weights = [float(layers) for layers in self.cut]
         weights[0] += self.input_weight
         weights[-1] += self.output_weight
         return weights
 
     def program_with(self, lookahead: int) -> Program:
-        """The program with another depth of the warm-up; the placement and the cut stay.
+        """Returns the program with another warm-up depth. Placement and cut stay the same.
 
         Raises:
-            JobError: The schedule cannot do it.
+            JobError: The schedule does not support it.
         """
         return self.program if lookahead == self.lookahead else build_program(self.schedule, *self.sizes, lookahead)
 
     def forward_program(self) -> Program:
-        """Forwards only, on the same stages: what evaluation runs."""
+        """Returns a program of forwards only, on the same stages, for evaluation."""
         return build_forward_only(*self.sizes, self.placement)
 
 
 def resolve_pipeline(job: Job) -> ResolvedPipeline:
-    """Decides everything that `mesh.pp` and `pipeline` leave open.
+    """Resolves everything that `mesh.pp` and `pipeline` leave open.
 
     Raises:
-        JobError: The schedule does not exist or cannot do these sizes, or a stage would have no layer. `check_plan`
-            tells all such problems at once.
+        JobError: The schedule does not exist or does not support these sizes, or a stage would have
+            no layer. `check_plan` reports all such problems at once.
     """
     name, lookahead, pp, pipeline = schedule_of(job), lookahead_of(job), job.mesh.pp, job.pipeline
     cut = cut_of(job)

@@ -1,7 +1,7 @@
-"""Which mesh, cut, schedule and number of microbatches would be fastest: every candidate forecast, the best first.
+"""Finds the fastest mesh, cut, schedule and number of microbatches by forecasting every candidate.
 
-The global batch stays what the job says: microbatches · micro_batch_size · replicas. Candidates that a job could not
-run, or that need more memory than a device has, are left out and counted.
+The global batch stays that of the job: microbatches · micro_batch_size · replicas. Candidates that
+cannot run, or that need more memory than a device has, are left out and counted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from raypp.spec.load import job_document, parse_job
 
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
-"""A layer is moved only for a step shorter than this part of the one before."""
+"""A layer is moved only if the step's time falls below this fraction of the previous one."""
 _MOST_ACTIONS = 40_000
-"""Programs with more actions (ranks · stages · microbatches · 2) are not simulated: seconds each."""
+"""Programs with more actions (ranks · stages · microbatches · 2) are not simulated, because each
+takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Candidate:
     """A job that could be run instead.
 
     Attributes:
-        changes: The keys that differ from the job given, ready for `--set`.
-        job: The job with them.
-        forecast: What it takes.
+        changes: Keys that differ from the given job, ready for `--set`.
+        job: The job with these changes.
+        forecast: Its forecast.
     """
 
     changes: Mapping[str, Any]
@@ -44,20 +45,20 @@ class Candidate:
     forecast: Forecast
 
     def settings(self) -> list[str]:
-        """`key=value` for `raypp submit --set`."""
+        """Returns `key=value` settings for `raypp submit --set`."""
         return [f"{key}={_plain(value)}" for key, value in self.changes.items()]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-        best: Candidates, the fastest first.
-        tried: Forecasts made.
-        refused: Candidates that `check_plan` finds something wrong with.
+        best: Candidates, fastest first.
+        tried: Number of forecasts.
+        refused: Candidates in which `check_plan` finds a problem.
         too_large: Candidates that need more memory than a device has.
-        out_of_time: The search ended before all were tried.
+        out_of_time: True if the search ended before all candidates were tried.
     """
 
     best: tuple[Candidate, ...]
@@ -79,12 +80,12 @@ def search(
     """Ranks the jobs that do the same training on these machines.
 
     Args:
-        job: Says model, data, batch; its mesh and pipeline are what may change. cp stays as it is.
+        job: Gives model, data and batch. Its mesh and pipeline may change, except for cp.
         machines: All their devices are used.
-        costs: Of a device of speed 1.
-        device_memory: Bytes of a device; 0: not looked at.
-        keep: How many to return.
-        patience_s: When it has taken so long, what has been tried must do.
+        costs: Costs of a device of speed 1.
+        device_memory: Bytes of a device; 0: no limit.
+        keep: Number of candidates to return.
+        patience_s: Time limit. The result then covers what has been tried.
 
     Raises:
         ResourcesError: No candidate can run.
@@ -113,7 +114,7 @@ def search(
             continue
         found.append(Candidate(_difference(job, one, cast), one, cast))
     if not found:
-        what = f"of {tried + refused} ways to cut this job over {machines.devices} devices none can run"
+        what = f"none of {tried + refused} ways to split this job over {machines.devices} devices can run"
         why = f": {too_large} need more memory than a device has" if too_large else ""
         fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
         raise ResourcesError(what + why, fix)
@@ -126,10 +127,10 @@ def search(
 def advice(
     job: Job, machines: Machines, costs: Costs, now: Forecast, device_memory: int = 0
 ) -> list[tuple[str, float]]:
-    """Single changes that would make a step shorter by more than 2 %, the best first.
+    """Finds single changes that would shorten a step by more than 2 %, best first.
 
     Returns:
-        What to change, and the share of the step's time it saves, computed.
+        Each change, and the predicted fraction of the step's time that it saves.
     """
     pipeline = job.pipeline
     single: list[tuple[str, dict[str, Any]]] = []
@@ -143,7 +144,7 @@ def advice(
         if job.train.micro_batch_size % 2 == 0:
             halved = {"pipeline.microbatches": 2 * pipeline.microbatches}
             halved["train.micro_batch_size"] = job.train.micro_batch_size // 2
-            text = f"microbatches half as large: pipeline.microbatches {2 * pipeline.microbatches}, "
+            text = f"smaller microbatches: pipeline.microbatches {2 * pipeline.microbatches}, "
             single.append((f"{text}train.micro_batch_size {job.train.micro_batch_size // 2}", halved))
         else:
             more = 2 * pipeline.microbatches
@@ -167,7 +168,7 @@ def advice(
 
 
 def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
-    """Keys to change, likely good ones first: few pipeline ranks before many, 1F1B before the rest."""
+    """Yields changes of keys: few pipeline ranks before many, 1F1B before other schedules."""
     cp = job.mesh.cp
     if devices % cp:
         return
@@ -203,9 +204,9 @@ def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]
 
 
 def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int) -> Candidate:
-    """The candidate with layers moved away from the busiest pipeline rank as long as the forecast gets shorter.
+    """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
 
-    The default cut knows neither measured costs nor that one node's devices are slower than another's.
+    The default cut knows neither measured costs nor the speeds of different devices.
     """
     if one.job.num_stages == 1:
         return one
@@ -235,7 +236,7 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
 
 
 def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
-    """The job with keys changed; None when the job language refuses it."""
+    """Returns the job with changed keys; None if the result is not a valid job."""
     document = job_document(job)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -250,7 +251,7 @@ def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
 
 
 def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
-    """The keys in which another job differs, with its values."""
+    """Returns the keys in which another job differs, with its values."""
     ours, theirs = job_document(job), job_document(other)
     found: dict[str, Any] = {}
     for section in ("mesh", "pipeline", "train"):

@@ -1,8 +1,9 @@
-"""What a model's parts are made of, in numbers: from the parameters that its family declares.
+"""Sizes of a model's parts, derived from the parameters that its family declares.
 
-A user's own factory declares nothing. Its numbers come from the model that it builds (`count`), which needs torch
-and so another process; until then they are those of a Llama with the same sizes, and a plan says so
-(`sizes_remark`). The cut rests on those in any case: every rank must find the same one, also where nobody counted.
+A user's own factory declares nothing. Its sizes come from the model that it builds (`count`), which
+needs torch and therefore another process. Until then they are those of a Llama with the same
+options, and the plan says so (`sizes_remark`). The cut always uses the latter: every rank must
+compute the same cut, even if nothing was counted.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from raypp.spec.models import DecoderOptions
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One layer.
+    """Sizes of one layer.
 
     Attributes:
-        parameters: All of them.
-        experts: Those of experts, which `mesh.ep` spreads.
-        multiplied: Those in matrices that one token is multiplied with.
-        inner: Width of the feed-forward block that one token passes; with experts, of all it is sent to.
-        sent: Experts that one token is sent to.
+        parameters: All parameters.
+        experts: Parameters of experts, which `mesh.ep` splits.
+        multiplied: Parameters of matrices that each token is multiplied by.
+        inner: Width of the feed-forward block that each token passes; with experts, of all it is
+            routed to.
+        sent: Number of experts that each token is routed to.
     """
 
     parameters: int
@@ -39,13 +41,13 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model.
+    """Sizes of a model.
 
     Attributes:
         layers: By global index.
-        first: Parameters that the first stage holds besides its layers.
-        last: Parameters that the last stage holds besides its layers, a copy of tied embeddings counted in.
-        whole: Parameters of the model; tied embeddings count once.
+        first: Parameters of the first stage besides its layers.
+        last: Parameters of the last stage besides its layers, including a copy of tied embeddings.
+        whole: Parameters of the model. Tied embeddings count once.
     """
 
     layers: tuple[LayerSize, ...]
@@ -54,14 +56,17 @@ class ModelSizes:
     whole: int
 
     def stage_parameters(self, layers: range, *, first: bool, last: bool) -> int:
-        """Parameters of a stage. With one stage a tied projection is the embedding itself."""
+        """Returns the parameters of a stage.
+
+        With a single stage, a tied projection is the embedding itself.
+        """
         if first and last:
             return self.whole
         ends = (self.first if first else 0) + (self.last if last else 0)
         return ends + sum(self.layers[index].parameters for index in layers)
 
     def stage_experts(self, layers: range) -> int:
-        """Parameters of a stage that belong to experts."""
+        """Returns the parameters of a stage that belong to experts."""
         return sum(self.layers[index].experts for index in layers)
 
 
@@ -70,25 +75,28 @@ _not_counted: dict[DecoderOptions, str] = {}
 
 
 def sizes_of(model: DecoderOptions) -> ModelSizes:
-    """A model's numbers: counted where somebody did, else declared."""
+    """Returns a model's sizes: counted ones if there are any, else declared ones."""
     return _counted.get(model) or declared_sizes(model)
 
 
 def sizes_remark(model: DecoderOptions) -> str | None:
-    """What a plan must say of the numbers of a user's own factory; None for a family that declares them."""
+    """Returns the plan's remark on the sizes of a user's own factory; None for a family."""
     if family_of(model) is not None:
         return None
     llama = "those of a Llama with the same sizes"
     if model in _counted:
         counted = "parameters, their memory and FLOPs are counted from the model it builds"
         return f"{model.kind}: {counted}; the cut, activations and messages are {llama}"
-    why = _not_counted.get(model, "nobody built it")
+    why = _not_counted.get(model, "it was not built")
     return f"{model.kind} is not counted ({why}): parameters, memory, FLOPs, cut and times are {llama}"
 
 
 @lru_cache(maxsize=64)
 def declared_sizes(model: DecoderOptions) -> ModelSizes:
-    """What the model's family declares; of a user's own factory, what a Llama with the same sizes has."""
+    """Returns the sizes that the model's family declares.
+
+    For a user's own factory, returns those of a Llama with the same options.
+    """
     family = family_of(model) or FAMILIES["llama"]
     layers = tuple(_layer(family.weights(model, index), model) for index in range(model.num_layers))
     matrix = embedding(model) if model.tie_embeddings else projection(model)
@@ -114,14 +122,16 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
-    """Takes the numbers of a user's own factory from what it builds; `sizes_of` gives them from now on.
+    """Takes the sizes of a user's own factory from the model it builds.
 
-    Every token is taken to be multiplied with every matrix.
+    `sizes_of` returns them from now on.
+
+    Assumes that every token is multiplied by every matrix.
 
     Args:
         model: The `model:` section.
-        built: What `raypp.measure.built_sizes` answers: `layers` (the shapes of each layer's parameters), `first`,
-            `last` and `whole` as in `ModelSizes`.
+        built: Answer of `raypp.measure.built_sizes`: `layers` (the shapes of each layer's
+            parameters), `first`, `last` and `whole` as in `ModelSizes`.
     """
     guess = declared_sizes(model)
     layers = []
@@ -132,5 +142,5 @@ def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
 
 
 def not_counted(model: DecoderOptions, why: str) -> None:
-    """Notes why a user's own factory could not be counted, for `sizes_remark`."""
+    """Notes why a user's own factory was not counted, for `sizes_remark`."""
     _not_counted[model] = why

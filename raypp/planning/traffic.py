@@ -1,7 +1,7 @@
-"""What a step sends: between stages, within a stage, and how long the links of the machines need for it.
+"""The traffic of a step between and within stages, and the time it takes on the links.
 
-Messages of ranks that share a node's cable at the same border take turns: `n` pipelines that cross from one node to
-another at the same place each see an `n`-th of it.
+Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
+from one node to another at the same place, each gets an `n`-th of the cable's rate.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from raypp.spec.job import Job
 
 _FP32 = 4
 _MOST_LINKS = 16
-"""With more cables than this, what each one alone would gain is not simulated."""
+"""With more cables than this, the gain from each one is not simulated."""
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """The cable between two nodes, in its busier direction.
+    """Use of the cable between two nodes, in its busier direction.
 
     Attributes:
-        nodes: The two.
+        nodes: The two nodes.
         gbps: Its rate.
         bytes_per_step: Activations or gradients of all pipelines that cross here.
-        message_s: Of one message, those that share the cable counted in.
-        busy: Share of the step in which it carries something.
-        exposed_s: What a step would gain if it cost nothing.
+        message_s: Seconds per message, including the share of others on the cable.
+        busy: Fraction of the step in which the cable is in use.
+        exposed_s: Seconds by which a step would be shorter if the cable were free.
     """
 
     nodes: tuple[str, str]
@@ -45,19 +45,22 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Border:
-    """Between stages `s` and `s + 1` of all pipelines: the nodes crossed, and how many messages go at a time."""
+    """The boundary between stages `s` and `s + 1` of all pipelines.
+
+    `crossings` counts the concurrent messages between two nodes.
+    """
 
     crossings: Mapping[tuple[str, str], int]
     seconds: float
 
 
 def of_pipeline_rank(mesh: Mesh, seats: Sequence[Node], rank: int) -> list[Node]:
-    """The nodes of a pipeline rank's ranks, in order."""
+    """Returns the nodes of the ranks of a pipeline rank, in order."""
     return [node for number, node in enumerate(seats) if mesh.coordinates(number).pp == rank]
 
 
 def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper: int, lower: int, size: int) -> Border:
-    """The slowest message of a border, all pipelines sending at once."""
+    """Returns the boundary with the time of its slowest message if all pipelines send at once."""
     if upper == lower:
         return Border({}, 0.0)
     senders, receivers = of_pipeline_rank(mesh, seats, upper), of_pipeline_rank(mesh, seats, lower)
@@ -79,10 +82,13 @@ def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper:
 
 
 def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> float:
-    """Seconds of cp's and ep's messages in one layer's forward of one microbatch; a backward has twice as many.
+    """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
 
-    Ring: keys and values go around, (cp - 1) / cp of them past every rank. Ulysses: queries, keys, values and the
-    result change places. Experts: the rows of the tokens go out and come back, to (ep - 1) / ep of the ranks.
+    A backward has twice as many.
+
+    Ring: keys and values circulate, (cp - 1) / cp of them past every rank. Ulysses: queries, keys,
+    values and the result are exchanged. Experts: the rows of tokens go out and come back, to (ep -
+    1) / ep of the ranks.
     """
     model, number = job.model, activation_bytes(job)
     tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
@@ -103,10 +109,11 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 def collectives(
     job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int]
 ) -> tuple[float, float]:
-    """Seconds of gathering the weights and of reducing the gradients in a step, by the stage that takes longest.
+    """Returns the seconds of gathering weights and of reducing gradients, for the slowest stage.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link, a sum that all ranks get twice as many. So do
-    the parts that ranks on CPUs send each other (`parallel.late_sums`; counted at a card).
+    A ring over n ranks passes (n - 1) / n of the bytes through each link, an all-reduce twice as
+    many. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted
+    at a network card).
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
@@ -123,12 +130,15 @@ def collectives(
 
 
 def gatherings(job: Job) -> int:
-    """How often sharded weights are gathered in a step."""
+    """Returns how often sharded weights are gathered in a step."""
     return 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
 
 
 def _slowest(machines: Machines, seats: Sequence[Node], groups: Sequence[Sequence[int]]) -> Link | None:
-    """The link that holds a ring through each of these groups up; groups that leave a node together share its cable."""
+    """Returns the slowest link of rings through these groups.
+
+    Groups that leave a node together share its cable.
+    """
     leaving: dict[str, int] = {}
     for group in groups:
         names = {seats[rank].name for rank in group}
@@ -161,12 +171,12 @@ def link_uses(
     size: int,
     step_s: float,
 ) -> tuple[LinkUse, ...]:
-    """What every cable that pipelines cross carries in a step, the busiest first."""
+    """Returns the use of every cable that pipelines cross in a step, busiest first."""
     pairs: dict[frozenset[str], dict[tuple[str, str], int]] = {}
     for border in borders:
         for (a, b), count in border.crossings.items():
             ways = pairs.setdefault(frozenset((a, b)), {})
-            # Activations go from a to b, gradients as many bytes from b to a.
+            # Activations go from a to b, gradients of the same size from b to a.
             for way in ((a, b), (b, a)):
                 ways[way] = ways.get(way, 0) + count
     found = []

@@ -1,4 +1,4 @@
-"""Which mesh to go on with when there are fewer devices than the job asks for: a pure function."""
+"""Chooses a mesh when there are fewer devices than the job asks for: a pure function."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a job a change of size touches.
+    """The part of a job that a change of size affects.
 
     Attributes:
         cp: Context-parallel ranks; never changed.
         ep: Expert-parallel ranks; never changed.
-        microbatches: Of each replica and step.
+        microbatches: Per replica and step.
     """
 
     pp: int
@@ -33,7 +33,8 @@ class Shape:
 
     @property
     def microbatches_per_step(self) -> int:
-        """Over all replicas: with the rows of a microbatch, the global batch, and so the order of the data."""
+        """Microbatches of all replicas; they fix the global batch, and with it the order of the
+        data."""
         return self.replicas * self.microbatches
 
 
@@ -45,18 +46,19 @@ def best_shape(
     min_ranks: int = 1,
     max_ranks: int | None = None,
 ) -> Shape | None:
-    """The largest shape for so many devices that takes the same rows in every step as the job does.
+    """Returns the largest shape for the devices that takes the same rows in every step as the job
+    does.
 
-    Replicas are given up before pipeline stages: the cut of the model, and with it the memory of a rank, stays. Of
-    the replicas, those that hold all weights go before those that share them. Only when one replica does not fit
-    does the pipeline become shorter. Fewer replicas have more microbatches each.
+    Replicas are given up before pipeline stages, which keeps the cut of the model and the memory of
+    a rank. Among replicas, `dp_replicate` shrinks before `fsdp`. The pipeline becomes shorter only
+    when one replica does not fit. Fewer replicas have more microbatches each.
 
     Args:
         wanted: The job's own shape, which is never exceeded.
-        devices: Ranks there is room for.
+        devices: Ranks for which there is room.
         usable: Whether a shape can run at all (schedule, cut, memory).
-        min_ranks: A smaller world is not worth it.
-        max_ranks: A larger one is not wanted.
+        min_ranks: The smallest world allowed.
+        max_ranks: The largest world allowed.
 
     Returns:
         The shape; None when there is none.
@@ -69,7 +71,7 @@ def best_shape(
 
 
 def _in_order(wanted: Shape) -> Iterator[Shape]:
-    """Every smaller shape with the same rows per step, the best first."""
+    """Yields every shape up to `wanted` with the same rows per step, best first."""
     total = wanted.microbatches_per_step
     for pp in range(wanted.pp, 0, -1):
         pairs = [

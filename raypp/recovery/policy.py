@@ -1,4 +1,5 @@
-"""Whether a run goes on after an attempt failed: what a policy is, and what policies decide by. Pure functions."""
+"""Recovery policies decide whether a run continues after a failed attempt; the facts they decide
+by. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended that did not finish.
+    """The end of a failed attempt.
 
     Attributes:
         attempt: Its number, from 1.
-        failures: The evidence, in the order it came in; never empty.
-        committed_step: Newest committed step of the run when the attempt ended; None before the first.
+        failures: In the order they were found; never empty.
+        committed_step: Newest committed step of the run when the attempt ended; None before the
+            first.
     """
 
     attempt: int
@@ -40,7 +42,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run as failed, say why, and leave with `exit_code`."""
+    """End the run as failed, with a reason and an exit code."""
 
     reason: str
     exit_code: int = 1
@@ -50,14 +52,16 @@ Decision: TypeAlias = Restart | GiveUp
 
 
 class Policy(Protocol):
-    """Decides after each failed attempt. Pure: no clocks, no processes, the same answer to the same history.
+    """Decides after each failed attempt. Pure: no clocks, no processes, the same decision for the
+    same history.
 
-    A policy is a value: the controller may be restarted at any time, and a new one decides by the history that it
-    reads back from the run's events. What every policy has to keep to is in tests/unit/recovery/test_policies.py.
+    A policy is a value. The controller may restart at any time, and then decides by the history
+    that it reads back from the run's events. tests/unit/recovery/test_policies.py holds the
+    contract of every policy.
     """
 
     def decide(self, history: Sequence[AttemptEnd]) -> Decision:
-        """What to do now that the last attempt of `history` has failed.
+        """Decides what follows the last attempt of `history`, which has failed.
 
         Args:
             history: All failed attempts since the run was submitted, oldest first; never empty.
@@ -66,10 +70,11 @@ class Policy(Protocol):
 
 
 def policy_of(recovery: RecoverySection) -> Policy:
-    """The policy that a job names, with its options.
+    """Returns the policy that a job names, with its options.
 
     Raises:
-        JobError: There is none of that name, its module cannot be imported, or it makes no policy.
+        JobError: There is no policy of that name, its module cannot be imported, or it does not
+            return a policy.
     """
     try:
         build = POLICIES.get(recovery.policy, key=_KEY).build()
@@ -82,13 +87,13 @@ def policy_of(recovery: RecoverySection) -> Policy:
         what = f"{recovery.policy} raised {type(error).__name__}: {error}"
         raise JobError(Problem(_KEY, what, fix)) from error
     if not callable(getattr(made, "decide", None)):
-        raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is no policy", fix))
+        raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is not a policy", fix))
     policy: Policy = made
     return policy
 
 
 def check_policy(recovery: RecoverySection) -> list[Problem]:
-    """Why the policy that a job names cannot be used; empty when it can."""
+    """Returns why the policy that a job names cannot be used; empty when it can."""
     try:
         policy_of(recovery)
     except JobError as error:
@@ -97,14 +102,16 @@ def check_policy(recovery: RecoverySection) -> list[Problem]:
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that explains the others: the first that is not only a witness of another's death."""
+    """Returns the failure that explains the others: the first that is more than the loss of a
+    peer."""
     return next((failure for failure in failures if not failure.kind.traits.witness), failures[0])
 
 
 def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
-    """How many of the last attempts in a row committed nothing newer than the one before them.
+    """Returns how many of the last attempts in a row committed nothing newer than the one before
+    them.
 
-    Attempts that a preemption ended are left out: they say nothing about whether a restart helps.
+    Preempted attempts do not count: they say nothing about whether a restart helps.
     """
     history = [end for end in history if root_cause(end.failures).kind.traits.counts]
     count = 0
@@ -116,7 +123,7 @@ def restarts_without_progress(history: Sequence[AttemptEnd]) -> int:
 
 
 def same_again(history: Sequence[AttemptEnd]) -> bool:
-    """Whether the last two attempts failed of the same, at the same step."""
+    """Returns whether the last two attempts failed for the same reason at the same step."""
     if len(history) < 2:
         return False
     before, last = (root_cause(end.failures) for end in history[-2:])
@@ -124,10 +131,10 @@ def same_again(history: Sequence[AttemptEnd]) -> bool:
 
 
 def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
-    """The addresses of nodes that were lost again and again, with how many attempts each of them ended.
+    """Returns the addresses of nodes that were lost repeatedly, with the number of attempts each
+    has ended.
 
-    Only what is the node's own doing counts: that it was lost, or Ray's process on it. A rank that dies may have died
-    of its job.
+    Only the loss of a node or of its raylet counts. The death of a rank may be the job's fault.
     """
     counts: dict[str, int] = {}
     for end in history:
@@ -138,7 +145,7 @@ def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
 
 
 def describe(failure: RankFailure) -> str:
-    """One line for people: which rank, where, what."""
+    """Describes a failure in one line: which rank, where, what."""
     place = f"rank {failure.rank} ({failure.label}) on {failure.node}" if failure.rank >= 0 else failure.node
     step = f" at step {failure.step}" if failure.step else ""
     cause = failure.cause or failure.kind.traits.words
@@ -146,7 +153,8 @@ def describe(failure: RankFailure) -> str:
 
 
 def _gist(failure: RankFailure) -> str:
-    """The cause without what differs between two lives: addresses, sizes, process ids."""
+    """Returns the cause without what differs between two processes: addresses, sizes, process
+    ids."""
     return _NUMBER.sub("#", failure.cause)
 
 

@@ -1,4 +1,4 @@
-"""The keys of a job file whose value is a word, and which words there are. The registries' kinds tell it themselves."""
+"""The keys of the job file whose value names a kind, and the names each of them accepts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raypp.spec.families import MODELS
 
 @dataclass(frozen=True)
 class Choice:
-    """A key whose value is a word.
+    """The names that one key accepts.
 
     Attributes:
-        registry: The kinds that the word may name.
-        others: Further words, which name no kind of the registry.
-        own: What a user's own looks like; None: there is no own.
+        registry: The kinds that a name may refer to.
+        others: Further names that are not in the registry.
+        own: Pattern of a user's own kind; None if the key accepts none.
     """
 
     registry: Registry[Any]
@@ -27,7 +27,7 @@ class Choice:
     own: re.Pattern[str] | None = None
 
     def kinds(self) -> Iterator[Kind]:
-        """What each word stands for, in the order in which they are listed."""
+        """Yields the kind of each name, in display order."""
         yield from self.registry
         yield from self.others
 
@@ -35,15 +35,18 @@ class Choice:
         return [kind.name for kind in self.kinds()]
 
     def available(self) -> list[str]:
-        """The words that work in this version."""
+        """Returns the names that work in this version."""
         return [kind.name for kind in self.kinds() if kind.available]
 
     def is_own(self, word: str) -> bool:
-        """Whether a word is the form of a user's own."""
+        """Whether a name has the form of a user's own kind."""
         return self.own is not None and self.own.search(word) is not None
 
     def works(self, word: str) -> bool:
-        """Whether this version takes the word; whether a user's own can be imported is found out later."""
+        """Whether this version accepts a name.
+
+        Does not check that a user's own kind can be imported.
+        """
         for kind in self.others:
             if kind.name == word:
                 return kind.available
@@ -53,7 +56,7 @@ class Choice:
 
 
 _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
-_AUTO = Kind("auto", "the one that the plan predicts to be fastest")
+_AUTO = Kind("auto", "chosen from the numbers of stages per rank and microbatches; mostly 1f1b")
 
 CHOICES: dict[str, Choice] = {
     "model.kind": Choice(MODELS, own=_FUNCTION),
@@ -62,4 +65,4 @@ CHOICES: dict[str, Choice] = {
     "train.optimizer.kind": Choice(OPTIMIZERS, own=_FUNCTION),
     "recovery.policy": Choice(POLICIES, own=_FUNCTION),
 }
-"""Every key of the job file whose type is plain text and whose value is a word."""
+"""Every key of the job file that names a kind."""

@@ -1,6 +1,7 @@
-"""What can be wrong with a job that its types do not show, and that needs nothing but the job.
+"""Checks of a job that go beyond types and need nothing but the job.
 
-What depends on the mesh, the model and the schedule together (layers per stage, microbatches) is `raypp.planning`'s.
+`raypp.planning` checks what depends on mesh, model and schedule together (layers per stage,
+microbatches).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ BYTE_IDS = 257
 
 
 def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
-    """All problems of a job by itself.
+    """Returns all problems of a job on its own.
 
     Args:
         job: A job with resolved paths (`load_job` resolves them).
-        directory: Where the job file is, to say where a missing file was looked for.
+        directory: The job file's directory. The message about a missing file names it as a place
+            that was searched.
     """
     problems = [*_kinds(job), *_stores(job)]
     refused = {problem.key for problem in problems}
@@ -57,19 +59,22 @@ def _kinds(job: Job) -> Iterator[Problem]:
 
 
 def _own(value: str, key: str) -> Iterator[Problem]:
-    """Whether a user's own module is there. It is not imported: it may take seconds."""
+    """Checks that a user's own module can be found. Does not import it, which may take seconds."""
     module = value.partition(":")[0]
     if not is_module(module):
-        yield Problem(key, f"cannot import {module!r} (from {value!r})", "is it installed, or on PYTHONPATH?")
+        yield Problem(key, f"cannot import {module!r} (from {value!r})", "install it, or put its folder on PYTHONPATH")
 
 
 def _is_csv(value: str) -> bool:
-    """A user's own schedule, as a file of actions; `planning` reads and checks it."""
+    """Whether the value is a user's own schedule in a file of actions.
+
+    `planning` reads and checks the file.
+    """
     return value.endswith(".csv")
 
 
 def _stores(job: Job) -> Iterator[Problem]:
-    """URLs must be those of a store that there is."""
+    """Checks that every URL belongs to a known store."""
     paths = {"data.path": job.data.path, "data.eval.path": job.data.eval and job.data.eval.path}
     for key, path in {**paths, "checkpoint.url": job.checkpoint.url}.items():
         try:
@@ -85,30 +90,32 @@ def _elastic(job: Job) -> Iterator[Problem]:
         return
     most = world if options.max_ranks is None else min(options.max_ranks, world)
     if options.min_ranks > most:
-        what = f"{options.min_ranks} is more than the {most} ranks the run may have"
-        yield Problem("recovery.elastic.min_ranks", what, f"at most {most}: the mesh, or recovery.elastic.max_ranks")
+        what = f"{options.min_ranks} is more than the {most} ranks that the run may use"
+        yield Problem(
+            "recovery.elastic.min_ranks", what, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
+        )
 
 
 def _model(job: Job) -> Iterator[Problem]:
     model = job.model
     if model.from_hf is not None and "num_layers" not in model.model_fields_set:
-        return  # its sizes are not read yet
+        return  # the sizes are unknown until from_hf is read
     if model.head_dim is None and model.hidden_size % model.num_heads:
         better = max(1, round(model.hidden_size / model.num_heads)) * model.num_heads
         yield Problem(
             "model.hidden_size",
-            f"{model.hidden_size} cannot be shared by {model.num_heads} heads",
-            f"use a multiple of model.num_heads ({better}), or give model.head_dim",
+            f"{model.hidden_size} is not divisible by {model.num_heads} heads",
+            f"use a multiple of model.num_heads ({better}), or set model.head_dim",
         )
     elif model.dim_per_head % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size"
         fix = f"use an even width, for example {model.dim_per_head + 1} per head"
-        yield Problem(key, f"heads {model.dim_per_head} wide: the rotary encoding turns pairs of numbers", fix)
+        yield Problem(key, f"the head width {model.dim_per_head} is odd; the rotary encoding needs an even one", fix)
     if model.num_heads % model.kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         yield Problem(
             "model.num_kv_heads",
-            f"{model.num_heads} query heads cannot be shared out over {model.kv_heads} key/value heads",
+            f"{model.num_heads} query heads cannot be split evenly over {model.kv_heads} key/value heads",
             f"use a divisor of model.num_heads: {_one_of([str(n) for n in divisors])}",
         )
     source = _source(job)
@@ -122,7 +129,7 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
     data, source = job.data, _source(job)
     if source is not None and source.endings:
         if data.path is None:
-            fix = f"give {data_forms()}; or `kind: synthetic` to try without data"
+            fix = f"set it to {data_forms()}; or use `kind: synthetic` to train without data"
             yield Problem("data.path", f"is missing: kind {data.kind} reads files", fix)
         else:
             yield from _file("data.path", data.path, directory)
@@ -140,7 +147,7 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
 
 
 def _source(job: Job) -> SourceKind | None:
-    """The job's data source; None when there is none of that name, which is told already."""
+    """Returns the job's data source; None if the name is unknown, which `_kinds` reports."""
     try:
         return SOURCES.get(job.data.kind)
     except JobError:
@@ -156,12 +163,12 @@ def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
             yield Problem(key, f"{noun} {path}", "check the path")
             return
         places = [str(Path.cwd())] + ([str(directory)] if directory and directory != Path.cwd() else [])
-        fix = f"check the path; looked in {' and in '.join(places)}"
+        fix = f"check the path; searched {' and '.join(places)}"
         yield Problem(key, f"{noun} {path}", fix)
     elif Path(path).is_file() and Path(path).stat().st_size == 0:
-        yield Problem(key, f"{path} is empty", "name a file with text in it")
+        yield Problem(key, f"{path} is empty", "name a file that contains text")
     elif Path(path).is_dir() and not any(entry.is_file() for entry in Path(path).rglob("*")):
-        yield Problem(key, f"the directory {path} holds no file", "name a directory with files in it")
+        yield Problem(key, f"the directory {path} contains no files", "name a directory that contains files")
 
 
 def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
@@ -183,7 +190,10 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
 
 
 def _tokenizer_ids(document: Any) -> int:
-    """One more than the largest id of a tokenizer.json (its vocabulary is a mapping or a list of [token, score])."""
+    """Returns the largest id of a tokenizer.json plus 1.
+
+    Its vocabulary is a mapping or a list of [token, score].
+    """
     vocabulary = document["model"].get("vocab", {})
     known = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     added = (int(token["id"]) for token in document.get("added_tokens") or ())
@@ -191,7 +201,7 @@ def _tokenizer_ids(document: Any) -> int:
 
 
 def value_at(job: Job, key: str) -> Any:
-    """The value of a dotted key."""
+    """Returns the value of a dotted key."""
     value: Any = job
     for part in key.split("."):
         value = getattr(value, part)

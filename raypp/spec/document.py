@@ -1,7 +1,7 @@
-"""YAML text as plain values that remember where each key stands.
+"""Parses YAML into plain values and records the line of every key.
 
-Scalars follow YAML 1.2 (only `true` and `false` are booleans, `3e-4` is a number, `off` and dates
-are text), because the job file has values such as `off` that YAML 1.1 would turn into something else.
+Scalars follow YAML 1.2: only `true` and `false` are booleans, `3e-4` is a number, `off` and dates
+are text. The job file has values such as `off` that YAML 1.1 would read as booleans.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _resolve_as(_MERGE, r"^<<$", "<")
 
 
 _SYNTAX = (
-    # part of PyYAML's message, our words (empty: its own), the fix
-    ("\\t", "a tab where YAML wants spaces", "indent with spaces"),
-    ("but found another document", "a second document starts here (`---`)", "one file holds one job: split it"),
-    ("undefined alias", "", "define it first with &name, or put the text in quotes if it begins with *"),
+    # part of PyYAML's message, our message (empty: keep PyYAML's), the fix
+    ("\\t", "a tab used for indentation", "indent with spaces"),
+    ("but found another document", "a second document starts here (`---`)", "put each job in its own file"),
+    ("undefined alias", "", "define the alias first with &name, or quote the text if it begins with *"),
     (
         "mapping values are not allowed",
-        "a key where no key can be",
-        "check the indentation and the line before (a missing space after its colon?); quote text that holds a colon",
+        "a key is not allowed here",
+        "check the indentation and the line before (is a space missing after its colon?); quote text with a colon",
     ),
-    ("<stream end>", "the text ends inside a bracket or a quote", "close it"),
+    ("<stream end>", "the text ends inside a bracket or a quote", "close the bracket or quote"),
     ("could not find expected ':'", "a line without `:`", "write `key: value`, with a space after the colon"),
 )
 
@@ -64,8 +64,8 @@ class Document:
 
     Attributes:
         value: Plain dicts, lists, text, numbers, booleans and None.
-        where: For each key path, the place to show (`job.yaml:14`); the empty path is the whole text.
-        problems: What is wrong with the text itself; `value` is then what could be read.
+        where: The location (`job.yaml:14`) of each key path; the empty path is the whole text.
+        problems: Errors in the text itself. `value` then holds what could be parsed.
     """
 
     value: Any = None
@@ -74,12 +74,12 @@ class Document:
 
 
 def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
-    """Parses one YAML document; never raises for what the text holds.
+    """Parses one YAML document. Reports errors in the text as problems and does not raise.
 
     Args:
         text: The YAML.
-        source: The name shown in places: a file, or an override.
-        numbered: Add `:line` to places.
+        source: Name to show in locations: a file, or an override.
+        numbered: Add `:line` to locations.
     """
     reading = _Reading(source, numbered)
     document = reading.document
@@ -95,7 +95,7 @@ def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as people write it: `pipeline.layers_per_stage[1]`."""
+    """Formats a key path as `pipeline.layers_per_stage[1]`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -103,13 +103,13 @@ def dotted(path: KeyPath) -> str:
 
 
 def undotted(key: str) -> KeyPath:
-    """The key path of a dotted key (`a.b[1]`)."""
+    """Returns the key path of a dotted key (`a.b[1]`)."""
     parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
     return tuple(int(index) if index else name for index, name in parts)
 
 
 class _Reading:
-    """One pass over the nodes of a document."""
+    """One pass over the nodes of a document. Collects values, locations and problems."""
 
     def __init__(self, source: str, numbered: bool) -> None:
         self.source = source
@@ -136,17 +136,17 @@ class _Reading:
         for sign, words, fix in _SYNTAX:
             if sign in what:
                 return Problem("", f"not valid YAML: {words or what}", fix, where)
-        fix = "write `key: value`, a space after the colon, and the same indentation for all keys of a section"
+        fix = "write `key: value` with a space after the colon, and indent all keys of a section equally"
         return Problem("", f"not valid YAML: {what}", fix, where)
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if id(node) in self._open:
-            self.problem(node, path, "an alias that contains itself", "write the value out")
+            self.problem(node, path, "the alias contains itself", "write the value out")
             return None
         self._open.add(id(node))
         try:
             if not isinstance(node, yaml.ScalarNode) and node.tag not in (_MAP, _SEQ):
-                self.problem(node, path, f"the tag {node.tag!r} is not allowed here", "remove the tag")
+                self.problem(node, path, f"the YAML tag {node.tag!r} is not supported", "remove the tag")
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
@@ -173,7 +173,7 @@ class _Reading:
             key = str(key_node.value)
             here = (*path, key)
             if key in result:
-                what = f"is there twice, first in line {lines[key]}" if self.numbered else "is there twice"
+                what = f"is given twice, first in line {lines[key]}" if self.numbered else "is given twice"
                 self.problem(key_node, here, what, "keep one of the two")
                 continue
             lines[key] = key_node.start_mark.line + 1
@@ -184,9 +184,9 @@ class _Reading:
         return result
 
     def merge(self, node: yaml.Node, path: KeyPath, into: dict[str, Any]) -> None:
-        """`<<: *other`: the keys of another mapping, where this one does not have its own."""
+        """Handles `<<: *other`: adds the keys of another mapping that this mapping lacks."""
         if not isinstance(node, yaml.MappingNode):
-            self.problem(node, path, "`<<` takes a section", "name one with <<: *anchor")
+            self.problem(node, path, "`<<` needs a section", "name a section with <<: *anchor")
             return
         places = dict(self.document.where)
         for key, value in self.mapping(node, path).items():
@@ -208,5 +208,5 @@ class _Reading:
             self.problem(node, path, f"{text!r} is not a number", "write digits")
             return None
         if node.tag not in (_STR, _MERGE):
-            self.problem(node, path, f"the tag {node.tag!r} is not allowed here", "remove the tag")
+            self.problem(node, path, f"the YAML tag {node.tag!r} is not supported", "remove the tag")
         return text

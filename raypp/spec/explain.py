@@ -1,4 +1,4 @@
-"""The job language described from its own code: `raypp explain` and `raypp schema`."""
+"""`raypp explain` and `raypp schema`: describe the job file from its pydantic models."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIDTH = 88
 
 
 def explain(section: str | None = None, *, width: int = WIDTH) -> str:
-    """Describes the job file, one section (`pipeline.wire`) or one key (`mesh.pp`), as plain text.
+    """Describes the job file, a section (`pipeline.wire`) or a key (`mesh.pp`) as plain text.
 
     Raises:
-        JobError: There is no such section or key; the message has the nearest one.
+        JobError: There is no such section or key. The message suggests the closest one.
     """
     if not section:
-        head = "A job file is YAML. Every key but `name` has a default; unknown keys are errors."
+        head = "A job file is YAML. Every key except `name` has a default. Unknown keys are errors."
         parts = [_section(key, found, width) for key, found in type_names.all_sections()]
         return "\n\n".join([head, *parts]) + "\n"
     path = undotted(section.strip())
@@ -48,7 +48,7 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the job file, for editors (yaml-language-server) and other programs."""
+    """Returns the JSON Schema of the job file, for editors such as yaml-language-server."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
     kinds: dict[str, dict[str, Any]] = {options.__name__: {"enum": kinds_with(options)} for options in family_options()}
@@ -76,11 +76,11 @@ def _property(definitions: dict[str, Any], section: str, name: str) -> dict[str,
 
 
 def _section(key: str, section: type[Section], width: int) -> str:
-    """A section: its purpose, its plain keys, and where its inner sections are described."""
+    """Describes a section: its purpose and its plain keys, without inner sections."""
     fields = dict(section.model_fields)
     if key == "":
         fields = {name: info for name, info in fields.items() if type_names.section_of(info.annotation) is None}
-    purpose = "What is trained." if key == "model" else section.__doc__
+    purpose = "The model to train." if key == "model" else section.__doc__
     text = [f"{key}: {purpose}"] if key else []
     text += [
         _field(key, name, info, width, indent=2) if key else _field("", name, info, width)
@@ -95,10 +95,11 @@ def _section(key: str, section: type[Section], width: int) -> str:
 
 
 def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0) -> str:
-    """A key: its default, what it takes, its help, and what of it works in this version.
+    """Describes a key: its default, its type, its help, and which values this version supports.
 
     Args:
-        section: The dotted key of its section; shown in front of the name when not indented below it.
+        section: Dotted key of its section. It precedes the name if the field is not indented below
+            its section.
     """
     key = f"{section}.{name}" if section else name
     takes = "a word" if key in CHOICES else type_names.words_of(info.annotation, tuple(info.metadata))
@@ -129,7 +130,7 @@ def _yaml(value: Any) -> str:
 
 
 def _now(key: str) -> str:
-    """`Available now: gpipe, 1f1b` for a key of which only some values work in this version, else nothing."""
+    """Returns `Available now: gpipe, 1f1b.` if only some values of a key work, else ""."""
     choice = CHOICES.get(key)
     if choice is None or choice.available() == choice.words():
         return ""
@@ -137,7 +138,7 @@ def _now(key: str) -> str:
 
 
 def _words(key: str) -> list[str]:
-    """`text | jsonl | …` for a key whose kinds its registry knows."""
+    """Returns `text | jsonl | …` for a key whose values are the kinds of a registry."""
     return [" | ".join(CHOICES[key].words())] if key in CHOICES else []
 
 

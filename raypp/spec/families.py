@@ -1,7 +1,7 @@
-"""The registry of model families: `model.kind` -> what the family declares.
+"""The registry of model families: maps `model.kind` to what the family declares.
 
-Every module of `raypp.families` that has a `FAMILY` is found by itself. Its builder and its layers are imported when
-they are used: reading a job needs no torch.
+Finds every module of `raypp.families` that has a `FAMILY`. A family's builder and layers are
+imported on first use: reading a job needs no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _declared() -> Iterator[Family]:
 FAMILIES: dict[str, Family] = {
     family.name: family for family in sorted(_declared(), key=lambda family: (family.position, family.name))
 }
-"""By `model.kind`."""
+"""The families by `model.kind`."""
 
 MODELS = Registry("model")
 for _family in FAMILIES.values():
@@ -38,28 +38,31 @@ for _family in FAMILIES.values():
 
 
 def family_of(options: DecoderOptions) -> Family | None:
-    """The family of a `model:` section; None for a user's own factory, which declares nothing."""
+    """Returns the family of a `model:` section; None for a user's own factory."""
     return FAMILIES.get(options.kind)
 
 
 def family_options() -> list[type[DecoderOptions]]:
-    """The options classes of all families: every decoder's first, then those that add keys to it."""
+    """Returns the options classes of all families, that of every decoder first."""
     return [options for options in _CLASSES.values() if options is not CustomOptions]
 
 
 def kinds_with(options: type[DecoderOptions]) -> list[str]:
-    """The kinds whose `model:` section has this class."""
+    """Returns the kinds whose `model:` section has this class."""
     return [family.name for family in FAMILIES.values() if family.options is options]
 
 
 def model_options(value: Any) -> type[DecoderOptions]:
-    """The options class of a `model:` section (a mapping, or options)."""
+    """Returns the options class of a `model:` section, given as a mapping or as options."""
     return _CLASSES[_class_name(value)]
 
 
 def _class_name(value: Any) -> str:
-    """Which options class a `model:` section belongs to; an unknown kind gets the plain decoder's,
-    so that its other keys are still checked (the kind itself is refused by `spec.checks`)."""
+    """Returns the name of the options class of a `model:` section.
+
+    An unknown kind gets the plain decoder's class, so that its other keys are still checked.
+    `spec.checks` refuses the kind itself.
+    """
     kind = value.get("kind", "llama") if isinstance(value, dict) else getattr(value, "kind", "llama")
     if not isinstance(kind, str):
         return DecoderOptions.__name__

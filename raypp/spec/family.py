@@ -1,7 +1,8 @@
-"""What a model family declares: its options, its parameters, and its format in Hugging Face's files.
+"""What a model family declares: its options, its parameters, and its Hugging Face format.
 
-A family is one file in `raypp/families/` with one `FAMILY = Family(…)`. Planning, checkpoints, import, export and the
-runtime ask that entry and know no family by name. Nothing here needs torch.
+A family is one file in `raypp/families/` with one `FAMILY = Family(…)`. Planning, checkpoints,
+import, export and the runtime read that entry and refer to no family by name. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ class Weight:
     """One parameter.
 
     Attributes:
-        name: Within its layer (`self_attn.q_proj.weight`), or within the model where it belongs to no layer.
-        shape: Of the whole parameter. A matrix is `[out, in]`; a stack of experts' matrices `[E, out, in]`.
-        part: The block it belongs to. Each token is multiplied with all matrices, but only with `experts_per_token`
-            entries of a stack of experts.
-        residual: It writes into the residual stream: its initial values shrink with the depth of the model, and its
-            `in` is the inner width of its block.
+        name: Name within its layer (`self_attn.q_proj.weight`), or within the model if it belongs
+            to no layer.
+        shape: Shape of the whole parameter: `[out, in]` for a matrix, `[E, out, in]` for a stack of
+            experts' matrices.
+        part: The block that it belongs to. Each token is multiplied by all matrices, but only by
+            `experts_per_token` entries of a stack of experts.
+        residual: It writes into the residual stream. Its initial values shrink with the depth of
+            the model, and its `in` is the inner width of its block.
     """
 
     name: str
@@ -41,11 +44,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Only:
-    """The values of a config.json key that raypp computes; any other is refused by name.
+    """The values of a config.json key that raypp supports. Any other value is refused by name.
 
     Attributes:
-        values: None stands for a missing key, too.
-        written: The last of them is written to config.json.
+        values: The supported values. None also stands for a missing key.
+        written: Whether export writes the last of them to config.json.
     """
 
     values: tuple[Any, ...]
@@ -65,7 +68,7 @@ EXPERT_SIZES = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn_size": "moe_intermediate_size",
 }
-"""What families with experts have besides `SIZES`."""
+"""Sizes of families with experts, in addition to `SIZES`."""
 SETTINGS = {
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
@@ -84,19 +87,20 @@ EXACT = {
 
 @dataclass(frozen=True)
 class HfFormat:
-    """A family's config.json: every key that is read or written, beside those that no number depends on.
+    """A family's config.json: every key that is read or written and affects results.
 
-    Most families share most keys. Those that differ say so by `{**SIZES, "num_layers": "n_layers"}`.
+    Most families share most keys. A family overrides those that differ: `{**SIZES, "num_layers":
+    "n_layers"}`.
 
     Attributes:
-        model_type: As config.json names the family.
-        architecture: The class that transformers makes of it.
-        sizes: Fields of the `model:` section and their keys, which must be there.
-        settings: Fields and keys that may be missing.
-        defaults: What a missing key of `settings` means: transformers' own default. A field that is left out here
-            is null.
-        exact: Keys with the only values that raypp computes.
-        training: Fields that say how to train and are written for the reader; they are not read.
+        model_type: The family's name in config.json.
+        architecture: The model class in transformers.
+        sizes: Fields of the `model:` section and their keys, which are required.
+        settings: Fields and their keys, which are optional.
+        defaults: Value of each field of `settings` whose key is missing: transformers' own default.
+            A field that is not listed is null.
+        exact: Keys and the only values that raypp supports for them.
+        training: Fields about training. Export writes them for the reader, import ignores them.
     """
 
     model_type: str
@@ -114,14 +118,16 @@ class Family:
 
     Attributes:
         name: `model.kind`.
-        summary: One line of help: what it covers.
-        weights: The parameters of the layer of a global index, in the order in which they are exported. Planning
+        summary: One line of help: which models it covers.
+        weights: Returns the parameters of the layer with a global index, in export order. Planning
             derives parameters, FLOPs and memory from them; import and export take names and shapes.
-        layer: Builds that layer, a module of torch. It imports torch when it is called; its file never does.
+        layer: Builds that layer as a torch module. Imports torch when called; the family's file
+            never does.
         hf: Its Hugging Face format.
-        options: The class of its `model:` section.
-        position: Families are listed by this number, then by name.
-        builder: Builds a stage of these layers (`package.module:function`); see `raypp.models.stage`.
+        options: Class of its `model:` section.
+        position: Sort key of lists of families; ties are sorted by name.
+        builder: Builds a stage of these layers (`package.module:function`), see
+            `raypp.models.stage`.
     """
 
     name: str
@@ -134,13 +140,14 @@ class Family:
     builder: str = "raypp.models.stage:build_decoder"
 
     def stage_weights(self, options: DecoderOptions, layers: range, *, first: bool, last: bool) -> dict[str, Weight]:
-        """The parameters that a stage holds, by their global names.
+        """Returns the parameters of a stage by global name.
 
         Args:
             options: The `model:` section.
             layers: Global indices of the stage's layers.
-            first: It holds the embedding.
-            last: It holds the last norm and the output projection; that is the embedding when they are tied.
+            first: The stage holds the embedding.
+            last: The stage holds the final norm and the output projection. With tied embeddings,
+                the latter is the embedding.
         """
         found: dict[str, Weight] = {}
         if first or (last and options.tie_embeddings):
@@ -155,7 +162,7 @@ class Family:
         return found
 
     def model_weights(self, options: DecoderOptions) -> dict[str, Weight]:
-        """The parameters of the whole model, in order; tied embeddings once."""
+        """Returns the parameters of the whole model in order. Tied embeddings appear once."""
         return self.stage_weights(options, range(options.num_layers), first=True, last=True)
 
 
@@ -168,7 +175,7 @@ def final_norm(options: DecoderOptions) -> Weight:
 
 
 def projection(options: DecoderOptions) -> Weight:
-    """The output projection of a model whose embeddings are not tied."""
+    """Returns the output projection of a model with untied embeddings."""
     return Weight("lm_head.weight", (options.vocab_size, options.hidden_size), "embedding")
 
 

@@ -1,4 +1,4 @@
-"""From a job file to a `Job`, with every problem at once and each at its `file:line`."""
+"""Loads a job file into a `Job`. Reports all problems at once, each with its `file:line`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from raypp.spec.type_names import section_of
 
 @dataclass(frozen=True)
 class JobFile:
-    """A job and the file it was read from.
+    """A job and the file it was loaded from.
 
     Attributes:
-        job: The job, with paths resolved.
-        path: The file as it was named.
-        where: The place (`job.yaml:14`, `--set a.b=c`) of every key that was given.
+        job: The job, with resolved paths.
+        path: The file's path as the user gave it.
+        where: The location (`job.yaml:14`, `--set a.b=c`) of every key that was given.
     """
 
     job: Job
@@ -35,43 +35,43 @@ class JobFile:
 
     @property
     def directory(self) -> Path:
-        """Where relative paths are looked for after the current directory."""
+        """Directory in which relative paths are looked up after the current directory."""
         return self.path.absolute().parent
 
     def locate(self, problem: Problem) -> Problem:
-        """The problem with the place of its key: its own, else that of the nearest section that was given."""
+        """Returns the problem with the location of its key, or of its nearest enclosing section."""
         return _locate(problem, self.where)
 
 
 class IncompleteJobError(JobError):
-    """A job file with mistakes in some of its values.
+    """A job file with errors in some of its values.
 
     Attributes:
-        rest: The job with those values at their defaults, so that the others can be checked as well; None when not
-            even that can be made.
+        rest: The job with those values at their defaults, so that the other values can be checked
+            too. None if not even that is valid.
     """
 
     rest: JobFile | None = None
 
 
 def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
-    """Reads a job file.
+    """Loads a job file.
 
     Args:
         path: The YAML file.
-        overrides: `section.key=value` settings that replace what the file says.
+        overrides: `section.key=value` overrides that replace values of the file.
 
     Raises:
-        JobError: With all that is wrong in the file and the overrides (an `IncompleteJobError` when the rest of the
-            job can be read).
+        JobError: All problems of the file and the overrides. An `IncompleteJobError` if the rest of
+            the job is valid.
     """
     path = Path(path)
     document = read_document(_read(path), str(path))
     if document.problems and document.value is None:
         raise JobError(document.problems)
     if document.value is not None and not isinstance(document.value, dict):
-        fix = "a job begins with `name: my-run`, then sections such as `model:`; see jobs/quickstart.yaml"
-        raise JobError(Problem("", f"a job is a section of keys, this is {shown(document.value)}", fix, f"{path}:1"))
+        fix = "begin with `name: my-run`, followed by sections such as `model:`; see jobs/quickstart.yaml"
+        raise JobError(Problem("", f"a job must be a mapping of keys, is {shown(document.value)}", fix, f"{path}:1"))
     empty = document.value is None
     apply_overrides(document, overrides)
     if empty and not document.value and not document.problems:
@@ -89,16 +89,19 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
 
 
 def parse_job(mapping: Mapping[str, Any]) -> Job:
-    """A job from plain values, for example what `job_document` made; paths are left as they are.
+    """Makes a job from plain values, for example from `job_document`. Leaves paths as they are.
 
     Raises:
-        JobError: With all that is wrong.
+        JobError: All problems of the values.
     """
     return _parse(Document(dict(mapping)))
 
 
 def job_document(job: Job) -> dict[str, Any]:
-    """The job as plain JSON values, every default written out; `parse_job` reads it back."""
+    """Returns the job as plain JSON values with every default written out.
+
+    `parse_job` reads it back.
+    """
     return job.model_dump(mode="json")
 
 
@@ -106,9 +109,9 @@ def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise JobError(Problem("", "there is no such file", "check the path", str(path))) from None
+        raise JobError(Problem("", "file not found", "check the path", str(path))) from None
     except IsADirectoryError:
-        raise JobError(Problem("", "is a directory", "name the job file in it", str(path))) from None
+        raise JobError(Problem("", "is a directory", "give the path of the job file in it", str(path))) from None
     except OSError as error:
         raise JobError(Problem("", f"cannot be read: {error.strerror}", "check its permissions", str(path))) from None
     try:
@@ -120,12 +123,12 @@ def _read(path: Path) -> str:
 
 
 def _parse(document: Document) -> Job:
-    """Raises the document's own problems and the models' together."""
+    """Validates a document. Raises the problems of its text and those of the models together."""
     problems, job = list(document.problems), None
     value = _without_empty_sections(document.value if document.value is not None else {}, Job)
     try:
-        # Through JSON, because pydantic's strict mode then still takes a list for a tuple and 1 for 1.0,
-        # while `true` is no number, and 2.0 and "2" are no whole numbers.
+        # Via JSON: pydantic's strict mode then still accepts a list for a tuple and 1 for 1.0, but
+        # neither `true` for a number nor 2.0 or "2" for a whole number.
         job = Job.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         found = {problem.key for problem in problems}
@@ -136,7 +139,7 @@ def _parse(document: Document) -> Job:
 
 
 def _without(value: Any, problems: Iterable[Problem]) -> Job | None:
-    """The job with the values that have problems left at their defaults."""
+    """Returns the job with defaults in place of wrong values; None if it is still invalid."""
     rest = json.loads(json.dumps(value)) if isinstance(value, dict) else {}
     for problem in problems:
         section, _, key = problem.key.partition(".")
@@ -153,7 +156,7 @@ def _without(value: Any, problems: Iterable[Problem]) -> Job | None:
 
 
 def _without_empty_sections(value: Any, section: Any) -> Any:
-    """`mesh:` with nothing below it, all its keys commented out, is a section left at its defaults."""
+    """Gives an empty section (`mesh:` with all keys commented out) its defaults."""
     if not isinstance(value, dict):
         return value
     result = {}
@@ -176,7 +179,7 @@ def _locate(problem: Problem, where: Mapping[KeyPath, str]) -> Problem:
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """By line; what came from the command line after the file."""
+    """Sorts problems by line. Those of `--set` come last."""
 
     def line(problem: Problem) -> tuple[bool, int]:
         number = problem.where.rpartition(":")[2]

@@ -9,43 +9,49 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Base of every section of the job file: unknown keys are errors, values never change."""
+    """Base class of every section of the job file.
 
-    # defer_build: the validators are made at the first use, so that `raypp --help` does not wait for them.
+    Unknown keys are errors. Instances are immutable.
+    """
+
+    # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
+    # for them.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
     )
 
 
 class DecoderOptions(Section):
-    """What every decoder family has."""
+    """Options that every decoder family has."""
 
     kind: str = "llama"
-    """Or your own factory, as module.path:factory."""
+    """A built-in family, or your own factory as module.path:factory."""
     num_layers: int = Field(default=8, ge=1)
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden_size: int = Field(default=256, ge=1)
     """Width of the residual stream."""
     num_heads: int = Field(default=4, ge=1)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int | None = Field(default=None, ge=1)
-    """Key/value heads; null: as many as query heads."""
+    """Number of key/value heads. null: the number of query heads."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Width of one head; null: hidden_size / num_heads."""
+    """Width of one head. null: hidden_size / num_heads."""
     ffn_size: int = Field(default=688, ge=1)
     """Inner width of the gated feed-forward block."""
     vocab_size: int = Field(default=4096, ge=1)
-    """Rows of the embedding; at least as many as the tokenizer has ids."""
+    """Rows of the embedding. At least the number of ids of the tokenizer."""
     tie_embeddings: bool = False
-    """The output projection is the embedding, also when they live on different stages."""
+    """Share the weights of embedding and output projection, even if they are on different stages.
+    """
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of freshly initialised matrices."""
+    """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
-    """A directory or S3 URL with config.json and safetensors: weights and sizes are read from it."""
+    """A directory or S3 URL with config.json and safetensors. Weights and sizes are read from it.
+    """
 
     @property
     def kv_heads(self) -> int:
@@ -57,12 +63,12 @@ class DecoderOptions(Section):
 
 
 class MoeOptions(DecoderOptions):
-    """What mixture-of-experts families add."""
+    """Options that mixture-of-experts families add."""
 
     num_experts: int = Field(default=8, ge=1)
-    """Experts per layer."""
+    """Number of experts per layer."""
     experts_per_token: int = Field(default=2, ge=1)
-    """Experts each token is sent to."""
+    """Number of experts that each token is routed to."""
     expert_ffn_size: int = Field(default=256, ge=1)
     """Inner width of one expert."""
     aux_loss_weight: float = Field(default=0.001, ge=0)
@@ -72,6 +78,6 @@ class MoeOptions(DecoderOptions):
 
 
 class CustomOptions(DecoderOptions):
-    """A user's own factory: any further key is passed on to it."""
+    """Options of a user's own factory. Further keys are passed on to it."""
 
     model_config = ConfigDict(extra="allow")

@@ -1,4 +1,4 @@
-"""`--set a.b=c`: single values of the job file from the command line."""
+"""Applies `--set a.b=c`: values of the job file given on the command line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from raypp.spec.pydantic_errors import shown
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
-    """Puts `key=value` settings into a document, in order, the last one winning.
+    """Sets `key=value` overrides in a document, in order. The last one wins.
 
-    Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`, nothing at all = null). What is wrong with a setting is added to
-    the document's problems, located as `--set key=value`; keys nobody knows are found later, by the models.
+    Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`; an empty value is null). Errors in an override
+    are added to the document's problems with the location `--set key=value`. Unknown keys are found
+    later, by the models.
     """
     for setting in overrides:
         problem = _apply(document, setting)
@@ -25,7 +26,7 @@ def _apply(document: Document, setting: str) -> Problem | None:
     key, equals, text = setting.partition("=")
     path: KeyPath = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
-        return Problem("", "is not a setting", "write --set section.key=value, for example --set mesh.pp=2")
+        return Problem("", "is not an override", "write --set section.key=value, for example --set mesh.pp=2")
     where = f"--set {setting}"
     value = read_document(text, where, numbered=False)
     if value.problems:
@@ -45,7 +46,7 @@ def _apply(document: Document, setting: str) -> Problem | None:
         depth = len(path) - 1
     if not isinstance(section, dict):
         parent = dotted(path[:depth]) or "the job"
-        return Problem("", f"{parent} is {shown(section)}, not a section of keys", f"set {parent} as a whole")
+        return Problem("", f"{parent} is {shown(section)}, not a section of keys", f"set the whole of {parent}")
     section[path[-1]] = value.value
     for known in [known for known in document.where if known[: len(path)] == path]:
         del document.where[known]

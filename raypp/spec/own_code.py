@@ -1,4 +1,7 @@
-"""The files of a user's own kinds: what must travel with a job so that every rank can import them."""
+"""Finds the files of a user's own kinds.
+
+They travel with the job so that every rank can import them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ _SUFFIXES = (".py", ".typed", ".json")
 
 
 def own_files(job: Job) -> list[tuple[str, bytes]]:
-    """Files of the modules that a job names as `module.path:function`, as (path below a folder of `sys.path`, content).
+    """Returns the files of the modules that a job names as `module.path:function`.
 
-    A module in a package brings the whole package. One that is installed (in site-packages) brings nothing: like
-    raypp's dependencies, it must be installed on every node.
+    Each is (path below a folder of `sys.path`, content). A module in a package brings the whole
+    package. Installed modules (in site-packages) bring nothing: like raypp's dependencies, they
+    must be installed on every node.
     """
     words = [value_at(job, key) for key, choice in CHOICES.items() if choice.is_own(value_at(job, key))]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}

@@ -1,4 +1,4 @@
-"""Paths of the job file: where relative ones start, and whether what they name is there."""
+"""Resolves relative paths of the job file and checks whether local paths exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypp.spec.job import Job
 
 
 def is_remote(path: str) -> bool:
-    """True for a URL (`s3://bucket/key`): a place in a store."""
+    """Whether the path is a URL (`s3://bucket/key`), which names a place in a store."""
     return "://" in path
 
 
@@ -18,11 +18,11 @@ def is_glob(path: str) -> bool:
 
 
 def resolve_paths(job: Job, directory: Path) -> Job:
-    """The job with absolute paths.
+    """Returns the job with absolute paths.
 
-    Relative paths of inputs start in the current directory, else beside the job file (`directory`); one that is in
-    neither place is left as it is, for `spec.checks` to report. `checkpoint.url` starts in the current directory.
-    `~` is the user's home.
+    Relative paths of inputs are looked up in the current directory, then next to the job file
+    (`directory`). A path that exists in neither place stays unchanged; `spec.checks` reports it.
+    `checkpoint.url` is relative to the current directory. `~` is the user's home directory.
     """
     data, model = job.data, job.model
     paths: dict[str, object] = {"path": data.path and resolve_path(data.path, directory)}
@@ -49,7 +49,7 @@ def resolve_paths(job: Job, directory: Path) -> Job:
 
 
 def resolve_path(path: str, directory: Path) -> str:
-    """The absolute path of a file, directory or glob that exists, else the path itself (with `~` expanded)."""
+    """Returns the absolute path of an existing file, directory or glob, else the expanded path."""
     if is_remote(path):
         return path
     expanded = Path(path).expanduser()
@@ -61,7 +61,7 @@ def resolve_path(path: str, directory: Path) -> str:
 
 
 def exists(path: str) -> bool:
-    """True when the local path is there, or the glob matches something."""
+    """Whether the local path exists, or the glob matches something."""
     if Path(path).exists():
         return True
     return is_glob(path) and next(glob.iglob(path, recursive=True), None) is not None  # noqa: PTH207 - absolute globs

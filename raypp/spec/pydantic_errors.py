@@ -1,4 +1,4 @@
-"""Pydantic's errors as problems a person can act on."""
+"""Converts pydantic's errors into problems that a user can fix."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from raypp.spec.document import KeyPath, dotted
 
 
 def problems_of(error: ValidationError, document: Any) -> list[Problem]:
-    """One problem per wrong key (a union's several errors are one), in the order of the document's sections."""
+    """Returns one problem per wrong key, in the order of the document's sections.
+
+    Merges the errors of a union.
+    """
     problems: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False, include_context=False):
         if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
-            continue  # of a union with a section, whose own errors say what is wrong with it
+            continue  # of a union with a section, whose own errors describe the mistake
         path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
         if path in problems:
             continue
@@ -36,7 +39,7 @@ def problems_of(error: ValidationError, document: Any) -> list[Problem]:
 
 
 def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyPath:
-    """An error's location without the parts that name a union's member instead of a key."""
+    """Returns an error's location as a key path, without the names of union members."""
     if location[:1] == ("model",):
         location = location[:1] + location[2:]  # the second part is the tag of the options class
     path: list[str | int] = []
@@ -54,7 +57,10 @@ def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyP
 
 
 def unknown_key(path: KeyPath, document: Any) -> Problem:
-    """A key that its section does not have: the nearest one it has, or the section that has it, or all it has."""
+    """Describes an unknown key.
+
+    Suggests the closest key, the section that has it, or lists the known keys.
+    """
     name, section = str(path[-1]), type_names.section_at(path[:-1], document)
     known = type_names.known_keys(section) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
@@ -69,12 +75,12 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
 
 
 def wrong_value(path: KeyPath, value: Any, document: Any) -> Problem:
-    """A value of another type or out of its range."""
+    """Describes a value of the wrong type or out of range."""
     return Problem(dotted(path), f"must be {_expected(path, document)}, is {shown(value)}", _fix(path, value, document))
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in the file, cut when long."""
+    """Formats a value as it would appear in the file, truncated if long."""
     if value is None:
         return "null"
     if isinstance(value, str | float):

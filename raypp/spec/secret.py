@@ -1,4 +1,4 @@
-"""What of a job must not be written down: values of `resources.env` that are secrets."""
+"""Finds secrets in `resources.env`, which must never be printed or written to a store."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like one: by its name, or because it is a URL with a password."""
+    """Whether a variable looks like a secret: by its name, or as a URL with a password."""
     return bool(value) and value != HIDDEN and bool(_NAME.search(name) or _URL_WITH_PASSWORD.search(value))
 
 
 def secrets_of(job: Job) -> dict[str, str]:
-    """The secrets among `resources.env`."""
+    """Returns the variables of `resources.env` that are secrets."""
     return {name: value for name, value in job.resources.env.items() if is_secret(name, value)}
 
 
 def without_secrets(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's document with the values of secrets hidden; everything else is the same."""
+    """Returns a job's document with the values of secrets replaced by `HIDDEN`."""
     resources = document.get("resources")
     env = resources.get("env") if isinstance(resources, Mapping) else None
     if not isinstance(env, Mapping):

@@ -1,4 +1,4 @@
-"""The job language's types in words, read from the pydantic models: for error messages and `raypp explain`."""
+"""Describes the types of the pydantic models in words, for error messages and `raypp explain`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """What a value must be: `a whole number ≥ 1`, `ring or ulysses`, `a list of 2 numbers`."""
+    """Describes the values that a type accepts: `a whole number ≥ 1`, `ring or ulysses`."""
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         return words_of(inner, (*metadata, *extra))
@@ -43,14 +43,14 @@ def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
 
 
 def literals_of(annotation: Any) -> list[str]:
-    """The words a value may be, when only some may."""
+    """Returns the literal values that an annotation accepts; empty if it accepts others."""
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     return [word for member in get_args(annotation) for word in literals_of(member)]
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class of an annotation (the common one where there are several), None for a plain value."""
+    """Returns the (first) section class of an annotation; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation if issubclass(annotation, Section) else None
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
@@ -59,7 +59,10 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def section_at(path: KeyPath, document: Any) -> type[Section] | None:
-    """The section class at a key path of the job; the `model` section's depends on the document's `model.kind`."""
+    """Returns the section class at a key path of the job.
+
+    That of `model` depends on the document's `model.kind`.
+    """
     section: type[Section] | None = Job
     for part in path:
         info = section.model_fields.get(str(part)) if section else None
@@ -70,13 +73,16 @@ def section_at(path: KeyPath, document: Any) -> type[Section] | None:
 
 
 def field_at(path: KeyPath, document: Any) -> FieldInfo | None:
-    """The field at a key path, None for an item of a list or an unknown key."""
+    """Returns the field at a key path; None for an item of a list or an unknown key."""
     section = section_at(path[:-1], document) if path else None
     return section.model_fields.get(str(path[-1])) if section else None
 
 
 def expected_at(path: KeyPath, document: Any) -> str:
-    """What the value at a key path must be, in words; an item of a list has the words of its list's items."""
+    """Describes the values accepted at a key path.
+
+    For an item of a list, describes the list's items.
+    """
     info = field_at(path, document)
     if info is not None:
         return words_of(info.annotation, tuple(info.metadata))
@@ -88,7 +94,7 @@ def expected_at(path: KeyPath, document: Any) -> str:
 
 
 def all_sections() -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its dotted key, the job's own first ("")."""
+    """Yields every section with its dotted key, the job itself first ("")."""
     yield "", Job
     yield from _below("", Job)
 
@@ -98,7 +104,7 @@ def known_keys(section: type[Section]) -> list[str]:
 
 
 def extra_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """What a family's options add to every decoder's."""
+    """Returns the fields that a family's options add to those of every decoder."""
     return {name: info for name, info in section.model_fields.items() if name not in DecoderOptions.model_fields}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raypp.errors import JobError, Problem
+from raypp.retry import Backoff
 
 LONG_S = 60.0
 """For training processes: the server may be restarted meanwhile."""
@@ -35,15 +34,8 @@ class Patience:
 
         Time counts from the first `next`.
         """
-        begun = time.monotonic()
-        longest = _FIRST_S
-        while True:
-            left = self.total_s - (time.monotonic() - begun)
-            if left <= 0:
-                return
-            # At least half of the pause, so that retries do not hit an overloaded server at once.
-            yield min(left, longest * random.uniform(0.5, 1.0))
-            longest = min(2 * longest, _LONGEST_S)
+        # At least half of each pause is certain, so that retries do not hit an overloaded server at once.
+        return Backoff(self.total_s, _FIRST_S, _LONGEST_S, jitter=0.5).pauses()
 
 
 def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:

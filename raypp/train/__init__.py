@@ -1,1 +1,1 @@
-"""A rank's life: process groups, stages, steps, checkpoints. Runs the same under Ray, torchrun or a test."""
+"""The life of a rank: process groups, stages, steps, checkpoints. Needs no Ray."""

@@ -1,3 +1,5 @@
+"""`python -m raypp.train`: runs one rank under torchrun."""
+
 import sys
 
 from raypp.train.torchrun import main

@@ -1,7 +1,7 @@
-"""Making a rank come free that waits for a peer: its process goes on to the next attempt, its groups do not.
+"""Unblocks a rank that waits for a peer, so that its process can join the next attempt.
 
-A gloo operation that waits for a frozen or unreachable peer is not ended by `abort()`; it is by closing the
-connection under it. NCCL has an abort of its own.
+`abort()` does not end a gloo operation that waits for a frozen or unreachable peer. Closing the
+connection under it does. NCCL has its own abort.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ log = logging.getLogger(__name__)
 
 _TIMEVAL = struct.Struct("ll")
 _cut: dict[int, float] = {}
-"""When the connections of an attempt, known by its port, were last cut; by `time.monotonic`."""
+"""When the connections of an attempt were last cut, in `time.monotonic`, by the attempt's port."""
 
 
 def cut_connections(master_port: int) -> int:
-    """Ends every connection of this process' process groups, and its own to the attempt's key-value store.
+    """Closes every connection of this process's process groups and the attempt's key-value store.
 
-    Whatever waits on one of them raises within milliseconds. May be called from any thread, again and again;
-    connections to Ray, to an object store or to anything else are left alone.
+    An operation that waits on one of them raises within milliseconds. May be called from any thread
+    and any number of times. Connections to Ray, to an object store or to anything else stay open.
 
     Args:
-        master_port: `Seat.master_port` of the attempt that is left.
+        master_port: `Seat.master_port` of the attempt to abort.
 
     Returns:
-        How many connections were ended.
+        The number of connections closed.
     """
     _cut[master_port] = time.monotonic()
     _abort_nccl()
     ended = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # descriptors come and go while this reads
+        with contextlib.suppress(OSError):  # descriptors open and close during the iteration
             if not str(entry.readlink()).startswith("socket:"):
                 continue
             copy = os.dup(int(entry.name))
@@ -54,14 +54,16 @@ def cut_connections(master_port: int) -> int:
 
 
 def cut_since(master_port: int, moment: float) -> bool:
-    """Whether the attempt of that port is being left, since a moment of `time.monotonic`: nobody need go on joining."""
+    """Whether `cut_connections` was called for this port since `moment`; if so, joins give up."""
     return _cut.get(master_port, 0.0) > moment
 
 
 def _is_of_a_group(one: socket.socket, master_port: int) -> bool:
-    """Gloo alone sets a receive timeout on its connections (the group's); the store is known by its port.
+    """Whether a socket belongs to a process group or to the attempt's key-value store.
 
-    Listening sockets are none of them: gloo ends the process when one of its own fails.
+    Only gloo sets a receive timeout on its connections (the group's timeout). The store is
+    recognised by its port. Listening sockets are excluded: gloo ends the process if one of its own
+    fails.
     """
     if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
         return False

@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay: torch's, in its fused form."""
+"""AdamW: torch's fused implementation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1)
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.AdamW:
-    """The optimizer of these parameters."""
+    """Builds AdamW over named parameters."""
     return adamw_of(decay_groups([p for _, p in named], options.weight_decay), options)
 
 
 def adamw_of(groups: list[dict[str, Any]], options: OptimizerOptions) -> torch.optim.AdamW:
-    """AdamW over groups that have their `weight_decay`."""
+    """Builds AdamW over parameter groups that carry their own `weight_decay`."""
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)

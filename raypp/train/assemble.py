@@ -1,4 +1,4 @@
-"""From a job and a seat to a rank that can run steps: groups, stages, optimizer, reducer, rows. The one way there."""
+"""Assembles a rank that can run steps: groups, stages, optimizer, reducer, loader."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from raypp.train.reduce import GradientReducer
 
 @dataclass(frozen=True)
 class AssembledRank:
-    """What a rank computes its steps with.
+    """Everything a rank needs to compute steps.
 
     Attributes:
         job: The job.
-        seat: This rank's.
-        device: Where it computes.
-        pipeline: The job's, resolved.
-        rendezvous: The key-value store at which the ranks met.
-        groups: Its process groups.
-        built: Its stages and the runtime that drives them.
-        optimizer: Over the parameters of its stages.
-        reducer: Over the same parameters.
-        loader: Its replica's rows.
+        seat: This rank's seat.
+        device: The device that holds this rank's stages.
+        pipeline: The job's resolved pipeline.
+        rendezvous: The key-value store the ranks met at.
+        groups: This rank's process groups.
+        built: This rank's stages and the runtime that drives them.
+        optimizer: The optimizer over the parameters of these stages.
+        reducer: The gradient reducer over the same parameters.
+        loader: The loader of this replica's rows.
     """
 
     job: Job
@@ -62,23 +62,23 @@ def assemble(
     mark: Callable[[str], None] = lambda action: None,
     tell: Callable[[Event], None] = lambda event: None,
 ) -> Iterator[AssembledRank]:
-    """Joins the attempt, and builds everything that a step needs; leaves and closes it at the end.
+    """Joins the attempt and builds what steps need; cleans up at the end.
 
     Collective over the world.
 
     Args:
         job: The job.
-        seat: This rank's.
-        hang_timeout_s: Longest a collective may take once the run is under way.
-        rendezvous: Where the ranks meet, when it is there already; None: rank 0 serves one at the seat's address.
-        draw: Give the weights their first values; False: the caller gives every one of them a value.
-        part: Entered around `rendezvous`, `build` and `data`, with that name.
-        mark: Told every action of the schedule as it begins.
-        tell: Hears of the network.
+        seat: This rank's seat.
+        hang_timeout_s: Maximum duration of a collective once the run is under way.
+        rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
+        draw: True: initialise the weights. False: the caller must set every weight.
+        part: Called with `rendezvous`, `build` and `data`; returns a context entered around it.
+        mark: Called with each action of the schedule as it begins.
+        tell: Called with the event that describes the network.
 
     Raises:
-        UnreachableError: Two nodes do not reach each other.
-        RayppError: Something else that the user can act on (data, sizes).
+        UnreachableError: Two nodes cannot reach each other.
+        RayppError: The data or the sizes do not fit; the user can fix it.
     """
     device = pick_device(seat)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""From a job and a rank's groups to the stages it holds and the runtime that drives them."""
+"""Builds a rank's stages and the runtime that drives them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class BuiltStages:
     """This rank's part of the model.
 
     Attributes:
-        modules: Its stages, in the order of their index.
+        modules: This rank's stages, in the order of their index.
         runtime: Runs the job's training program on them.
-        tied: Joins the gradients of tied embeddings; None when they are not tied.
+        tied: Sums the gradients of tied embeddings; None if they are not tied.
     """
 
     modules: list[nn.Module]
@@ -39,7 +39,7 @@ class BuiltStages:
 
 
 def draw_weights(stages: Iterable[nn.Module], job: Job) -> None:
-    """A new run's weights: the same bits on any mesh. No communication."""
+    """Initialises the weights of a new run. No communication; the bits are the same on any mesh."""
     for stage in stages:
         initialise(stage, job.model, job.train.seed, write_whole)
 
@@ -55,22 +55,22 @@ def build_stages(
 ) -> BuiltStages:
     """Builds and shards this rank's stages, and compiles the job's program onto them.
 
-    Collective over the rank's data mesh. Only this rank's stages take memory.
+    Collective over the rank's data mesh. Allocates memory for this rank's stages only.
 
     Args:
         job: The job.
-        pipeline: The job's, resolved.
-        groups: This rank's.
-        device: Where its stages live.
-        mark: Told every action of the program as it begins.
-        draw: Give the weights their first values (`draw_weights`). False: they hold whatever was in memory, and the
-            caller must give every one of them a value.
+        pipeline: The job's resolved pipeline.
+        groups: This rank's process groups.
+        device: The device the stages live on.
+        mark: Called with each action of the program as it begins.
+        draw: True: initialise the weights (`draw_weights`). False: they hold uninitialised memory,
+            and the caller must set every one of them.
     """
     layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
     held = pipeline.stages_of_rank[groups.coordinates.pp]
     data_mesh = groups.data_mesh
     if data_mesh is None and job.train.precision == "bf16":
-        data_mesh = groups.mesh["fsdp"]  # one rank: keeps fp32 weights and gradients beside bf16 compute
+        data_mesh = groups.mesh["fsdp"]  # one rank: FSDP keeps fp32 weights and gradients, computes in bf16
 
     place = groups.coordinates
     modules, stages = [], []

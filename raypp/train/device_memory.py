@@ -1,4 +1,4 @@
-"""Telling that a device's memory is not enough from torch's other errors."""
+"""Recognises that a device is out of memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raypp.failure_kinds import FailureKind
 
 
 class DeviceMemoryError(RayppError):
-    """The memory of this rank's device is not enough."""
+    """This rank's device is out of memory."""
 
     failure_kind = FailureKind.OUT_OF_MEMORY
 
 
 def out_of_device_memory(error: BaseException) -> bool:
-    """Whether torch found no room on the device. An error that declares a kind of its own is believed."""
+    """Whether torch ran out of device memory. An error that declares another kind keeps it."""
     if isinstance(error, RayppError) and error.failure_kind is not None:
         return False
     return any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))

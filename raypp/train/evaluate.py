@@ -1,7 +1,8 @@
-"""The loss on the held-out part, through the same pipeline by a forward-only program.
+"""The loss on the held-out part, computed by a forward-only program on the same pipeline.
 
-It runs between two steps, when no gradient is pending. It draws no random numbers and moves neither the weights nor the
-training rows, so a run with evaluation has the bits of one without.
+An evaluation runs between two steps, when no gradient is pending. It draws no random numbers and
+changes neither the weights nor the position in the training rows, so a run with evaluation
+computes the same bits as a run without.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from raypp.train.step import StepRunner, Stopwatch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found, over all replicas.
+    """The result of one evaluation, over all replicas.
 
     Attributes:
-        loss: Mean over the tokens with a label; 0 when there are none.
-        tokens: How many.
-        seconds: It took.
+        loss: Mean over the tokens with a label; 0 if there are none.
+        tokens: Number of tokens with a label.
+        seconds: Duration of the evaluation.
     """
 
     loss: float
@@ -35,7 +36,7 @@ class Evaluation:
     seconds: float
 
     def event(self, step: int, attempt: int) -> Event:
-        """For the run's records."""
+        """Returns the `evaluated` event for the run's records."""
         words = f"loss {self.loss:.4f} on {self.tokens:,} held-out tokens in {self.seconds:.1f} s"
         details = {"loss": self.loss, "tokens": self.tokens, "seconds": round(self.seconds, 4)}
         return Event("evaluated", words, attempt=attempt, step=step, details=details)
@@ -46,8 +47,8 @@ class Evaluator:
 
     Args:
         job: The job; it has `data.eval`.
-        runner: Its steps: their stages, their rows, their way of agreeing.
-        mark: Told, before each action of the program, what it is.
+        runner: The step runner whose stages, loader and agreement are used.
+        mark: Called with each action of the program before it begins.
     """
 
     def __init__(self, job: Job, runner: StepRunner, mark: Callable[[str], None] | None = None) -> None:
@@ -56,10 +57,12 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self) -> Evaluation:
-        """Goes through the held-out part once. Collective over the world: all ranks must call it after the same step.
+        """Evaluates the held-out part once.
+
+        Collective over the world: all ranks must call it after the same step.
 
         Raises:
-            DataError: The ranks of a replica hold other rows back.
+            DataError: The ranks of a replica read different held-out rows.
         """
         started = time.perf_counter()
         loss_sum, tokens = 0.0, 0
@@ -70,13 +73,13 @@ class Evaluator:
                 self._rows,
                 self._runner.own_lengths(read),
                 [batch.tokens_BT for batch in batches],
-                # Without labels no layer adds losses of its own (a router's).
+                # Without labels no layer adds an auxiliary loss (of a router).
                 [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
                 [batch.labels_BT for batch in batches],
             )
             loss_sum += float(torch.stack(losses).double().sum()) if losses else 0.0
             tokens += read.plan.global_tokens
-        # Ranks without the last stage add exact zeros: a pipeline of any cut gives the bits of one process.
+        # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
         total = torch.tensor([loss_sum], dtype=torch.float64)
         dist.all_reduce(total)
         loss = float(total) / tokens if tokens else 0.0
@@ -84,14 +87,17 @@ class Evaluator:
 
 
 def evaluation_due(step: int, job: Job) -> bool:
-    """Whether the weights after a step are evaluated: every so many steps, and at the end."""
+    """Whether weights are evaluated after `step`: every `eval_every_steps` steps and at the end."""
     every = job.train.eval_every_steps
     return bool(every) and (step % every == 0 or step == job.train.steps)
 
 
 def _forward_runtime(runner: StepRunner, mark: Callable[[str], None] | None) -> ProgramRuntime:
-    """A second runtime on the stages of training. A training program must never run under `no_grad`, and the stages
-    forget what either runtime left at the start of each step."""
+    """Builds a second, forward-only runtime on the stages of training.
+
+    A training program must never run under `no_grad`. The stages discard what either runtime left
+    behind at the start of each step.
+    """
     pipeline = runner.pipeline
     return ProgramRuntime(
         list(runner.built.runtime.planned.values()),

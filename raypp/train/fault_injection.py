@@ -1,36 +1,37 @@
-"""Faults on purpose, for tests and `make chaos`: only when `RAYPP_FAULTS` is set in the rank's environment.
+"""Injects faults, for tests and `make chaos`; only if `RAYPP_FAULTS` is set for the rank.
 
     RAYPP_FAULTS="kill@forward:rank=1,step=3; nan@backward:rank=0,step=5,attempt=2"
 
-Each fault is `kind@moment`, then where and when: `rank` (else every rank), `step` (else the first time the moment
-comes), `attempt` (1 when not given; 0: every one), `seconds` (of slow). A fault happens once in a seat; `slow` lasts
-from its step on, `nan` and `spike` of a forward come in every forward of their step (of every step without one).
+Each fault is `kind@moment`, then settings: `rank` (default: every rank), `step` (default: the first
+time the moment occurs), `attempt` (default 1; 0: every attempt), `seconds` (for `slow`). A fault
+happens once per seat, with two exceptions: `slow` lasts from its step on; `nan` and `spike` at
+`forward` hit every forward of their step (of every step if none is given).
 
-| moment | is |
+| moment | when |
 |---|---|
-| `rendezvous`, `build`, `load`, `finish` | that phase |
-| `first_step`, `last_step` | the beginning of the attempt's first step, of the run's last |
-| `data` | a step's rows are about to be read |
+| `rendezvous`, `build`, `load`, `finish` | that phase begins |
+| `first_step`, `last_step` | the attempt's first step, the run's last step begins |
+| `data` | before a step's rows are read |
 | `forward`, `backward` | the first forward, backward of a step |
-| `p2p` | the rank is about to wait for a message |
-| `collective` | it is about to enter the step's agreement |
+| `p2p` | before the rank waits for a message |
+| `collective` | before the rank enters the step's agreement |
 | `optimizer` | before the update |
-| `save` | a save is about to begin |
-| `upload`, `commit` | this rank's part, the COMMIT, is about to be written: in the saver's thread |
+| `save` | before a save |
+| `upload`, `commit` | before this rank's part, the COMMIT is written: in the saver's thread |
 
-| kind | does |
+| kind | effect |
 |---|---|
-| `kill`, `term`, `freeze` | SIGKILL, SIGTERM, SIGSTOP to itself |
+| `kill`, `term`, `freeze` | sends SIGKILL, SIGTERM, SIGSTOP to its own process |
 | `segfault`, `abort`, `bus` | dies of SIGSEGV, SIGABRT, SIGBUS |
-| `exit` | leaves with code 7, without a word |
-| `raise` | RuntimeError |
-| `oom`, `host_oom` | torch.OutOfMemoryError, MemoryError |
-| `disk_full` | OSError ENOSPC |
-| `hang` | stands still for ever |
-| `slow` | sleeps `seconds` before each of its forwards |
-| `nan` | the output of its forward (moment forward), its gradients (backward), or a weight (optimizer) become NaN |
-| `spike` | the loss it computes is multiplied by 1000, in what is reported and in the gradients |
-| `corrupt` | one bit of one of its weights turns over, after the update (moment optimizer) |
+| `exit` | exits with code 7 and no message |
+| `raise` | raises RuntimeError |
+| `oom`, `host_oom` | raises torch.OutOfMemoryError, MemoryError |
+| `disk_full` | raises OSError ENOSPC |
+| `hang` | hangs forever |
+| `slow` | sleeps `seconds` before each forward |
+| `nan` | makes forward's output (`forward`), gradients (`backward`), a weight (`optimizer`) NaN |
+| `spike` | multiplies the loss by 1000, in the report and in the gradients |
+| `corrupt` | flips one bit of one weight, after the update (`optimizer`) |
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _ACTION = re.compile(r"\d+([FBIW])\d+( waits)?")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what, at which moment, where and when."""
+    """One fault: its kind, its moment, and the rank, step and attempt it applies to."""
 
     kind: str
     moment: str
@@ -81,21 +82,21 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """What `RAYPP_FAULTS` says.
+    """Parses the value of `RAYPP_FAULTS`.
 
     Raises:
-        JobError: It says something else.
+        JobError: The text does not have the documented form.
     """
     found = []
     for part in filter(None, (one.strip() for one in text.split(";"))):
         match = _FAULT.fullmatch(part)
         if match is None or match[1] not in KINDS or match[2] not in MOMENTS:
-            raise JobError(f"{VARIABLE}: `{part}` is no kind@moment", f"kinds: {KINDS}; moments: {MOMENTS}")
+            raise JobError(f"{VARIABLE}: `{part}` is not kind@moment", f"kinds: {KINDS}; moments: {MOMENTS}")
         settings: dict[str, Any] = {}
         for setting in filter(None, (match[3] or "").split(",")):
             key, _, value = setting.strip().partition("=")
             if key not in ("rank", "step", "attempt", "seconds"):
-                raise JobError(f"{VARIABLE}: `{setting}` in `{part}` means nothing", "rank, step, attempt or seconds")
+                raise JobError(f"{VARIABLE}: unknown setting `{setting}` in `{part}`", "rank, step, attempt or seconds")
             settings[key] = float(value) if key == "seconds" else int(value)
         found.append(Fault(match[1], match[2], **settings))
     return found
@@ -105,8 +106,9 @@ class Injection:
     """The faults of one rank in one seat.
 
     Args:
-        faults: All that were asked for.
-        last_step: The run's.
+        faults: All requested faults, of any rank.
+        seat: This rank's seat.
+        last_step: The run's last step.
     """
 
     def __init__(self, faults: Iterable[Fault], seat: Seat, last_step: int) -> None:
@@ -118,7 +120,7 @@ class Injection:
         self._lock = threading.Lock()
 
     def phase(self, name: str, detail: str) -> None:
-        """The rank says what it does next: some moments begin so."""
+        """Takes the phase this rank begins, and injects the faults of the moment it stands for."""
         first, _, rest = detail.partition(" ")
         if name == "step" and rest == "read":
             self._step = int(first)
@@ -136,7 +138,7 @@ class Injection:
             self.reach(name)
 
     def reach(self, moment: str) -> None:
-        """A moment has come."""
+        """Injects the faults that are due at `moment`, except those that change numbers."""
         for fault in self._due(moment, numbers=False):
             _do(fault)
 
@@ -153,10 +155,10 @@ class Injection:
                 self._left = [fault for fault in self._left if fault not in due]
         return due
 
-    # What changes numbers ---------------------------------------------------------------------------
+    # Faults that change numbers -----------------------------------------------------------------
 
     def watch(self, stages: Iterable[nn.Module]) -> None:
-        """Puts itself into the stages' forwards."""
+        """Registers forward hooks on the stages."""
         for stage in stages:
             stage.register_forward_pre_hook(self._before_forward)
             stage.register_forward_hook(self._after_forward)
@@ -175,7 +177,7 @@ class Injection:
         return output
 
     def gradients(self, gradients: Iterable[Tensor]) -> None:
-        """A step's gradients are there."""
+        """Injects faults into a step's gradients, local parts `[...]`, in place."""
         for fault in self._due("backward", numbers=True):
             if fault.kind == "nan":
                 next(iter(gradients)).fill_(float("nan"))
@@ -183,7 +185,7 @@ class Injection:
 
     @torch.no_grad()
     def updated(self, stages: Iterable[nn.Module]) -> None:
-        """A step's update is done."""
+        """Injects faults into the weights after a step's update."""
         for fault in self._due("optimizer", numbers=True):
             if fault.kind == "corrupt":
                 weights = [local_part(parameter) for stage in stages for parameter in stage.parameters()]
@@ -196,7 +198,7 @@ class Injection:
 
 
 class FaultyReporter:
-    """A reporter through which faults come at the moments that a rank marks."""
+    """A reporter that injects faults at the moments a rank marks."""
 
     def __init__(self, reporter: Reporter, injection: Injection) -> None:
         self._reporter, self._injection = reporter, injection
@@ -216,7 +218,7 @@ class FaultyReporter:
 
 
 class FaultyStore:
-    """A store through which faults come when something is written."""
+    """A store that injects faults before writes."""
 
     def __init__(self, store: ObjectStore, injection: Injection) -> None:
         self._store, self._injection = store, injection
@@ -234,7 +236,7 @@ class FaultyStore:
 
 
 def injection_for(seat: Seat, last_step: int) -> Injection | None:
-    """The faults that this process' environment asks for; None: none, as always outside of tests."""
+    """Returns the faults this process's environment requests; None if it requests none."""
     text = os.environ.get(VARIABLE)
     return Injection(parse_faults(text), seat, last_step) if text else None
 

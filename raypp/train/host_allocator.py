@@ -1,8 +1,8 @@
-"""What a process on CPUs does with memory it has freed: keep it for the next microbatch.
+"""Makes a CPU process keep the memory it frees, for the next microbatch.
 
-glibc gives large blocks back to the system as soon as they are free, and gets them anew, page by page, for the next
-microbatch. A last stage with 8 MiB of logits met 30,000 such pages in each step, which was 4 % of it
-(docs/benchmarks). Kept memory is at most what the process had at its peak.
+glibc returns large free blocks to the system at once, and the next microbatch faults them in again,
+page by page. A last stage with 8 MiB of logits had 30,000 such page faults per step, 4 % of its
+time (docs/benchmarks). The process keeps at most its peak memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Makes this process keep what it frees.
+    """Makes this process keep the memory it frees.
 
-    Whoever has set glibc's allocator by its environment variables has the last word, and other allocators go by their
-    own rules.
+    Does nothing if the user configures glibc's allocator by its environment variables, or if the
+    process uses another allocator.
 
     Returns:
-        Whether it does now.
+        Whether the setting was applied.
     """
     chosen = any(name in environment for name in _SETTINGS)
     if chosen or "glibc.malloc." in environment.get("GLIBC_TUNABLES", ""):

@@ -1,4 +1,4 @@
-"""Telling a rank's own error from one that another rank's death caused."""
+"""Distinguishes a rank's own error from one that the death of another rank caused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 
-# What gloo, NCCL and the key-value store say when the other side is gone or silent.
+# Messages of gloo, NCCL and the key-value store for a peer that is gone or does not answer.
 _PEER_GONE = (
     "connection closed by peer",
     "connection reset by peer",
@@ -24,13 +24,13 @@ _PEER_GONE = (
 
 
 class LostPeerError(RayppError):
-    """Another rank went away; this one is only a witness."""
+    """Another rank died or became unreachable; this rank is not the cause."""
 
     failure_kind = FailureKind.LOST_PEER
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error says that a peer is gone, rather than that this rank did something wrong."""
+    """Whether an error means that a peer is gone, rather than that this rank failed."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     text = str(error).lower()

@@ -1,8 +1,9 @@
-"""Muon: momentum made orthogonal, for the matrices of the hidden layers; AdamW for the rest.
+"""Muon: orthogonalised momentum for the matrices of the hidden layers, AdamW for the rest.
 
-Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), with the scale of Liu et al., "Muon is
-Scalable for LLM Training" (arXiv:2502.16982, section 2.2): an update is multiplied by 0.2 · sqrt(max(rows, columns)),
-which gives it the root mean square that AdamW's usually have. So one learning rate, and AdamW's, fits both halves.
+Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), with the scale of
+Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982, section 2.2): an update is
+multiplied by 0.2 · sqrt(max(rows, columns)), which gives it the typical root mean square of AdamW's
+updates. So one learning rate, AdamW's, fits both halves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RMS = 0.2
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Muon:
-    """The optimizer of these parameters; it tells hidden matrices by their place in `model.layers`."""
+    """Builds Muon over named parameters; hidden matrices are those below `model.layers`."""
     hidden = {id(p) for name, p in named if name.startswith("model.layers.") and p.ndim > 1}
     return Muon(
         [p for _, p in named if id(p) in hidden],
@@ -42,14 +43,18 @@ def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, prec
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly: singular values come out between 0.7 and 1.2.
+    """Approximates the nearest (semi-)orthogonal matrix, with singular values from 0.7 to 1.2.
 
-    A quintic Newton-Schulz iteration: X <- a X + (b A + c A²) X with A = X Xᵀ, five times, from X = M / |M|. The
-    coefficients are Jordan's, chosen for a steep start, not for convergence to 1.
+    A quintic Newton-Schulz iteration: X <- a X + (b A + c A²) X with A = X Xᵀ, five times, from
+    X = M / |M|. The coefficients are Jordan's: chosen for a steep start, not for convergence to 1.
 
     Args:
-        matrix: `[..., rows, columns]`; leading dimensions are matrices of their own.
-        dtype: The iteration's; fp32 keeps meshes within 1e-5 of each other, bf16 is what the method was published with.
+        matrix: `[..., rows, columns]`; leading dims are batches of independent matrices.
+        dtype: The dtype of the iteration. fp32 keeps meshes within 1e-5 of each other; the method
+            was published with bf16.
+
+    Returns:
+        `[..., rows, columns]`, of `dtype`.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -62,19 +67,20 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer: one list of groups, one state.
+    """Muon and AdamW as one optimizer, with one list of groups and one state.
 
-    Its state is `momentum_buffer` for hidden matrices and AdamW's own for the rest. Under FSDP a step is collective
-    over the ranks that share the weights: each matrix is gathered on one of them, which computes its update.
+    The state is `momentum_buffer` for hidden matrices and AdamW's own for the rest. Under FSDP a
+    step is collective over the ranks that share the weights: each matrix is gathered on one of
+    them, which computes its update.
 
     Args:
-        matrices: Parameters of the hidden layers with two dimensions or more (leading ones: experts).
-        rest: AdamW's groups, as its constructor takes them.
-        adamw: Builds that AdamW.
+        matrices: Parameters of the hidden layers, `[..., rows, columns]` (leading dims: experts).
+        rest: AdamW's groups, in the form its constructor takes.
+        adamw: Builds AdamW from these groups.
         lr: Learning rate of both.
-        momentum: Of the moving average; Nesterov's look-ahead is always on.
-        weight_decay: Decoupled, of the matrices.
-        dtype: The iteration's.
+        momentum: Coefficient of the moving average; Nesterov momentum is always on.
+        weight_decay: Decoupled weight decay of the matrices.
+        dtype: The dtype of the Newton-Schulz iteration.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "muon": False})
         self._dtype = dtype
         if self._adamw is not None:
-            # The same groups and the same state, so that whoever sets a rate or loads a checkpoint sees one optimizer.
+            # Shares groups and state: setting a rate or loading a checkpoint sees one optimizer.
             self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
             self._adamw.state = self.state
 
@@ -113,7 +119,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = group["momentum"]
 
         def ahead(index: int) -> Tensor:
-            """This rank's part of the momentum, one step ahead (Nesterov)."""
+            """Returns this rank's part `[...]` of the Nesterov momentum, of its shard's shape."""
             parameter = parameters[index]
             state = self.state[parameter]
             if "momentum_buffer" not in state:
@@ -123,6 +129,7 @@ class Muon(torch.optim.Optimizer):
             return gradient.lerp(average, momentum)
 
         def update(whole: Tensor) -> Tensor:
+            """Orthogonalises a `[..., rows, columns]` matrix; keeps its dtype."""
             return orthogonalised(whole, self._dtype).to(whole.dtype)
 
         for index, direction in apply_to_whole(parameters, ahead, update):

@@ -1,7 +1,8 @@
-"""Which interface a rank's traffic takes, and how NCCL's sockets use it. No torch, no ray.
+"""Chooses the network interface of a rank's traffic and NCCL's sockets. No torch, no ray.
 
-A machine with several networks carries Ray's address on one of them, and may reach its peers over another. The kernel
-knows which: the interface is that of the route to a peer, unless the user has named one.
+On a machine with several networks, Ray's address may be on one of them while the peers are reached
+over another. The kernel's routing table decides: the interface is that of the route to a peer,
+unless the user names one.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# What this process has set itself: a worker lives through several attempts, and may be seated elsewhere in a later one.
+# The variables this process set itself: a later attempt may seat a worker elsewhere.
 _OWN_MARK = "RAYPP_SET_NETWORK"
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of this machine.
+    """A network interface of this machine.
 
     Attributes:
-        name: `eth0`.
-        address: Its first IPv4 address (IPv6 when it has no other); empty when it has none.
-        mbps: Its speed as the driver tells it, in Mbit/s; 0 when it does not.
-        up: Whether it is up and has a carrier.
+        name: For example `eth0`.
+        address: The first IPv4 address (IPv6 if there is none); empty if it has no address.
+        mbps: Speed in Mbit/s as the driver reports it; 0 if it reports none.
+        up: Whether the interface is up and has a carrier.
     """
 
     name: str
@@ -45,14 +46,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The interface a rank uses, and why."""
+    """The interface a rank uses, and the reason."""
 
     interface: Interface
     why: str
 
 
 def interfaces() -> dict[str, Interface]:
-    """Every interface of this machine, by name."""
+    """Returns every interface of this machine, by name."""
     stats, found = psutil.net_if_stats(), {}
     for name, addresses in psutil.net_if_addrs().items():
         by_family = {
@@ -68,7 +69,9 @@ def interfaces() -> dict[str, Interface]:
 
 
 def source_address(peer: str) -> str:
-    """The address this machine's packets to a peer carry, by the kernel's routes. Nothing is sent.
+    """Returns the source address of this machine's packets to `peer`, by the kernel's routes.
+
+    Sends nothing.
 
     Raises:
         UnreachableError: There is no route.
@@ -89,10 +92,10 @@ def source_address(peer: str) -> str:
 
 
 def interface_with(address: str) -> Interface:
-    """The interface that has an address of this machine; for any loopback address the loopback's.
+    """Returns the interface that has an address; for any loopback address, the loopback interface.
 
     Raises:
-        UnreachableError: None has it.
+        UnreachableError: No interface of this machine has the address.
     """
     known = interfaces()
     for name, addresses in psutil.net_if_addrs().items():
@@ -107,7 +110,7 @@ def interface_with(address: str) -> Interface:
 
 
 def interface_to(peer: str) -> Interface:
-    """The interface of the route to a peer.
+    """Returns the interface of the route to a peer.
 
     Raises:
         UnreachableError: There is no route.
@@ -116,34 +119,35 @@ def interface_to(peer: str) -> Interface:
 
 
 def choose_interface(seat: Seat, environment: MutableMapping[str, str] | None = None) -> Chosen:
-    """The interface over which this rank meets the others: the user's, else that of the route to a peer.
+    """Returns the interface for this rank's traffic: the user's, else that of the route to a peer.
 
     Args:
-        seat: `nodes` tells the peers; the interface of Ray's address is used where there are none.
+        seat: `nodes` names the peers; without peers the interface of Ray's address is used.
+        environment: Where the user's variables are read; None: this process's environment.
 
     Raises:
-        UnreachableError: The user named an interface this machine has not, or there is no route.
+        UnreachableError: This machine lacks the interface the user named, or there is no route.
     """
     environment = os.environ if environment is None else environment
     named = _users(environment, "GLOO_SOCKET_IFNAME") or _users(environment, "NCCL_SOCKET_IFNAME")
     if named:
-        # NCCL takes lists and =/^ marks; only a plain name can be looked up.
+        # NCCL accepts lists and the marks = and ^. Only a plain name can be looked up.
         first = named.split(",")[0].lstrip("=")
         known = interfaces()
         match = known.get(first) or next((one for name, one in known.items() if name.startswith(first)), None)
         if named.startswith("^"):
-            return _routed(seat, f", beside NCCL_SOCKET_IFNAME={named}")
+            return _routed(seat, f", with NCCL_SOCKET_IFNAME={named}")
         if match is None:
             what = f"{socket.gethostname()} has no interface {first!r} (named by the job's environment)"
             there = ", ".join(str(one) for one in known.values())
-            raise UnreachableError(Problem("resources.env", what, f"there are: {there}"))
+            raise UnreachableError(Problem("resources.env", what, f"use one of: {there}"))
         return Chosen(match, "named by the job's environment")
     return _routed(seat, "")
 
 
 def _routed(seat: Seat, addition: str) -> Chosen:
     others = [node for node in seat.nodes if node != seat.node]
-    # Rank 0's node is where all meet; whoever is there looks towards the first of the others.
+    # All ranks meet at rank 0's node; ranks on that node take the route to the first other node.
     peer = seat.master_addr if seat.master_addr != seat.node else (others[0] if others else "")
     if peer and others:
         return Chosen(interface_to(peer), f"on the route to {peer}{addition}")
@@ -153,12 +157,12 @@ def _routed(seat: Seat, addition: str) -> Chosen:
 
 
 def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = None) -> tuple[Chosen, list[str]]:
-    """Sets the interface and NCCL's sockets in this process' environment; what the user has set stays.
+    """Sets the interface and NCCL's socket variables in the environment; keeps the user's values.
 
-    Called once per attempt, before the process group is made.
+    Called once per attempt, before the process group is created.
 
     Returns:
-        The interface, and what was set and why, line by line, for the log.
+        The interface, and log lines that say what was set and why.
 
     Raises:
         UnreachableError: See `choose_interface`.
@@ -166,27 +170,29 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = N
     environment = os.environ if environment is None else environment
     chosen = choose_interface(seat, environment)
     settings = dict.fromkeys(INTERFACE_VARIABLES, chosen.interface.name)
-    told = [f"interface {chosen.interface}: {chosen.why}"]
+    lines = [f"interface {chosen.interface}: {chosen.why}"]
     if seat.device == "cuda" and len(set(seat.nodes)) > 1 and not _has_infiniband():
         threads, sockets = nccl_sockets(chosen.interface.mbps)
         settings |= {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(sockets)}
         kept = [name for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD") if _users(environment, name)]
-        mine = f"{threads} threads × {sockets} sockets for each connection"
-        told.append(f"NCCL over Ethernet: {', '.join(kept)} as the user set" if kept else f"NCCL over Ethernet: {mine}")
+        mine = f"{threads} threads × {sockets} sockets per connection"
+        choice = f"{', '.join(kept)} as the user set" if kept else mine
+        lines.append(f"NCCL over Ethernet: {choice}")
     own = []
     for name, value in settings.items():
         if not _users(environment, name):
             environment[name] = value
             own.append(name)
     environment[_OWN_MARK] = ",".join(own)
-    return chosen, told
+    return chosen, lines
 
 
 def nccl_sockets(mbps: int) -> tuple[int, int]:
-    """(threads, sockets per thread) with which NCCL fills a link: one connection fills 10 Gbit/s, none 100.
+    """Returns (threads, sockets per thread) for NCCL to fill a link.
 
-    NCCL's own default is 1 × 1 outside of the clouds it knows. Its documentation gives 4 × 4 for 100 Gbit/s. An
-    interface that does not tell its speed is taken for a fast virtual one.
+    One TCP connection fills 10 Gbit/s but not 100. NCCL's default is 1 × 1 outside of the clouds it
+    knows; its documentation recommends 4 × 4 for 100 Gbit/s. An interface that does not report its
+    speed is assumed to be a fast virtual one.
     """
     if 0 < mbps <= 10_000:
         return 1, 1
@@ -194,7 +200,7 @@ def nccl_sockets(mbps: int) -> tuple[int, int]:
 
 
 def _users(environment: MutableMapping[str, str], name: str) -> str:
-    """A variable's value, unless this process has set it itself."""
+    """Returns a variable's value, or "" if this process set it itself."""
     return "" if name in environment.get(_OWN_MARK, "").split(",") else environment.get(name, "")
 
 

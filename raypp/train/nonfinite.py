@@ -1,4 +1,4 @@
-"""A step whose loss or gradients are NaN or infinite: noticed by all ranks alike, traced to where it began."""
+"""Handles a step whose loss or gradients are NaN or infinite, and finds where they began."""
 
 from __future__ import annotations
 
@@ -22,29 +22,34 @@ from raypp.spec.job import Job
 from raypp.train.reduce import GlobalSums
 
 _MOST_IN_A_ROW = 3
-"""Skipped steps, one after the other, that end the run: the weights themselves are hardly well then."""
-_LETTER_BYTES = 512
-_NAMES_TOLD = 3
+"""Consecutive skipped steps that end the run: the weights themselves are then probably bad."""
+_MESSAGE_BYTES = 512
+_NAMES_SHOWN = 3
 
 
 class NonFiniteError(RayppError):
-    """Loss or gradients of a step are not finite; raised on every rank alike. The weights were not touched."""
+    """A step's loss or gradients are not finite. Raised on every rank; no weight was changed."""
 
     failure_kind = FailureKind.NONFINITE
 
 
 class BrokenWeightsError(RayppError):
-    """Weights are NaN or infinite; raised on every rank alike. Only what was saved before helps."""
+    """Weights are NaN or infinite. Raised on every rank; only an earlier checkpoint helps."""
 
     failure_kind = FailureKind.CORRUPT
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first place with a number that is not finite, as one rank saw it.
+    """The first non-finite number that one rank saw.
 
     Attributes:
         what: `output` of a module in a forward, or `gradient` of its output in a backward.
+        rank: The rank that saw it.
+        label: That rank's coordinates.
+        stage: The pipeline stage.
+        microbatch: The microbatch.
+        module: Name of the module within the stage.
         action: The schedule's action, such as 1F7.
     """
 
@@ -58,15 +63,14 @@ class Origin:
 
 
 class FiniteGuard:
-    """Decides what follows a step that is not finite.
+    """Decides what to do about a step that is not finite.
 
     Args:
         job: The job; `recovery.on_nonfinite` decides.
-        seat: This rank's.
-        stages: Its stages.
-        runtime: That runs them.
-        names: Of all parameters of the model, in the order of `GlobalSums.squares`.
-        tell: Hears events; on one rank.
+        seat: This rank's seat.
+        stages: This rank's stages.
+        runtime: The runtime that runs them.
+        names: All parameters of the model, in the order of `GlobalSums.squares`.
     """
 
     def __init__(
@@ -75,36 +79,40 @@ class FiniteGuard:
         self._job, self._seat, self._stages, self._runtime, self._names = job, seat, stages, runtime, names
         self._in_a_row = 0
 
-    def fine(self, sums: GlobalSums) -> bool:
-        """Whether a step's sums are finite; the same on all ranks. Forgets skipped steps when they are."""
+    def is_finite(self, sums: GlobalSums) -> bool:
+        """Whether a step's sums are finite, the same on all ranks. If so, resets the skip count."""
         if math.isfinite(sums.loss) and math.isfinite(sums.grad_norm):
             self._in_a_row = 0
             return True
         return False
 
-    def met(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
-        """A step is not finite: returns when it is to be skipped. Collective over the world.
+    def handle(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
+        """Handles a step that is not finite; returns if it is to be skipped.
+
+        Collective over the world.
 
         Args:
-            again: Computes the step's forwards and backwards once more, from the same numbers.
-            tell: Hears of the skipped step; on one rank.
+            step: The step's number.
+            sums: The step's sums.
+            again: Repeats the step's forwards and backwards from the same numbers.
+            tell: Called with the `step_skipped` event.
 
         Raises:
-            BrokenWeightsError: Weights are not finite, so that no later step can be.
-            NonFiniteError: By `recovery.on_nonfinite`, or because too many steps in a row were skipped.
+            BrokenWeightsError: Weights are not finite, so no later step can be.
+            NonFiniteError: By `recovery.on_nonfinite`, or too many consecutive steps were skipped.
         """
         self._in_a_row += 1
         if self._weights_are_broken():
-            what = f"step {step}: {self._what(sums)}, because weights are not finite: an update before it broke them"
+            what = f"step {step}: {self._what(sums)}, because weights are not finite: an earlier update broke them"
             raise BrokenWeightsError(what)
-        words = f"step {step}: {self._what(sums)}; {self._origin_in_words(again)}"
+        words = f"step {step}: {self._what(sums)}; {self._describe_origin(again)}"
         policy = self._job.recovery.on_nonfinite
         if policy != "skip":
             raise NonFiniteError(f"{words} (recovery.on_nonfinite: {policy})")
         if self._in_a_row >= _MOST_IN_A_ROW:
             raise NonFiniteError(f"{words}; {self._in_a_row} steps in a row were not finite, so skipping does not help")
-        told = f"{words}; the weights stay as they were"
-        tell(Event("step_skipped", told, attempt=self._seat.attempt, step=step))
+        message = f"{words}; the weights are unchanged"
+        tell(Event("step_skipped", message, attempt=self._seat.attempt, step=step))
 
     def _weights_are_broken(self) -> bool:
         """Whether some rank holds a weight that is not finite. Collective over the world."""
@@ -121,19 +129,19 @@ class FiniteGuard:
             name for name, square in zip(self._names, sums.squares.tolist(), strict=True) if not math.isfinite(square)
         ]
         if broken:
-            shown = ", ".join(broken[:_NAMES_TOLD])
-            more = f" and {len(broken) - _NAMES_TOLD} more" if len(broken) > _NAMES_TOLD else ""
+            shown = ", ".join(broken[:_NAMES_SHOWN])
+            more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
             found.append(f"the gradients of {shown}{more} are not finite")
         return " and ".join(found) or "the gradient norm is not finite"
 
-    def _origin_in_words(self, again: Callable[[], None]) -> str:
+    def _describe_origin(self, again: Callable[[], None]) -> str:
         if self._job.train.compile:
-            return "where it began cannot be seen in compiled blocks (train.compile)"
+            return "its origin cannot be found in compiled blocks (train.compile)"
         with _watched(self._stages, self._runtime, self._seat) as seen:
             again()
         origin = first_of(_gathered(seen[0] if seen else None))
         if origin is None:
-            return "it did not come again when the step was computed once more: an error of a device, memory or link"
+            return "it did not recur when the step was repeated: a fault of a device, its memory or a link"
         return (
             f"first in the {origin.what} of {origin.module or 'the stage'}, microbatch {origin.microbatch} of stage "
             f"{origin.stage} on rank {origin.rank} ({origin.label})"
@@ -141,7 +149,10 @@ class FiniteGuard:
 
 
 def first_of(found: Sequence[Origin]) -> Origin | None:
-    """The origin among what every rank saw first: of forwards the earliest stage, else of backwards the latest."""
+    """Picks the origin from the ranks' observations.
+
+    The earliest stage's forward output, or the latest stage's gradient if no output is affected.
+    """
     forwards = [origin for origin in found if origin.what == "output"]
     if forwards:
         return min(forwards, key=lambda origin: (origin.stage, origin.microbatch, origin.rank))
@@ -150,7 +161,7 @@ def first_of(found: Sequence[Origin]) -> Origin | None:
 
 @contextmanager
 def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -> Iterator[list[Origin]]:
-    """Looks at what every module of the stages puts out, and at the gradients that come back to it."""
+    """Records the first non-finite output of a module, or gradient of an output, in `stages`."""
     seen: list[Origin] = []
 
     def note(what: str, name: str) -> None:
@@ -161,6 +172,7 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
             seen.append(Origin(what, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
 
     def back(name: str) -> Callable[[Tensor], None]:
+        """Returns a hook for the gradient `[...]` of a module's output."""
         return lambda gradient: None if _finite(gradient) else note("gradient", name)
 
     def look(name: str) -> Callable[..., None]:
@@ -182,15 +194,19 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
 
 
 def _finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor `[...]` are finite."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _gathered(own: Origin | None) -> list[Origin]:
-    """What every rank saw, as JSON in letters of one length: nothing that a peer sends is unpickled."""
+    """Gathers every rank's observation, collectively over the world.
+
+    Sent as JSON in uint8 tensors `[512]`: nothing that a peer sends is unpickled.
+    """
     text = json.dumps(asdict(own)).encode() if own is not None else b""
-    letter = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
-    letter[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else letter[:0]
-    letters = [torch.empty_like(letter) for _ in range(dist.get_world_size())]
-    dist.all_gather(letters, letter)
-    texts = (bytes(one.tolist()).rstrip(b"\0") for one in letters)
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(messages, message)
+    texts = (bytes(one.tolist()).rstrip(b"\0") for one in messages)
     return [Origin(**json.loads(text)) for text in texts if text]

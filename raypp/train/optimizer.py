@@ -1,4 +1,4 @@
-"""Optimizers and the learning rate over the steps."""
+"""Builds optimizers and computes the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
 def build_optimizer(
     stages: Iterable[nn.Module], options: OptimizerOptions, precision: str = "fp32"
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the parameters of some stages.
+    """Builds the job's optimizer over the parameters of this rank's stages.
 
-    Weight decay is decoupled from the gradient and works on matrices only (norm gains and biases are left alone). Under
-    FSDP a step of muon is collective over the ranks that share the weights; the others need no communication.
+    Weight decay is decoupled from the gradient and applies to matrices only (not to norm gains and
+    biases). Under FSDP a step of muon is collective over the ranks that share the weights. The
+    other optimizers do not communicate.
+
+    An optimizer is a module of this package with a `KIND` and `build(named, options, precision)`,
+    where `named` pairs parameters with their global names.
 
     Args:
-        stages: This rank's stages; muon tells hidden matrices by their place in `model.layers`.
+        stages: This rank's stages; muon recognises hidden matrices by their place in
+            `model.layers`.
         options: `train.optimizer`.
-        precision: `train.precision`; what muon's iteration is computed in.
-
-    An optimizer is a module here with a `KIND` and `build(named, options, precision)`: parameters with their global
-    names, `train.optimizer`, and `train.precision`.
+        precision: `train.precision`; decides the dtype of muon's iteration.
     """
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
     build = OPTIMIZERS.get(options.kind, key="train.optimizer.kind").build()
@@ -35,7 +37,7 @@ def build_optimizer(
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups as torch's optimizers take them: matrices with weight decay, the rest without."""
+    """Returns torch parameter groups: only parameters with two or more dims decay."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -44,9 +46,10 @@ def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[di
 
 
 def learning_rate(step: int, train: TrainSection) -> float:
-    """The learning rate of a step, 1-based: linear warm-up, then the schedule's shape down to min_ratio at the end.
+    """Returns the learning rate of a step (1-based).
 
-    A function of the step alone, so that nothing of it needs saving.
+    Linear warm-up, then the schedule's shape down to `min_ratio` at the last step. It depends on
+    the step alone, so a checkpoint need not save it.
     """
     peak, schedule = train.optimizer.lr, train.lr_schedule
     if step <= schedule.warmup_steps:
@@ -63,5 +66,6 @@ def _shape(step: int, steps: int, schedule: LrSchedule) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = value

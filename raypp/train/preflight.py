@@ -1,8 +1,9 @@
-"""A small transfer between every two nodes before the ranks join: a wrong interface is named instead of hung on.
+"""Tests the link between every two nodes before the ranks join, so that a wrong interface is named.
 
-A process group that cannot connect waits for minutes and then says "timed out". Here each node's first rank listens on
-the interface its traffic will take, tells the others where, and connects to every later node; both directions carry
-more bytes than one packet holds, so that a wrong MTU shows, too. No torch.
+A process group that cannot connect hangs for minutes and then reports "timed out". Here the first
+rank of each node listens on the interface its traffic takes, publishes the address, and connects to
+every later node. Both directions carry more bytes than one packet holds, which also exposes a wrong
+MTU. No torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
+from raypp.retry import Backoff
 from raypp.train.network import Chosen, interface_to
 
 _PAYLOAD = 256 * 1024
@@ -27,12 +29,12 @@ _SMALL_PAYLOAD = 16 * 1024
 _HELLO = 96
 _CONNECT_S = 10.0
 _MEET_S = 300.0
-"""Another node may still import torch; one that does not answer at all is told after `2 · _CONNECT_S`."""
-_TOLD_IN_FULL = 3
+"""Another node may still be importing torch. No answer at all fails after `2 · _CONNECT_S`."""
+_SHOWN_IN_FULL = 3
 
 
 class Rendezvous(Protocol):
-    """What of torch's store is used."""
+    """The methods of torch's key-value store that this module uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -41,12 +43,13 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True)
 class LinkReport:
-    """One pair of nodes, as the one that connected saw it.
+    """The link between two nodes, as measured by the node that connected.
 
     Attributes:
-        node, peer: The addresses by which raypp knows them.
-        seconds: One small message there and back.
-        mbps: Of the transfer, both directions one after the other; a rough number.
+        node, peer: The nodes' addresses as raypp knows them.
+        interface: Name of the interface on `node`.
+        seconds: Round trip of one small message.
+        mbps: Rate of the transfer, both directions in turn; a rough number.
     """
 
     node: str
@@ -61,12 +64,13 @@ class LinkReport:
 
 
 def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> None:
-    """Returns when rank 0's node answers at the place where the ranks meet.
+    """Waits until rank 0's node answers at the rendezvous address.
 
-    A refused connection means that the node is there and its rank is not yet; anything else is the network.
+    A refused connection means that the node is up and its rank 0 is not yet listening. Any other
+    failure is one of the network.
 
     Raises:
-        UnreachableError: It does not answer; says over which interface it was tried.
+        UnreachableError: No answer in time; names the interface that was used.
     """
     end = time.monotonic() + patience_s
     while True:
@@ -76,7 +80,7 @@ def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> 
         except OSError as error:
             refused = error.errno == errno.ECONNREFUSED
             if time.monotonic() > end or (not refused and time.monotonic() > end - patience_s + 2 * _CONNECT_S):
-                why = "nothing listens there" if refused else _words(error)
+                why = "nothing listens there" if refused else _reason(error)
                 raise UnreachableError(
                     Problem(
                         "network",
@@ -92,16 +96,21 @@ def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> 
 
 
 def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float = _MEET_S) -> list[LinkReport]:
-    """Tries this node's links. Called by every node's first rank, once per attempt; nothing happens on one node.
+    """Tests this node's links. Every node's first rank calls it once per attempt.
+
+    Does nothing if there is only one node.
 
     Args:
-        store: Where the ranks meet; only these keys of it are used: `preflight/N`.
+        seat: This rank's seat.
+        chosen: The interface of this rank's traffic.
+        store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
+        patience_s: How long to wait for the other nodes.
 
     Returns:
-        The links to all nodes of a higher number.
+        The links to all nodes with a higher number.
 
     Raises:
-        UnreachableError: A pair that does not work: which, over which interface, and what to set.
+        UnreachableError: A link does not work; names the nodes, the interfaces and the fix.
     """
     count = len(dict.fromkeys(seat.nodes))
     if count < 2 or seat.local_rank != 0:
@@ -122,9 +131,9 @@ def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float
             number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
         }
         later = sorted(number for number in places if number > seat.node_rank)
-        reports = [_try(seat, chosen, places[number], payload) for number in later]
+        reports = [_measure(seat, chosen, places[number], payload) for number in later]
         store.set(f"preflight/{seat.node_rank}/done", "")
-        # Whoever is to connect to this node must find it listening.
+        # Nodes with a lower number still have to connect to this listener.
         for number in sorted(set(places) - set(later)):
             _await(store, f"preflight/{number}/done", patience_s)
     return reports
@@ -136,7 +145,7 @@ def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dic
         raise UnreachableError(
             Problem(
                 "network",
-                f"the ranks of node {node} did not come to the preflight within {patience_s:.0f} s",
+                f"the ranks of node {node} did not reach the network check within {patience_s:.0f} s",
                 "see the log of the first rank there; `raypp doctor` tries every pair",
             )
         )
@@ -144,17 +153,11 @@ def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dic
 
 
 def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
-    """Asks, because a store's own wait may not end before its timeout of minutes."""
-    end, pause = time.monotonic() + patience_s, 0.002
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(0.1, pause * 1.5)
-    return True
+    """Polls for a key, because the store's own wait may outlast its timeout by minutes."""
+    return Backoff(patience_s, first_s=0.002, longest_s=0.1, factor=1.5).wait(lambda: store.check([key]))
 
 
-def _try(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> LinkReport:
+def _measure(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> LinkReport:
     peer, address = str(place["node"]), str(place["address"])
     try:
         with socket.create_connection((address, int(place["port"])), timeout=_CONNECT_S) as link:
@@ -165,18 +168,18 @@ def _try(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> Lin
             answer = _receive(link, _HELLO)
             seconds = time.perf_counter() - start
             if answer != _hello(str(place["identity"])):
-                raise _fault(seat, chosen, place, "somebody else answers at this address")
+                raise _link_error(seat, chosen, place, "another process answers at this address")
             start = time.perf_counter()
             link.sendall(bytes(payload))
             _receive(link, payload)
             taken = max(1e-9, time.perf_counter() - start)
     except OSError as error:
-        raise _fault(seat, chosen, place, _words(error)) from None
+        raise _link_error(seat, chosen, place, _reason(error)) from None
     return LinkReport(seat.node, peer, chosen.interface.name, seconds, 2 * payload * 8 / taken / 1e6)
 
 
-def _fault(seat: Seat, chosen: Chosen, place: dict[str, Any], why: str) -> UnreachableError:
-    """Names the pair, both interfaces, and what would be right."""
+def _link_error(seat: Seat, chosen: Chosen, place: dict[str, Any], why: str) -> UnreachableError:
+    """Returns an error that names both nodes, both interfaces and the right interface."""
     peer, address = str(place["node"]), str(place["address"])
     what = (
         f"{seat.node} (interface {chosen.interface.name}, {chosen.why}) cannot exchange data with {peer} at {address} "
@@ -190,23 +193,23 @@ def _fault(seat: Seat, chosen: Chosen, place: dict[str, Any], why: str) -> Unrea
         named = "named" in chosen.why or "named" in str(place["why"])
         if named:
             fix = (
-                "take GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME out of resources.env, or name the interface of the "
+                "remove GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME from resources.env, or name the interface of the "
                 f"route between them: on {seat.node} that is {right.name} ({right.address}) to {peer}"
             )
     return UnreachableError(Problem("resources.env" if "named" in chosen.why else "network", what, fix))
 
 
 def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
-    """One line for all links of a node: a few in full, of many the slowest."""
+    """Describes all links of a node in one line: up to three in full, else the slowest."""
     head = f"interface {chosen.interface} ({chosen.why})"
-    if len(reports) <= _TOLD_IN_FULL:
+    if len(reports) <= _SHOWN_IN_FULL:
         return f"{head}; links {'; '.join(map(str, reports))}"
     slowest = min(reports, key=lambda report: report.mbps)
     return f"{head}; {len(reports)} links work, the slowest: {slowest}"
 
 
 class _Listener:
-    """Answers the nodes that connect: says who it is, and gives back what it gets."""
+    """Answers nodes that connect: sends its identity and echoes the payload."""
 
     def __init__(self, address: str, identity: str, payload: int) -> None:
         self._identity = identity
@@ -222,7 +225,7 @@ class _Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Closing alone leaves the thread in accept.
+        # close() alone leaves the thread blocked in accept().
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -258,5 +261,5 @@ def _receive(link: socket.socket, count: int) -> bytes:
     return bytes(got)
 
 
-def _words(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return "no answer within 10 s" if isinstance(error, TimeoutError) else (error.strerror or str(error))

@@ -1,4 +1,4 @@
-"""Joining an attempt: rendezvous, process group, device, from a seat alone."""
+"""Joins an attempt from a seat: rendezvous, process group, device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from raypp.train.preflight import check_links, links_in_words, wait_for_master
 
 log = logging.getLogger(__name__)
 
-# The first step may compile and connect; a peer that died is noticed by its closed connection, not by this.
+# The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
 _CONNECT_S = 2.0
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 
 
 def pick_device(seat: Seat) -> torch.device:
-    """The seat's device, made current; also how many threads a CPU rank computes with (OMP_NUM_THREADS, else 1), and
-    that it keeps the memory it frees."""
+    """Returns the seat's device and makes it current.
+
+    A CPU rank computes with OMP_NUM_THREADS threads (default 1) and keeps the memory it frees.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if seat.device == "cuda":
         torch.cuda.set_device(seat.device_index)
@@ -42,19 +44,23 @@ def pick_device(seat: Seat) -> torch.device:
 
 
 def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: float = _STARTUP_S) -> TCPStore:
-    """The key-value store ranks meet at.
+    """Connects to the key-value store the ranks meet at.
 
     Args:
-        serve: This process serves it. Under torchrun nobody does whose agent already serves one there.
+        address: Rank 0's address.
+        port: The store's port.
+        world: Number of ranks.
+        serve: Whether this process serves the store. Ignored if torchrun's agent serves one.
+        timeout_s: The store's timeout, and how long to wait for its server.
 
     Raises:
-        UnreachableError: The port has been taken by somebody else since it was chosen.
+        UnreachableError: Another process has taken the port since it was chosen.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = serve and not agent_serves
     if not serve:
         _wait_for_server(address, port, timeout_s)
-    # Nobody is waited for in the constructor, where no cut connection makes a rank come free.
+    # The constructor does not wait for other ranks: there, a cut connection would not unblock it.
     timeout = timedelta(seconds=timeout_s)
     try:
         return TCPStore(address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False)
@@ -67,11 +73,12 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
 
 def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """Waits until somebody listens there. A rank that is told to leave comes free, which it would not in TCPStore's own
-    attempts to connect.
+    """Waits until the store's server listens.
+
+    Unlike TCPStore's own attempts to connect, this wait ends when the attempt is aborted.
 
     Raises:
-        DistNetworkError: The attempt is left, or nobody listened in time.
+        DistNetworkError: The attempt is aborted, or nothing listens in time.
     """
     began, pause_s = time.monotonic(), _ASK_EVERY_S
     while True:
@@ -83,7 +90,7 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
             if cut_since(port, began) or time.monotonic() - began > timeout_s:
                 raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
         time.sleep(pause_s)
-        pause_s = min(_ASK_SELDOM_S, 1.5 * pause_s)  # each try takes a port for a moment: it could be the server's
+        pause_s = min(_ASK_SELDOM_S, 1.5 * pause_s)  # each try briefly takes a port, which could be the server's
 
 
 @contextmanager
@@ -93,24 +100,24 @@ def joined(
     store: TCPStore | None = None,
     tell: Callable[[Event], None] = lambda _event: None,
 ) -> Iterator[TCPStore]:
-    """Joins the attempt's process group and leaves it at the end. Collective over the world.
+    """Joins the attempt's process group, and leaves it at the end. Collective over the world.
 
-    CPU tensors always travel by gloo, also beside NCCL: what ranks agree on each step needs no device.
+    CPU tensors always use gloo, also with NCCL: the ranks agree on each step without the device.
 
     Args:
-        seat: This rank's place.
-        hang_timeout_s: Longest a collective may take once the run is under way.
-        store: Where the ranks meet; None: rank 0 serves one at the seat's address.
-        tell: Hears over which interface this node's traffic goes, and how its links are, when there are other nodes.
+        seat: This rank's seat.
+        hang_timeout_s: Maximum duration of a collective once the run is under way.
+        store: The store the ranks meet at. None: rank 0 serves one at the seat's address.
+        tell: Called with the interface and the links of this node, if there are other nodes.
 
     Yields:
-        That store.
+        The store the ranks met at.
 
     Raises:
-        UnreachableError: Two nodes do not reach each other; says which, over which interfaces, and what to set.
+        UnreachableError: Two nodes cannot reach each other; names the nodes, interfaces and fix.
     """
-    chosen, told = prepare_network(seat)
-    for line in told:
+    chosen, lines = prepare_network(seat)
+    for line in lines:
         log.info("rank %d: %s", seat.rank, line)
     backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
     timeout_s = max(_STARTUP_S, hang_timeout_s)
@@ -121,7 +128,7 @@ def joined(
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
     if reports := check_links(seat, chosen, attempt_store):
         tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
-    # After a join that failed half-way this process would wait for the others under a name that new ones do not use.
+    # After a join that failed half-way this process would use group names that new ones do not.
     restart_group_names()
     dist.init_process_group(
         backend,

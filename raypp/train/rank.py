@@ -1,4 +1,4 @@
-"""`run_rank`: the whole life of a rank in one attempt, told from top to bottom."""
+"""`run_rank`: the whole life of a rank in one attempt, in order."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from raypp.train.stragglers import Pace, SpikeWatch
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
-    """Trains until the job's steps are done or the operator wants a stop.
+    """Trains until the job's steps are done or the operator requests a stop.
 
     Collective over the attempt: every rank of the mesh must call it with its own seat.
 
     Args:
         job: The job, resolved.
-        seat: This rank's place and how to meet the others.
-        reporter: Where steps and events go, and where requests come from.
-        rendezvous: Where the ranks meet, when it is there already; None: rank 0 serves one at the seat's address.
+        seat: This rank's place in the mesh and the rendezvous address.
+        reporter: Takes steps and events, and returns the operator's requests.
+        rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
 
     Raises:
-        LostPeerError: Another rank died; this one is not to blame.
-        DeviceMemoryError: The device's memory is not enough.
-        RayppError: Something the user can act on (data, checkpoint, store).
+        LostPeerError: Another rank died; this rank did not fail.
+        DeviceMemoryError: The device is out of memory.
+        RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
     try:
         with ExitStack() as stack:
-            return _live(job, seat, reporter, stack, rendezvous)
+            return _run_attempt(job, seat, reporter, stack, rendezvous)
     except Exception as error:
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
         if out_of_device_memory(error):
-            what = f"the device's memory is not enough: {type(error).__name__}: {error}"
+            what = f"out of device memory: {type(error).__name__}: {error}"
             raise DeviceMemoryError(what) from error
         raise
 
 
-def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
+def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
     start = Stopwatch()
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
@@ -116,14 +116,14 @@ def _live(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous
     except RayppError as error:
         kind = error.failure_kind
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
-            tier.close(delete=True)  # only what was committed before is trusted
+            tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
         raise
 
 
 def _assembled(
     job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None, start: Stopwatch
 ) -> AbstractContextManager[AssembledRank]:
-    """The rank, without weights yet; the reporter hears of its phases, the stopwatch has their seconds."""
+    """Assembles the rank without initial weights; reports and times its phases."""
 
     def part(name: str) -> AbstractContextManager[None]:
         if name != "data":
@@ -143,7 +143,7 @@ def _assembled(
 
 
 def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
-    """Compares weights that several ranks hold; None without such, or when the job does not want it.
+    """Builds the check of weights that several ranks hold; None if there are none or it is off.
 
     Collective over the world.
     """
@@ -164,7 +164,7 @@ def _train(
     restored: int,
     start: Stopwatch,
 ) -> RankResult:
-    """The loop. A request is acted on between two steps, at the same one on every rank."""
+    """Runs the training loop. All ranks act on a request between the same two steps."""
     job, seat = runner.job, runner.seat
     done = saved = restored
     position = runner.loader.position()
@@ -189,15 +189,13 @@ def _train(
         report = runner.run(done + 1, read, watch)
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:
-            words = (
-                f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times that of the last steps ({usual:.4f})"
-            )
+            words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"
             reporter.event(Event("loss_spike", words, attempt=seat.attempt, step=done + 1))
         recent.add(report)
         done, position = done + 1, runner.loader.position()
         last = done == job.train.steps
         due = last or (every and done % every == 0)
-        # What all ranks knew at the start of the step: a save they skip, they skip alike.
+        # All ranks agreed on `saving` at the start of the step, so all of them skip the same save.
         if due and not last and read.plan.saving and job.checkpoint.if_busy == "skip":
             saver.skip(done)
         elif due:
@@ -210,8 +208,8 @@ def _train(
             if done == restored + 1:
                 seconds = {name: round(value, 4) for name, value in start.parts.items()}
                 seconds["first step"] = round(report.step_s, 4)
-                told = {"seconds": seconds}
-                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=told))
+                parts = {"seconds": seconds}
+                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=parts))
         if evaluator is not None and evaluation_due(done, job):
             evaluation = evaluator.run()
             if seat.rank == 0:
@@ -229,7 +227,7 @@ def _keep(
     position: dict[str, object],
     agreed: SnapshotState,
 ) -> None:
-    """A snapshot in memory, when one is due. Rank 0's has the recent reports: it alone tells them again."""
+    """Takes a snapshot in memory if one is due. Only rank 0's holds the recent reports."""
     reports = recent.json_text if runner.seat.rank == 0 else lambda: "[]"
     tier.step_begins(
         done,

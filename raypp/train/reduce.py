@@ -1,8 +1,11 @@
-"""Loss and gradient norm over the whole mesh, by one collective whose result no mesh changes.
+"""Sums the loss and the gradient norm over the world with one collective; no mesh changes the bits.
 
-The norm of every parameter is squared and put at that parameter's place in one vector over all names of the model,
-in a fixed order; ranks that do not hold a parameter contribute exact zeros. After the sum over the world every rank
-adds the vector up in the same order. So a pipeline of any cut gives the bits of the one-process run.
+The squared norm of every parameter has its own place in one vector over all names of the model, in
+a fixed order. Ranks that do not hold a parameter contribute exact zeros. After the sum over the
+world, every rank adds the vector up in the same order. So a pipeline of any cut gives the bits of a
+single process.
+
+Legend: P parameters of the model, N extra numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from raypp.torch_private import foreach_mul_, foreach_norm
 
 @dataclass(frozen=True)
 class GlobalSums:
-    """Over all ranks.
+    """Sums over all ranks.
 
     Attributes:
-        loss: Sum of token losses.
+        loss: Sum of the token losses.
         grad_norm: 2-norm of the undivided gradient sum.
-        extra: Sums of what else was given.
-        squares: Squared norm of each parameter's gradient, fp64, in the order of the names.
+        extra: `[N]`, fp64: sums of the extra numbers.
+        squares: `[P]`, fp64: squared norm of each parameter's gradient, in the order of the names.
     """
 
     loss: float
@@ -37,11 +40,11 @@ class GlobalSums:
 
 
 class GradientReducer:
-    """Sums, scales and clips the gradients of this rank's stages.
+    """Computes sums over the gradients of this rank's stages.
 
     Args:
         stages: This rank's stages, sharded or not.
-        names: Global names of all parameters of the model, in the order that fixes the sum.
+        names: Global names of all P parameters of the model, in the order of the sum.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
@@ -57,7 +60,7 @@ class GradientReducer:
         self._counted = torch.tensor(counted, dtype=torch.float64)
 
     def gradients(self) -> list[Tensor]:
-        """The local part of every gradient; a parameter that got none has a gradient of zero."""
+        """Returns the local part `[...]` of every gradient; zeros if a parameter has none."""
         found = []
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -66,19 +69,21 @@ class GradientReducer:
         return found
 
     def sums(self, gradients: Sequence[Tensor], loss_sum: float, extra: Tensor | None = None) -> GlobalSums:
-        """The global loss sum and gradient norm. Collective over the world: all must call it, once per step.
+        """Computes the global loss sum and gradient norm.
+
+        Collective over the world: every rank must call it once per step.
 
         Args:
-            gradients: From `gradients()`.
-            loss_sum: Sum of this rank's token losses; 0 where the last stage is elsewhere, and on all but one of
-                the ranks that computed the same loss.
-            extra: More numbers to add up over the world, fp64 `[n]`, as many on every rank.
+            gradients: From `gradients()`: local shards `[...]`.
+            loss_sum: Sum of this rank's token losses; 0 on ranks without the last stage, and on all
+                but one of the ranks that computed the same loss.
+            extra: `[N]`, fp64: more numbers to sum over the world; N is the same on every rank.
         """
         more = torch.zeros(0, dtype=torch.float64) if extra is None else extra
         vector = torch.zeros(self._size, dtype=torch.float64)
         if gradients:
             norms = torch.stack(foreach_norm(list(gradients))).double().cpu()
-            # Added, not assigned: the two ends of a tied embedding may both be here, and have one place.
+            # Added, not assigned: both ends of a tied embedding may be here; they share a place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
         vector = torch.cat((vector, torch.tensor([loss_sum], dtype=torch.float64), more))
         dist.all_reduce(vector)
@@ -87,11 +92,11 @@ class GradientReducer:
 
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:
-    """What the accumulated gradients are multiplied with: 1 / tokens, and the clip to a global norm in the same go.
+    """Returns the factor for the accumulated gradients: 1 / tokens, and the clip to a global norm.
 
     Args:
         grad_norm: Norm of the undivided sum.
-        tokens: Global count of tokens with a label, > 0.
+        tokens: Global number of tokens with a label, > 0.
         clip_norm: Largest norm of the mean gradient; None: no clipping.
     """
     mean_norm = grad_norm / tokens
@@ -101,6 +106,6 @@ def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiplies every local gradient in place."""
+    """Multiplies every local gradient `[...]` by `factor`, in place."""
     if gradients:
         foreach_mul_(list(gradients), factor)

@@ -1,4 +1,4 @@
-"""Weights that several ranks hold must be the same bits. A checksum that travels before each save tells when not."""
+"""Verifies before each save that ranks which hold the same weights hold the same bits."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
 
 _NONE = -(2**62)
-_NAMES_TOLD = 3
+_NAMES_SHOWN = 3
 _MASK = 2**61 - 1
 _PIECE = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDifferError(RayppError):
-    """Ranks that hold the same weights hold different bits; raised on every rank alike."""
+    """Ranks that hold the same weights hold different bits. Raised on every rank."""
 
     failure_kind = FailureKind.CORRUPT
 
 
 class ReplicaCheck:
-    """Compares what should be equal: parameters along dp_replicate, and both ends of a tied embedding.
+    """Compares weights that must be equal: along dp_replicate, and both ends of a tied embedding.
 
     Args:
         stages: This rank's stages.
-        names: Of all parameters of the model, in an order that all ranks share.
-        labels: Of every rank.
+        names: All parameters of the model, in the same order on all ranks.
+        labels: Coordinates of every rank.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
@@ -47,10 +47,10 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Collective over the world, between two steps.
+        """Compares the checksums of all ranks. Collective over the world, between two steps.
 
         Raises:
-            ReplicasDifferError: Says which parameters differ between which ranks.
+            ReplicasDifferError: Names the parameters that differ, and the ranks.
         """
         slots = len(self._names) * self._shards
         sums: dict[int, list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ class ReplicaCheck:
             self._raise(differing, sums)
 
     def _raise(self, differing: Sequence[int], sums: Mapping[int, Sequence[int]]) -> None:
-        """Everybody tells its checksums of what differs; the ranks that most others disagree with are named."""
+        """Gathers the checksums of differing shards and raises; names the ranks in the minority."""
         own = torch.full((len(differing),), _NONE, dtype=torch.int64)
         for position, slot in enumerate(differing):
             if slot in sums:
@@ -82,11 +82,12 @@ class ReplicaCheck:
 
 
 def difference_in_words(names: Sequence[str], table: Sequence[Mapping[int, int]], labels: Sequence[str]) -> str:
-    """Which ranks stand alone.
+    """Describes which ranks differ from the others.
 
     Args:
         names: Parameters that differ.
         table: For each difference, the checksum of each rank that holds the weights.
+        labels: Coordinates of every rank.
     """
     odd: set[int] = set()
     undecided: set[int] = set()
@@ -97,21 +98,27 @@ def difference_in_words(names: Sequence[str], table: Sequence[Mapping[int, int]]
         else:
             undecided |= held.keys()
 
-    def told(ranks: set[int]) -> str:
+    def named(ranks: set[int]) -> str:
         return ", ".join(f"rank {rank} ({labels[rank]})" for rank in sorted(ranks)[:8])
 
-    shown = ", ".join(names[:_NAMES_TOLD])
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     who = []
     if odd:
-        who.append(f"{told(odd)} differs from most others")
+        who.append(f"{named(odd)} differs from most others")
     if undecided:
-        who.append(f"{told(undecided)} differ, and nobody can tell which is right")
-    return f"weights that must be the same bits are not: {shown}{more}; {'; '.join(who)}"
+        who.append(f"{named(undecided)} differ, and it is unknown which is right")
+    return f"weights that must be bit-identical differ: {shown}{more}; {'; '.join(who)}"
 
 
 def checksum(tensor: Tensor) -> int:
-    """A sum over the bits, each word weighed by its place, below 2**61. One pass over the memory, in pieces."""
+    """Returns a position-weighted sum of a tensor's bits, below 2**61.
+
+    One pass over the memory, in pieces.
+
+    Args:
+        tensor: `[...]`, of a dtype with 1, 2, 4 or 8 bytes.
+    """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -123,7 +130,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def shard_of(parameter: Tensor) -> tuple[int, int]:
-    """Which shard of a parameter this rank holds, and of how many; replicated axes do not count."""
+    """Returns the index and the number of a parameter's shards; replicated axes do not count.
+
+    Args:
+        parameter: A DTensor, or a whole tensor `[...]`, which gives (0, 1).
+    """
     if not isinstance(parameter, DTensor):
         return 0, 1
     place = parameter.device_mesh.get_coordinate()
@@ -136,12 +147,12 @@ def shard_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def _most(number: int) -> int:
-    """The largest over all ranks. Collective over the world."""
+    """Returns the maximum over all ranks. Collective over the world."""
     tensor = torch.tensor([number])
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
 
 
 def has_replicas(dp_replicate: int, pp: int, tied: bool) -> bool:
-    """Whether any weights are held twice at all."""
+    """Whether several ranks hold the same weights."""
     return dp_replicate > 1 or (tied and pp > 1)

@@ -1,4 +1,4 @@
-"""Starting where the newest usable snapshot or checkpoint ends. All ranks load the same one, or none."""
+"""Restores the newest usable snapshot or checkpoint. All ranks load the same one, or none."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from raypp.train.recent_reports import RecentReports
 
 @dataclass(frozen=True)
 class Restorable:
-    """What of a rank a checkpoint brings back, where from, and who hears of it.
+    """The state of a rank that a checkpoint restores, its source, and its reporter.
 
     Attributes:
         store: Opened at the job's checkpoint.url.
         job: The job.
-        stages: This rank's; their weights need not have values yet.
-        optimizer: Over their parameters.
-        loader: Takes up the data position.
-        seat: This rank's.
-        reporter: Where events go.
-        recent: Takes up the newest reports.
+        stages: This rank's stages; their weights may be uninitialised.
+        optimizer: The optimizer over their parameters.
+        loader: Resumes at the saved data position.
+        seat: This rank's seat.
+        reporter: Takes events.
+        recent: Takes the saved reports.
     """
 
     store: ObjectStore
@@ -50,23 +50,25 @@ class Restorable:
     recent: RecentReports
 
     def tell(self, kind: str, message: str, step: int, **more: Any) -> None:
+        """Reports an event of this attempt."""
         self.reporter.event(Event(kind, message, attempt=self.seat.attempt, step=step, **more))
 
 
 def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
-    """Loads weights, optimizer state, data position and recent reports. Collective over the world.
+    """Restores weights, optimizer, data position and recent reports. Collective over the world.
 
-    From memory when all ranks have a snapshot of a step that is newer than the newest commit, else from the store.
-    There rank 0 says which checkpoint; when any rank finds a part of it missing or corrupt, all go on to the next
-    older. A run that has checkpoints never starts from nothing, nor from `model.from_hf` again. Every weight gets its
-    value here, whatever it was.
+    Uses memory if all ranks have a snapshot of one step that is newer than the newest commit; else
+    the store. There rank 0 chooses the checkpoint. If any rank finds its part missing or
+    corrupt, all ranks fall back to the next older one. A run with checkpoints never starts from
+    initial weights, nor from `model.from_hf` again. Every weight is set here, so it may be
+    uninitialised before.
 
     Returns:
-        The step that was loaded; 0 when the run begins.
+        The restored step; 0 for a new run.
 
     Raises:
-        CheckpointError: There are checkpoints, and none can be used.
-        UnreachableError: The store does not answer; not a reason to fall back.
+        CheckpointError: There are checkpoints, but none can be used.
+        UnreachableError: The store does not answer. This is no reason to use an older checkpoint.
     """
     seat = mine.seat
     candidates = [c.step for c in list_checkpoints(mine.store, mine.job.name)] if seat.rank == 0 else []
@@ -90,7 +92,7 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
 
 
 def _from_store(mine: Restorable, candidates: list[int]) -> int:
-    """The newest checkpoint that every rank can use; `candidates` are rank 0's, oldest first."""
+    """Loads the newest checkpoint every rank can use; `candidates` are rank 0's, oldest first."""
     rejected: list[Problem] = []
     while True:
         step = _from_rank_zero(candidates.pop() if candidates else -1)
@@ -116,18 +118,18 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
 
 
 def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
-    """What was kept beside the tensors: where the data go on, and the newest reports."""
+    """Restores what is saved with the tensors: the data position and the recent reports."""
     position = extra.get("data_position")
     if position is not None:
         mine.loader.seek(position)
-    mine.recent.take_over(extra.get("recent_steps", ()))
+    mine.recent.restore(extra.get("recent_steps", ()))
     if mine.seat.rank == 0:
-        mine.recent.tell_again(mine.reporter)
+        mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)
 
 
 def _begin(mine: Restorable) -> None:
-    """A run's first weights: those of `model.from_hf`, or drawn."""
+    """Sets a new run's weights: those of `model.from_hf`, or initial values."""
     url = mine.job.model.from_hf
     if url is None:
         draw_weights(mine.stages, mine.job)
@@ -140,12 +142,14 @@ def _begin(mine: Restorable) -> None:
 
 
 def _from_rank_zero(value: int) -> int:
+    """Broadcasts rank 0's value. Collective over the world."""
     tensor = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
 def _everyone(fine: bool) -> bool:
+    """Whether `fine` holds on all ranks. Collective over the world."""
     tensor = torch.tensor([int(fine)])
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return bool(tensor)

@@ -1,4 +1,7 @@
-"""The values of the router's losses, for models with experts: what a step reports of them."""
+"""The router losses that a step reports, for models with experts.
+
+Legend: L layers.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from raypp.spec.models import DecoderOptions, MoeOptions
 
 
 class RouterLosses:
-    """Adds the router's losses of this rank's layers up to those of the model.
+    """Sums the router losses of this rank's layers.
 
-    Every layer has its own place in the sum over the world, as every parameter has in that of the gradient norm: so a
-    pipeline of any cut gives the bits of one process.
+    Every layer has its own place in the sum over the world, as every parameter has in the sum for
+    the gradient norm. So a pipeline of any cut gives the bits of a single process.
 
     Args:
         stages: This rank's stages.
@@ -32,18 +35,22 @@ class RouterLosses:
         ]
 
     def take(self) -> Tensor:
-        """This rank's part of the step's sums, fp64 `[2 · layers]`, 0 for others' layers; empty without experts."""
+        """Takes this rank's sums of the step and resets them.
+
+        Returns:
+            `[2 · L]`, fp64; 0 for layers on other ranks. `[0]` without experts.
+        """
         sums = torch.zeros(self._layers, 2, dtype=torch.float64)
         for index, block in self._blocks:
             sums[index] = block.router_sums.take()
         return sums.flatten()
 
     def report(self, sums: Tensor, tokens: int) -> dict[str, float]:
-        """The step's losses, unweighted: means over tokens with a label and over layers.
+        """Returns the step's unweighted losses, as means over layers and tokens with a label.
 
         Args:
-            sums: What `take` gave, added up over the world.
-            tokens: Global count of tokens with a label.
+            sums: `[2 · L]`, fp64: the results of `take`, summed over the world.
+            tokens: Global number of tokens with a label.
         """
         if not self._layers:
             return {}

@@ -1,4 +1,4 @@
-"""Seats that no controller gives out: of ranks of one machine, and of processes that torchrun started."""
+"""Seats without a controller: for ranks on one machine, and for processes started by torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypp.spec.job import Job
 
 
 def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
-    """The seat of a rank on this machine, which meets the others at a port of loopback."""
+    """Returns the seat of a rank on this machine; the ranks meet at a loopback port."""
     mesh = Mesh.of(job.mesh)
     if mesh.world != world:
         raise ValueError(f"{world} processes for a mesh of {mesh.world}")
@@ -34,10 +34,12 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
 
 
 def seat_from_environment(job: Job) -> Seat:
-    """This process's seat, from RANK, WORLD_SIZE, LOCAL_RANK … as torchrun sets them. Its attempt is not yet claimed.
+    """Returns this process's seat from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, …).
+
+    Its attempt is 0 until one is claimed.
 
     Raises:
-        JobError: torchrun's variables are missing, or its world is not the mesh's.
+        JobError: A variable of torchrun is missing, or its world size is not the mesh's.
     """
     environment = os.environ
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
@@ -47,8 +49,8 @@ def seat_from_environment(job: Job) -> Seat:
     mesh = Mesh.of(job.mesh)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world != mesh.world:
-        fix = f"start {mesh.world} processes in all, or change the mesh"
-        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, torchrun started {world}", fix))
+        fix = f"start {mesh.world} processes in total, or change the mesh"
+        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, but torchrun started {world}", fix))
     local = int(environment.get("LOCAL_RANK", rank))
     return Seat(
         run=job.name,

@@ -1,4 +1,4 @@
-"""Gradient descent with momentum and decoupled weight decay."""
+"""SGD with momentum and decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Sgd:
-    """The optimizer of these parameters."""
+    """Builds SGD over named parameters."""
     return Sgd(decay_groups([p for _, p in named], options.weight_decay), options.lr, options.momentum)
 
 
 class Sgd(torch.optim.SGD):
-    """Gradient descent with momentum and decoupled weight decay (torch's own adds the decay to the gradient, where the
-    momentum gathers it up).
+    """SGD with momentum and decoupled weight decay.
 
-    w <- w · (1 - lr · decay), then v <- momentum · v + g, w <- w - lr · v (SGDW, arXiv:1711.05101, algorithm 1).
+    Torch's SGD adds the decay to the gradient instead, so the momentum accumulates it. Here:
+    w <- w · (1 - lr · decay), then v <- momentum · v + g, w <- w - lr · v (SGDW,
+    arXiv:1711.05101, algorithm 1).
 
     Args:
         groups: Parameters and `weight_decay` of each group.
         lr: Learning rate.
-        momentum: Of v; 0 keeps no state.
+        momentum: Coefficient of v; 0 keeps no state.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:

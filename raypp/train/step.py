@@ -1,4 +1,7 @@
-"""One optimizer step, from rows to updated weights."""
+"""One optimizer step: from rows to updated weights.
+
+Legend: B rows of a microbatch, t this rank's share of its tokens, P parameters, N extra numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Times a block and adds its seconds to part `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -40,28 +44,30 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class ReadStep:
-    """A step that is read and agreed on, but not yet run."""
+    """A step whose rows are read and agreed on, not yet run."""
 
     microbatches: list[tuple[Row, ...]]
     plan: StepPlan
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
-    """The seed of what stages draw in a step: a resumed run needs no saved state, and the ranks of one replica draw
-    alike."""
+    """Returns the seed of a step's random numbers.
+
+    A resumed run needs no saved state, and all ranks of a replica draw the same numbers.
+    """
     return (seed * 1_000_003 + step) * 65_537 + replica
 
 
 class StepRunner:
-    """Runs steps of a job on this rank.
+    """Runs the steps of a job on this rank.
 
     Args:
-        rank: What it computes with.
-        tell: Hears events; on the rank that speaks for all.
-        saving: Whether this rank's last save is still under way; agreed on once per step.
-        snapshots: Where the memory tier's snapshots stand; agreed on once per step. None without a memory tier.
-        pace: Times steps, and tells of ranks that stay slow.
-        injection: Faults on purpose.
+        rank: The assembled rank.
+        tell: Called with events; on rank 0, which reports for all.
+        saving: Whether this rank's last save is still in progress; agreed on once per step.
+        snapshots: State of the memory tier's snapshots, agreed on once per step. None: no tier.
+        pace: Times steps and reports stragglers.
+        injection: Injects faults.
     """
 
     def __init__(
@@ -102,9 +108,12 @@ class StepRunner:
         watch: Stopwatch,
         compute_us: tuple[int, ...] = (),
     ) -> ReadStep:
-        """Agrees with the other ranks on rows that each has read. Collective over the world.
+        """Agrees with the other ranks on the rows that each has read. Collective over the world.
 
         Args:
+            microbatches: The rows of each of this replica's microbatches.
+            requests: The operator's requests as this rank knows them.
+            watch: Times the agreement.
             compute_us: From `Pace.before_step`.
         """
         rows = [row for microbatch in microbatches for row in microbatch]
@@ -123,7 +132,7 @@ class StepRunner:
         return ReadStep(microbatches, plan)
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
-        """What this rank proposes as the length of each microbatch, by pipeline.variable_seq_len."""
+        """Returns the length this rank proposes per microbatch, by pipeline.variable_seq_len."""
         mode, pipeline = self.job.pipeline.variable_seq_len, self.job.pipeline
         longest = [longest_row(rows) for rows in microbatches]
         if mode == "off":
@@ -136,22 +145,23 @@ class StepRunner:
         ]
 
     def batches(self, read: ReadStep) -> list[StageBatch]:
-        """This rank's share of every microbatch, on its device."""
+        """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`."""
         return [
             collate(rows, length, self.device, self.share)
             for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
         ]
 
     def own_lengths(self, read: ReadStep) -> list[int]:
-        """Tokens of each row that this rank has, of every microbatch."""
+        """Returns t of every microbatch: the tokens of each row that this rank holds."""
         return [length // self.share.size for length in read.plan.seq_lens]
 
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
         """Runs a step that was read, and updates the weights. Collective over the world.
 
         Args:
-            step: Its number, 1-based.
-            read: From `read`.
+            step: The step's number, 1-based.
+            read: The result of `read`.
+            watch: Times the step's parts.
         """
         self._seed(step)
         self._mark("prepare")
@@ -178,18 +188,18 @@ class StepRunner:
         rate = learning_rate(step, self.job.train)
         self._mark("update")
         with watch.part("optimizer"):
-            if self.guard.fine(sums):
+            if self.guard.is_finite(sums):
                 self._update(gradients, sums, read.plan.global_tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
-                self.guard.met(step, sums, lambda: self._again(step, read, batches), self._tell)
+                self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
         if self._injection is not None:
             self._injection.updated(self.built.modules)
         return self._report(step, read.plan, sums, rate, watch)
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
-        """The step's forwards and backwards."""
+        """Runs the forwards and backwards; the last stage returns each microbatch's loss `[]`."""
         clock = self._pace.clock if self._pace is not None else None
         if clock is not None and self.built.runtime.clock is None:
             self.built.runtime.clock = clock
@@ -206,22 +216,23 @@ class StepRunner:
         return losses
 
     def _again(self, step: int, read: ReadStep, batches: list[StageBatch]) -> None:
-        """Computes a step once more, from the same numbers."""
+        """Repeats a step's forwards and backwards from the same numbers."""
         self._seed(step)
         self._compute(step, read, batches)
         if self.built.tied is not None:
-            self.built.tied.sum_gradients()  # which also empties what it gathered
+            self.built.tied.sum_gradients()  # also empties its accumulated gradients
         self.router_losses.take()
 
     def _seed(self, step: int) -> None:
         torch.manual_seed(step_seed(self.job.train.seed, step, self.seat.replica))
 
     def _mark(self, what: str) -> None:
-        """Says what this rank does next, in the words of `raypp.recovery.waiting`."""
+        """Marks what this rank does next, with a name that `raypp.recovery.hang_analysis` knows."""
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 
     def _update(self, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
+        """Scales the gradients, local shards `[...]`, in place and runs the optimizer."""
         if tokens:
             scale(gradients, coefficient(sums.grad_norm, tokens, self.job.train.clip_norm))
             set_learning_rate(self.optimizer, rate)

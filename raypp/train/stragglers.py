@@ -1,4 +1,4 @@
-"""Ranks that compute slower than their peers, and losses that jump: told by events, nothing is done about them."""
+"""Reports ranks that compute slower than their peers, and loss spikes. Takes no action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypp.records import Event
 from raypp.train.assemble import AssembledRank
 
 _EVERY = 5
-"""Steps between two that are timed."""
+"""Every how many steps one is timed."""
 _IN_A_ROW = 3
 _LAST_LOSSES = 20
 _FEWEST_LOSSES = 5
@@ -24,12 +24,12 @@ _FEWEST_LOSSES = 5
 class StragglerWatch:
     """Compares the seconds that ranks compute in a step.
 
-    Ranks of one pipeline stage do the same work and are compared with each other. A rank alone in its stage is compared
-    with the other stages, each measured by what the cut gave it.
+    Ranks of one pipeline stage do the same work and are compared with each other. A rank alone in
+    its stage is compared with the other stages, each relative to its share of the cut.
 
     Args:
         pp_of_rank: Pipeline rank of every rank.
-        work: What the cut gave each pipeline rank, in layers.
+        work: Work of each pipeline rank by the cut, in layers.
         factor: recovery.straggler_factor.
     """
 
@@ -37,15 +37,19 @@ class StragglerWatch:
     work: Sequence[float]
     factor: float
     _slow: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
 
     def seen(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """A step's seconds of every rank; returns ranks that stay slow and how many times as slow, each once."""
+        """Takes the seconds of every rank in a step.
+
+        Returns:
+            Ranks that stayed slow, and how many times slower they are; each rank once.
+        """
         found = []
         for rank, ratio in enumerate(self._ratios(seconds)):
             self._slow[rank] = self._slow[rank] + 1 if ratio > self.factor else 0
-            if self._slow[rank] >= _IN_A_ROW and rank not in self._told:
-                self._told.add(rank)
+            if self._slow[rank] >= _IN_A_ROW and rank not in self._reported:
+                self._reported.add(rank)
                 found.append((rank, ratio))
         return found
 
@@ -62,28 +66,28 @@ class StragglerWatch:
 
 @dataclass
 class SpikeWatch:
-    """Looks for a loss far above the last ones.
+    """Detects a loss far above the recent ones.
 
     Args:
-        factor: recovery.spike_factor; None: never tells.
+        factor: recovery.spike_factor; None: reports nothing.
     """
 
     factor: float | None
     _last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_LOSSES))
 
     def seen(self, loss: float) -> float | None:
-        """A step's loss; the usual one, when this is more than `factor` times that."""
+        """Takes a step's loss; returns the recent median if the loss exceeds `factor` times it."""
         usual = statistics.median(self._last) if len(self._last) >= _FEWEST_LOSSES else None
         spiked = self.factor is not None and usual is not None and loss > self.factor * usual > 0
-        if loss == loss:  # no NaN becomes usual
+        if loss == loss:  # NaN is left out
             self._last.append(loss)
         return usual if spiked else None
 
 
 class Pace:
-    """Times every fifth step's compute on every rank, and tells of stragglers.
+    """Times the compute of every fifth step on every rank, and reports stragglers.
 
-    The seconds travel with the collective that starts the next step, each rank's in a place of its own.
+    The seconds travel with the collective that starts the next step, each rank's in its own place.
 
     Args:
         rank: This rank; its job has more than one.
@@ -101,11 +105,11 @@ class Pace:
 
     @property
     def clock(self) -> ActionClock | None:
-        """For the step that begins; None when it is not timed."""
+        """The clock for the coming step; None if that step is not timed."""
         return self._clock if self._steps % _EVERY == 0 else None
 
     def before_step(self) -> tuple[int, ...]:
-        """What this rank adds to the next agreement: microseconds in its own place, after a timed step."""
+        """Returns this rank's share of the next agreement: microseconds by rank, () if untimed."""
         own = [0] * len(self._labels) if self._steps and self._steps % _EVERY == 0 else []
         if own:
             own[self._seat.rank] = int(self._clock.taken_s() * 1e6)
@@ -113,8 +117,8 @@ class Pace:
         return tuple(own)
 
     def agreed(self, everyone: Sequence[int], tell: Callable[[Event], None]) -> None:
-        """All ranks' microseconds; empty when the last step was not timed."""
-        # A step that another clock timed has zeros.
+        """Takes all ranks' microseconds; empty if the last step was not timed."""
+        # All zeros if another clock timed the step.
         if not everyone or not all(everyone):
             return
         for rank, ratio in self._watch.seen([one / 1e6 for one in everyone]):
@@ -127,6 +131,6 @@ class Pace:
 
 
 def work_of(pipeline: ResolvedPipeline) -> list[float]:
-    """What the cut gave each pipeline rank, in layers; the two ends count as in the cut."""
+    """Returns the work of each pipeline rank in layers; both ends count as in the cut."""
     weights = pipeline.stage_weights
     return [sum(weights[stage] for stage in stages) for stages in pipeline.stages_of_rank]

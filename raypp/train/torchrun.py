@@ -1,8 +1,8 @@
-"""Without Ray: `torchrun … -m raypp.train --job JOB` runs the same ranks.
+"""Runs a job's ranks without Ray: `torchrun … -m raypp.train --job JOB`.
 
-Every process makes its seat from torchrun's environment. Rank 0 keeps the run's records in the store, so that
-`raypp status`, `history` and the rest read such a run like any other. A second start of the same job goes on where the
-newest checkpoint ends.
+Every process derives its seat from torchrun's environment. Rank 0 writes the run's records to the
+store, so `raypp status`, `history` and the other commands read this run like any other. A second
+start of the same job resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ATTEMPT = "raypp/attempt"
 
 
 class ConsoleReporter:
-    """Prints what a rank says; on rank 0 also keeps it in the run's records."""
+    """Prints a rank's reports; on rank 0 also writes them to the run's records."""
 
     def __init__(self, job: Job, seat: Seat, store: ObjectStore | None) -> None:
         self._job = job
-        self.told_to_end = False
+        self.stop_requested = False
         self._recorder = None
         if store is None:
             return
@@ -90,14 +90,14 @@ class ConsoleReporter:
         log.info("%s: %s", event.kind, event.message)
 
     def requests(self) -> Requests:
-        return Requests(stop=self.told_to_end)
+        return Requests(stop=self.stop_requested)
 
-    def heed_sigterm(self) -> None:
-        """From now on SIGTERM means: save, then end. torchrun hands it on, and waits for half a minute."""
-        signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(self, "told_to_end", True))
+    def stop_on_sigterm(self) -> None:
+        """Makes SIGTERM save and stop. torchrun forwards SIGTERM, then waits for 30 seconds."""
+        signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(self, "stop_requested", True))
 
     def end(self, event: Event, state: RunState, error: str | None = None) -> None:
-        """The run's last word; waits until the records are in the store."""
+        """Writes the run's final event and status, and waits until they are in the store."""
         self.event(event)
         if self._recorder is not None:
             word = "done" if error is None else "ended"
@@ -107,10 +107,10 @@ class ConsoleReporter:
 
 
 def begin_run(store: ObjectStore, job: Job) -> int:
-    """Writes the job into the store, or checks that it fits the run that is there; claims the next attempt.
+    """Writes the job to the store, or checks it against the existing run; claims the next attempt.
 
     Raises:
-        JobError: A run of that name exists, made by a job that this one cannot continue; each field is named.
+        JobError: The run of that name cannot be continued by this job; names each field.
     """
     document = job_document(job)
     try:
@@ -124,7 +124,7 @@ def begin_run(store: ObjectStore, job: Job) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs this process's rank; returns its exit code."""
+    """Runs this process's rank and returns its exit code."""
     parser = argparse.ArgumentParser(prog="torchrun … -m raypp.train", description="Run one rank of a job without Ray.")
     parser.add_argument("--job", required=True, help="the job file")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
@@ -151,7 +151,7 @@ def _run(job: Job, seat: Seat) -> int:
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
     seat = replace(seat, attempt=_agree_on_attempt(job, rendezvous, store))
     reporter = ConsoleReporter(job, seat, store)
-    reporter.heed_sigterm()
+    reporter.stop_on_sigterm()
     try:
         result = run_rank(job, seat, reporter, rendezvous)
     except BaseException as error:
@@ -167,12 +167,15 @@ def _run(job: Job, seat: Seat) -> int:
 
 
 def _agree_on_attempt(job: Job, rendezvous: TCPStore, store: ObjectStore | None) -> int:
-    """Rank 0 claims the attempt and tells the others, also that it could not. One key for each start by the agent."""
+    """Claims the attempt on rank 0 and sends the others its number, or that it was refused.
+
+    Uses one key per restart by torchrun's agent.
+    """
     key = f"{_ATTEMPT}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if store is None:
         answer = rendezvous.get(key).decode()
         if answer == "refused":
-            raise JobError("rank 0 refused the job; it says why")
+            raise JobError("rank 0 refused the job", "see rank 0's error message")
         return int(answer)
     try:
         attempt = begin_run(store, job)

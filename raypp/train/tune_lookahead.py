@@ -1,10 +1,13 @@
-"""`pipeline.lookahead: auto`: the first steps are timed, then all ranks choose the same depth of the warm-up.
+"""`pipeline.lookahead: auto`: times the first steps, then chooses one warm-up depth for all ranks.
 
-Steps 2 and 3 of a rank's life are timed action by action. Before step 4 the channels are timed with a few messages of
-the size that was sent, one `all_reduce(MAX)` over the world gives every rank the slowest replica's figures for every
-stage and border and the least memory, and every rank runs the same simulation on the same numbers. A program of another
-depth adds the same gradients in the same order, so the choice changes no bit. A new attempt measures and chooses anew:
-it may run on other machines.
+Steps 2 and 3 of an attempt are timed action by action. Before step 4 the channels are timed with a
+few messages of the size that was sent. One `all_reduce(MAX)` over the world gives every rank, for
+every stage and border, the slowest replica's figures and the least memory. Every rank then runs the
+same simulation on the same numbers. A program of another depth adds the same gradients in the same
+order, so the choice changes no bit. A new attempt measures and chooses again: it may run on other
+machines.
+
+Legend: S stages.
 """
 
 from __future__ import annotations
@@ -28,21 +31,21 @@ from raypp.schedules.simulate import StageTimes
 from raypp.train.assemble import AssembledRank
 
 _TIMED = (2, 3)
-"""Steps of this life that are timed: the first one allocates, connects and compiles."""
+"""The steps of an attempt that are timed. The first allocates, connects and compiles: not timed."""
 _SHARE = 0.8
-"""Of the free memory that activations may fill; the rest is for what a forward and a backward need for a moment."""
+"""Share of the free memory for activations; the rest is for temporary buffers of the compute."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured and chosen; the same on every rank.
+    """The measurements and the choice; the same on every rank.
 
     Attributes:
         times: Seconds of every stage and border.
-        found: The depths that fit, with their simulated steps.
-        best: The one that is used.
-        free: The one that would be used if memory did not matter.
-        most_in_flight: Microbatches each stage has memory for.
+        found: The depths that fit into memory, with their simulated steps.
+        best: The depth to use.
+        free: The depth to use if memory were unlimited.
+        most_in_flight: Microbatches that fit into memory, per stage.
     """
 
     times: StageTimes
@@ -52,7 +55,7 @@ class Choice:
     most_in_flight: Sequence[int]
 
     def words(self) -> str:
-        """The choice and its reason, in one sentence."""
+        """Returns the choice and its reason, in one line."""
         links = [self.times.message(border) for border in range(len(self.times.forward) - 1)]
         border = max(range(len(links)), key=lambda b: links[b] / max(self.times.forward[b], 1e-9))
         measured = (
@@ -65,12 +68,13 @@ class Choice:
         elif len(self.found) == 1 and self.free.lookahead == 0:
             gain = "this schedule has no deeper warm-up"
         else:
-            gain = "more does not pay"
+            gain = "a deeper warm-up does not pay off"
         if self.free.lookahead > now.lookahead:
-            gain += f"; {self.free.lookahead} would need more memory"
+            gain += f"; {self.free.lookahead} needs more memory"
         return f"lookahead {now.lookahead}: {measured}; {gain}"
 
     def details(self) -> dict[str, Any]:
+        """Returns the measurements as JSON data, for the event."""
         return {
             "lookahead": self.best.lookahead,
             "forward_s": [round(t, 6) for t in self.times.forward],
@@ -86,10 +90,10 @@ def _seconds(value: float) -> str:
 
 
 class LookaheadTuner:
-    """Times the first steps and then switches the runtime's program. One per rank; every rank of the mesh has one.
+    """Times the first steps, then switches the runtime's program. Every rank of the mesh has one.
 
     Args:
-        rank: This rank; its job's lookahead is auto, and it has more than one pipeline rank.
+        rank: This rank; `pipeline.lookahead` is auto and the mesh has more than one pipeline rank.
     """
 
     def __init__(self, rank: AssembledRank) -> None:
@@ -100,13 +104,13 @@ class LookaheadTuner:
         self._tokens = 0
 
     def before_step(self, own_lengths: Sequence[int]) -> Choice | None:
-        """Call once before each step, on all ranks. Collective over the world before the fourth one.
+        """Call once before each step, on all ranks. Collective over the world before the fourth.
 
         Args:
-            own_lengths: Tokens of a row in each microbatch of the step, on this rank.
+            own_lengths: Tokens of a row in each of the step's microbatches, on this rank.
 
         Returns:
-            What was chosen, once.
+            The choice, before the fourth step; None otherwise.
         """
         self._steps += 1
         self.runtime.clock = self._clock if self._steps in _TIMED else None
@@ -119,7 +123,7 @@ class LookaheadTuner:
         return choice
 
     def _gathered(self) -> list[float]:
-        """Everybody's figures, the largest of each, as `choose` takes them."""
+        """Returns the maximum of all ranks' figures, `[5 · S]` in the order `choose` takes them."""
         stages, ranks = self.pipeline.num_stages, self.pipeline.rank_of_stage
         own = torch.zeros(5 * stages, dtype=torch.float64)
         own[4 * stages :] = -float("inf")
@@ -142,12 +146,12 @@ class LookaheadTuner:
         wire, shape = self.pipeline.wire, (1, self._tokens, self.job.model.hidden_size)
         formats = wire_format(wire.activations), wire_format(wire.gradients)
         size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
-        dist.barrier()  # all channels at once
+        dist.barrier()  # all channels start together
         groups, ranks = self._rank.groups, self.pipeline.rank_of_stage
         return message_seconds(groups.coordinates.pp, ranks, groups.forward, groups.backward, self._rank.device, size)
 
     def _room(self) -> dict[int, int]:
-        """Microbatches that each stage of this rank could keep, were free memory dealt out evenly to its stages."""
+        """Returns how many microbatches fit, per stage, if its stages share free memory equally."""
         rank = self._rank
         free = _SHARE * free_bytes(rank.device, rank.seat.local_world_size) / len(self.runtime.planned)
         found = {}
@@ -158,12 +162,13 @@ class LookaheadTuner:
 
 
 def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
-    """The depth, from what all ranks measured: a function of its arguments alone.
+    """Chooses the depth from the measurements of all ranks; depends on its arguments alone.
 
     Args:
-        pipeline: The job's, resolved.
-        figures: Five numbers per stage, one kind after the other: seconds of forward, of backward, of its part for the
-            input (0: backwards are whole), of a message to the next stage; minus the microbatches there is memory for.
+        pipeline: The job's resolved pipeline.
+        figures: `[5 · S]`, five groups of one number per stage: seconds of a forward, of a
+            backward, of its input half (0: backwards are not split), of a message to the next
+            stage; and minus the number of microbatches that fit into memory.
     """
     stages = pipeline.num_stages
     forward, backward, inputs, links, room = (figures[i * stages : (i + 1) * stages] for i in range(5))
@@ -177,9 +182,10 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
 
 
 def free_bytes(device: torch.device, sharers: int) -> float:
-    """Memory this rank could still take: of its GPU, or its share of the host's.
+    """Returns the memory this rank can still use: of its GPU, or its share of the host's.
 
     Args:
+        device: This rank's device.
         sharers: Ranks on this host.
     """
     if device.type == "cuda":
@@ -195,11 +201,11 @@ def free_bytes(device: torch.device, sharers: int) -> float:
 def _meminfo_available() -> int:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
-        return 2**62  # nobody to ask: the job's own plan must do
+        return 2**62  # unknown: the job's own plan decides
     line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024
 
 
 def chosen_event(choice: Choice, step: int, attempt: int) -> Event:
-    """For the run's records."""
+    """Returns the `lookahead` event for the run's records."""
     return Event("lookahead", choice.words(), attempt=attempt, step=step, details=choice.details())

@@ -23,7 +23,7 @@ def test_a_frozen_rank_is_named_within_the_hang_timeout_and_the_run_ends_as_if_n
     failure = run.events("rank_failed")[0]
     assert (failure.details["kind"], failure.details["label"]) == ("hung", "pp1")
     assert "pp0: `step" in failure.details["evidence"]
-    assert "told nothing for" in failure.details["cause"]
+    assert "has not reported for" in failure.details["cause"]
     stacks = {event.rank: event.details["stacks"] for event in run.events("stacks")}
     assert "runtime.py" in stacks[0] or "distributed" in stacks[0], stacks
     assert "process state: stopped" in stacks[1], stacks

@@ -190,7 +190,7 @@ def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(l
         told = laptop.raypp("submit", str(laptop.job(NAME)), "--resume")
     finally:
         store.delete([f"{NAME}-1122/spec.json"])
-    _refused(told, 2, "without --resume", f"`--set name={NAME}-1122`?")
+    _refused(told, 2, "leave out --resume", f"`--set name={NAME}-1122`?")
 
 
 @pytest.mark.parametrize("command", [["status"], ["history"], ["stop"], ["save"], ["checkpoints", "list"]])

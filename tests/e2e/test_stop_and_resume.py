@@ -105,7 +105,7 @@ def test_a_name_that_is_taken_is_refused_and_resume_is_offered(story: dict[str, 
 
 def test_a_run_that_goes_on_cannot_be_resumed(story: dict[str, Answer | int]) -> None:
     told = answer(story, "same name, running")
-    assert told.code == 2 and "goes on" in told.err and f"raypp stop {NAME}" in told.err, told
+    assert told.code == 2 and "is active in this cluster" in told.err and f"raypp stop {NAME}" in told.err, told
 
 
 @pytest.mark.parametrize(("key", "field"), [("another model", "model.ffn_size"), ("another text", "data.seq_len")])

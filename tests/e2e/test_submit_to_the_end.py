@@ -87,7 +87,7 @@ def test_the_checkpoints_kept_are_the_newest_and_every_byte_of_them_verifies(lap
     assert [row["step"] for row in rows] == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
     assert all(row["mesh"]["pp"] == 2 and row["objects"] == 2 and row["attempt"] == 1 for row in rows)
     verified = laptop.raypp("checkpoints", "verify", "undisturbed")
-    assert verified.code == 0 and verified.out.count("whole") == 3, verified
+    assert verified.code == 0 and verified.out.count("intact") == 3, verified
 
 
 def test_a_run_whose_driver_takes_a_moment_to_leave_can_be_gone_on_with(laptop: Laptop, undisturbed: Run) -> None:

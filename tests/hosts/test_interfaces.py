@@ -68,7 +68,7 @@ def test_an_interface_that_leads_nowhere_is_named_and_not_hung_on(bare: TestBed)
     assert code == 3, told
     here, there = bare.network.address(0), bare.network.address(1)
     assert f"cannot exchange data with {there} at 127.0.0.1 (interface lo there, named by the job's environment" in told
-    assert "take GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME out of resources.env" in told
+    assert "remove GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME from resources.env" in told
     assert f"on {here} that is eth0" in told
     assert time.monotonic() - start < 60
 

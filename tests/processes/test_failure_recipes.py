@@ -59,9 +59,9 @@ assert run(["list-kinds", "recovery.policy", "--json"]) == 0
 assert run(["plan", "jobs/quickstart.yaml", "--set", "recovery.policy=patient", "--json"]) == 0
 machine = m.Machine(policy=policy_of(RecoverySection(policy="patient")))
 failed = m.RankFailed(RankFailure(0, "pp0", "a", 1, FailureKind.KILLED, "gone"))
-for event in (m.Start(), m.Claimed(1), m.Seated(), failed, m.AttemptGone()):
+for event in (m.Start(), m.Claimed(1), m.Seated(), failed, m.AttemptEnded()):
     machine, commands = m.step(machine, event)
-assert commands == (m.Wait(60.0),), commands
+assert commands == (m.Delay(60.0),), commands
 assert pytest.main([*contract, "patient"]) == 0
 """
 
@@ -89,7 +89,7 @@ def test_a_policy_outside_raypp_is_named_by_its_module_and_one_that_is_no_policy
         ("paitent", "there is no 'paitent'; there are: default"),
         ("no_such_module:build", "cannot import 'no_such_module'"),
         (f"{own}:missing", f"module '{own}' has no 'missing'"),
-        (f"{own}:broken", f"{own}:broken returned int, which is no policy"),
+        (f"{own}:broken", f"{own}:broken returned int, which is not a policy"),
         (f"{own}:failing", f"{own}:failing raised AttributeError"),
     ):
         capsys.readouterr()

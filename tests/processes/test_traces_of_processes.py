@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raypp.control import process_evidence
-from raypp.recovery.evidence import Remains, cause_of_death
+from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -67,7 +67,7 @@ def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is
 def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
     code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-    death = cause_of_death(7, RAY, Remains(f"some line before\n{words}"))
+    death = cause_of_death(7, RAY, DeathEvidence(f"some line before\n{words}"))
     assert death.kind == "segfault" and name in death.cause and "in forward" in death.cause
     assert "Fatal Python error" in death.details
 
@@ -88,7 +88,7 @@ _OTHER = """Thread 0x00007f68 (most recent call first):
 
 _LIVE = """
 import faulthandler, threading
-from raypp.recovery.evidence import within_rank_frame
+from raypp.recovery.cause_of_death import within_rank_frame
 
 def attention():
     inside.set()
@@ -119,7 +119,7 @@ def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("crashed", [_WAITING_IN_RAY, _NATIVE], ids=["a signal from outside", "a native thread"])
 def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str, stack_of_rank: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, stack_of_rank, crashed])
-    death = cause_of_death(7, RAY, Remains(words))
+    death = cause_of_death(7, RAY, DeathEvidence(words))
     assert (
         re.search(r"while the rank was in attention \(\S+/model\.py:7\)", death.cause)
         and "main_loop" not in death.cause
@@ -128,5 +128,5 @@ def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str
 
 
 def test_a_crash_in_rays_own_loop_without_a_rank_names_no_place() -> None:
-    death = cause_of_death(7, RAY, Remains(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
+    death = cause_of_death(7, RAY, DeathEvidence(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
     assert "ended by SIGBUS: " in death.cause

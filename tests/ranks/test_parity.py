@@ -37,7 +37,7 @@ def test_a_pipeline_is_found_to_be_the_same_bit_for_bit(
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["parity", job_file(tmp_path, pp=2), "--steps", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "bit for bit the same: losses, norms and all of 21 parameters" in printed
+    assert "bitwise equal: losses, norms and all 21 parameters" in printed
     assert "pp 2, 1f1b, against one process" in printed
     assert max(map(len, printed.splitlines())) <= 80
 
@@ -52,7 +52,7 @@ def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
     # The command, given this answer by the process it asks.
     monkeypatch.setattr(parity_command, "ask", lambda *request: answer)
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12"]) == 1
-    assert "beyond the tolerance" in capsys.readouterr().out
+    assert "outside the tolerance" in capsys.readouterr().out
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == answer
 
@@ -73,9 +73,9 @@ def test_more_ranks_than_the_machine_can_bear_are_refused_before_they_start(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**source, "mesh": {"dp_replicate": 4096}}))
     assert run(["parity", str(tmp_path / "job.yaml")]) == 4
     said = capsys.readouterr().err
-    assert "4096 ranks would be as many processes of this machine" in said and "--max-ranks 4096" in said
+    assert "4096 ranks would start 4096 processes on this machine" in said and "--max-ranks 4096" in said
     assert run(["parity", job_file(tmp_path, pp=2), "--max-ranks", "1"]) == 4
-    assert "at most (--max-ranks)" in " ".join(capsys.readouterr().err.split())
+    assert "the limit is 1 (--max-ranks)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_reference_reads_all_replicas_rows_and_has_nothing_cut() -> None:
@@ -124,5 +124,5 @@ def test_the_table_fits_80_columns_with_the_longest_names() -> None:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(parity_view(parse_job(document(pp=2, fsdp=2, dp_replicate=2)), answer))
     text = console.export_text()
-    assert "and 4 more that differ less" in text and "beyond the tolerance: largest relative error inf" in text
+    assert "and 4 more that differ less" in text and "outside the tolerance: largest relative error inf" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -19,6 +19,7 @@ from raypp.checkpoint.run_spec import add_spec
 from raypp.clusters import local
 from raypp.clusters.find import Cluster, find_cluster
 from raypp.control import client
+from raypp.control.protocol import RELAYS_FROM_RANKS
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.spec.load import job_document, parse_job
@@ -149,7 +150,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
 
     def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:
         rank_function = more.pop("rank_function", "stand_in:run_rank")
-        relays = more.pop("relays", None)
+        relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
         environment = {"STAND_IN_DIR": str(tmp_path / name)} | ({"STAND_IN_FAULT": fault} if fault else {})
         job = parse_job(
             {
@@ -163,7 +164,9 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         add_spec(store, name, job_document(job))
-        submission = client.submit_run(job, cluster, store.url, rank_function=rank_function, relays=relays)
+        submission = client.submit_run(
+            job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
+        )
         run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name, store.url)
         started.append(run)
         return run

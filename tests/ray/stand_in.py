@@ -20,7 +20,7 @@ from raypp.spec.job import Job
 _STEP_S = 0.05
 _VICTIM_S = 30.0
 _left: set[int] = set()
-"""Attempts this process was told to leave."""
+"""Attempts this process was asked to leave."""
 
 
 def leave(seat: Seat) -> None:

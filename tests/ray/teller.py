@@ -1,4 +1,4 @@
-"""Ranks that do nothing but tell: twenty times a second an event and a line of output each, until `finish` is there.
+"""Ranks that only report: each sends an event and a line of output twenty times a second, until `finish` exists.
 
 They share a directory (`STAND_IN_DIR` of `resources.env`), into which each writes how much it told at the end.
 """

@@ -1,4 +1,4 @@
-"""A run's life under a real Ray: seats, faults, commands, and what is left afterwards. The ranks are stand-ins."""
+"""A run under a real Ray: seats, faults, commands, and what remains afterwards. The ranks are stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray is told to drain a node, as autoscalers and clouds tell it: a last save, and the run goes on elsewhere."""
+"""Ray drains a node, as autoscalers and clouds request: a last checkpoint, and the run continues elsewhere."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failur
     told = run.kinds()
     assert "preemption_notice" in told and told.index("preemption_notice") < told.index("committed")
     kind, cause, _ = _failure(run)
-    assert kind == "preempted" and "after a save at step" in cause
+    assert kind == "preempted" and "after a checkpoint at step" in cause
     assert [row["step"] for row in run.reader.history()] == list(range(1, 201))
 
 

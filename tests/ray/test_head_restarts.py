@@ -1,4 +1,4 @@
-"""The head of the cluster dies and comes back over the storage it left: runs on other nodes go on."""
+"""The cluster's head dies and restarts from its storage: runs on other nodes continue."""
 
 from __future__ import annotations
 

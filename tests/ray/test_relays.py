@@ -1,4 +1,4 @@
-"""Ranks that report by relays: whichever relay or controller dies, all that they tell is written, once."""
+"""Ranks that report through a relay: when the relay or the controller dies, every report is written, once."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-TWO_LEVELS = {"from_ranks": 4, "ranks_each": 2, "relays_each": 2, "most_callers": 1}
+FROM_RANKS = 4
+"""So that runs as small as these have relays."""
 
 
 def _relays(run: Started) -> dict[str, int]:
-    """The process of every living relay, by name."""
+    """Returns the process id of every living relay, by name."""
     return {one["name"]: one["pid"] for one in run.actors() if "/relay-" in one["name"] and one["state"] == "ALIVE"}
 
 
-def _kill(run: Started, place: str) -> None:
-    """Kills a relay, and waits until Ray has started it again."""
-    name, pid = next((name, pid) for name, pid in _relays(run).items() if f"/relay-{place}-" in name)
+def _kill_relay(run: Started) -> None:
+    """Kills the relay, and waits until Ray has restarted it."""
+    ((name, pid),) = _relays(run).items()
     os.kill(pid, signal.SIGKILL)
-    run.wait(lambda: _relays(run).get(name, pid) != pid, f"relay {place} again")
+    run.wait(lambda: _relays(run).get(name, pid) != pid, "the relay's restart")
 
 
-def _wait_for_parcels(run: Started) -> dict[str, Any]:
-    """Until relays speak to the present life of the controller; what that says of itself."""
+def _wait_for_relay_reports(run: Started) -> dict[str, Any]:
+    """Waits until the relay reports to the current controller process; returns that one's facts."""
     facts: dict[str, Any] = {}
 
     def spoken() -> bool:
         facts.update(run.command("facts"))
-        return facts["parcels"] > 2
+        return facts["relay_reports"] > 2
 
-    run.wait(spoken, "parcels of relays")
+    run.wait(spoken, "relay reports")
     return facts
 
 
@@ -57,13 +58,15 @@ def _assert_lines_are_written(run: Started) -> None:
         assert not missing, f"lines of rank {rank} are missing: {missing}"
 
 
-def test_whatever_relay_is_killed_nothing_is_lost_and_the_run_ends_with_nothing_left(start_run: StartRun) -> None:
-    run = start_run("relayed", rank_function="teller:run_rank", relays=TWO_LEVELS, recovery={"standby": False})
+def test_when_the_relay_is_killed_nothing_is_lost_and_the_run_leaves_nothing_behind(start_run: StartRun) -> None:
+    run = start_run(
+        "relayed", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery={"standby": False}
+    )
     run.wait_step(5)
-    run.wait(lambda: len(_relays(run)) == 3, "two relays and one above them")
-    _wait_for_parcels(run)
-    for place in ("0-0", "0-1", "1-0"):
-        _kill(run, place)
+    run.wait(lambda: len(_relays(run)) == 1, "the relay")
+    _wait_for_relay_reports(run)
+    for _ in range(2):
+        _kill_relay(run)
     (run.place / "finish").touch()
     status = run.wait_end()
     assert (status["state"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 1, 0)
@@ -74,13 +77,15 @@ def test_whatever_relay_is_killed_nothing_is_lost_and_the_run_ends_with_nothing_
 
 
 @pytest.mark.slow
-def test_relays_go_on_with_the_controllers_next_life_and_leave_with_it(start_run: StartRun) -> None:
-    run = start_run("relayed-on", rank_function="teller:run_rank", relays=TWO_LEVELS, recovery={"standby": False})
+def test_a_relay_serves_the_restarted_controller_and_ends_with_the_run(start_run: StartRun) -> None:
+    run = start_run(
+        "relayed-on", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery={"standby": False}
+    )
     run.wait_step(5)
-    before = _wait_for_parcels(run)["controller_pid"]
+    before = _wait_for_relay_reports(run)["controller_pid"]
     os.kill(before, signal.SIGKILL)
-    run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's next life")
-    assert _wait_for_parcels(run)["controller_pid"] != before
+    run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's restart")
+    assert _wait_for_relay_reports(run)["controller_pid"] != before
     (run.place / "finish").touch()
     status = run.wait_end()
     assert (status["state"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 1, 0)
@@ -89,10 +94,10 @@ def test_relays_go_on_with_the_controllers_next_life_and_leave_with_it(start_run
 
 
 @pytest.mark.slow
-def test_relays_that_nobody_leads_any_more_end_themselves(start_run: StartRun) -> None:
+def test_a_relay_without_a_controller_ends(start_run: StartRun) -> None:
     recovery = {"orphan_timeout_s": 5, "standby": False}
-    run = start_run("relayed-orphans", rank_function="teller:run_rank", relays=TWO_LEVELS, recovery=recovery)
+    run = start_run("relayed-orphans", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery=recovery)
     run.wait_step(5)
-    run.wait(lambda: len(_relays(run)) == 3, "two relays and one above them")
+    run.wait(lambda: len(_relays(run)) == 1, "the relay")
     run.end_controller_for_good()
     run.assert_nothing_left()

@@ -1,4 +1,4 @@
-"""Ranks end while nobody leads them: the next life of the controller tells of the run what is true of it."""
+"""Ranks end while the controller is down: the restarted controller records the truth about the run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_when_no_rank_is_left_checkpoints_tell_of_the_last_steps(start_run: Star
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
-    """The ranks have not heard of it when the controller dies: they go on, or are gone, too."""
+    """The controller dies before the ranks know of the request: they keep running, or are gone, too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
     controller = _controller(run)

@@ -1,4 +1,4 @@
-"""torch's private names stand in one file; the lint that says so finds them wherever else they are written."""
+"""torch's private names are used in one file; the lint finds them in every other file."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Finds uses of torch's private names (`_x`) in Python sources.
 
-Names, not types, are what a source shows, so the rule is: an attribute `_x` of anything but `self` is torch's unless
-the project or a library other than torch is seen to define it. Found are
+A source shows names, not types. So an attribute `_x` of anything but `self` counts as torch's
+unless the project or another library defines it. The lint finds
 
-- imports and dotted names below `torch` with a private part, also where `torch.nn` is called `nn`;
-- attributes `_x` of other objects, written out or given to `getattr` and its like as a text;
-- methods and attributes of a class that stand for private ones of the torch class it derives from;
-- texts that name a private module (`torch._x`) or operator (`aten::_x`).
+- imports and dotted names below `torch` with a private part, also through an alias of `torch.nn`;
+- attributes `_x` of other objects, written out or passed to `getattr` and its like as a string;
+- methods and attributes of a class that override private ones of its torch base class;
+- strings that name a private module (`torch._x`) or operator (`aten::_x`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_TEXT = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 _PRIVATE_TEXT = re.compile(r"(torch|aten)\w*((\.|::)\w+)*(\.|::)_(?!_)\w+.*")
 _NAMED_TUPLE = frozenset({"_asdict", "_fields", "_make", "_replace"})
 _OF_LIBRARIES = frozenset({"_endpoint", "_expiry_time", "_get_conn", "_manager", "_raw", "_socket_options"})
-"""Of objects of botocore and urllib3, which no import in the same file gives away."""
+"""Attributes of botocore's and urllib3's objects, which no import in the same file reveals."""
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +63,7 @@ class Source:
         return cls(module, nodes, _imports(nodes), frozenset(filter(is_private, _definitions(nodes))))
 
     def dotted(self, node: ast.expr) -> str:
-        """The full name of an expression such as `nn.Module`; "" when its first part is not imported."""
+        """Returns the full name of an expression such as `nn.Module`; "" if it is not imported."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -77,7 +77,7 @@ class Source:
 
 
 def read_sources(root: Path, folders: tuple[str, ...]) -> list[Source]:
-    """All Python files of some folders."""
+    """Parses all Python files of some folders."""
     found = []
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
@@ -87,12 +87,12 @@ def read_sources(root: Path, folders: tuple[str, ...]) -> list[Source]:
 
 
 def private_uses(source: Source, project: list[Source]) -> list[Use]:
-    """Where a file names a private name of torch.
+    """Returns the places where a file uses a private name of torch.
 
     Args:
         source: The file.
-        project: All files. A private attribute that one of them defines is the project's own; code of the package
-            itself may use only those of its own file.
+        project: All files. A private attribute that one of them defines belongs to the project;
+            code in the package itself may use only those of its own file.
     """
     own = source.defined
     if not source.module.startswith("raypp."):
@@ -206,7 +206,7 @@ def _in_body(klass: ast.ClassDef, name: ast.Name) -> bool:
 
 
 def _torch_bases(source: Source, klass: ast.ClassDef, project: list[Source]) -> Iterator[str]:
-    """Full names of the torch classes that a class derives from, also by way of classes of the project."""
+    """Yields the full names of the torch classes a class derives from, directly or indirectly."""
     for base in klass.bases:
         base = base.value if isinstance(base, ast.Subscript) else base
         dotted = source.dotted(base) or (f"{source.module}.{base.id}" if isinstance(base, ast.Name) else "")
@@ -224,7 +224,7 @@ def _torch_bases(source: Source, klass: ast.ClassDef, project: list[Source]) -> 
 
 @cache
 def _members(dotted: str) -> frozenset[str]:
-    """Private names of a torch class and those it derives from: methods, attributes, and what they set on `self`."""
+    """Returns private names of a torch class and its bases, including what they set on `self`."""
     module, _, name = dotted.rpartition(".")
     found: set[str] = set()
     klass: Any = getattr(importlib.import_module(module), name)

@@ -1,1 +1,1 @@
-"""How a rank's reports reach the controller."""
+"""The path of a rank's reports to the controller."""

@@ -1,17 +1,19 @@
-"""Many ranks' reports in few calls: an actor call costs the controller the same, whatever it carries.
+"""Relays: one process per node that forwards the reports of its ranks in few calls.
 
-A relay takes the batches of its ranks (or the parcels of other relays) and hands them on in one parcel. Who brings
-news (steps, events, log lines) is answered when the controller has taken it, and who brings none is answered at once,
-with the controller's last word. A relay keeps nothing that nobody else has: when it dies, the ranks whose news it held
-get no answer, and tell the controller the same batch themselves.
+An actor call costs the controller the same whatever it carries. A relay therefore takes the batches
+of its node's ranks and forwards them in one relay report. A batch with steps, events or log lines
+is answered when the controller has taken it; a mere heartbeat is answered at once, with the
+controller's last answer. A relay keeps nothing that nobody else has: when it dies, the ranks whose
+batches it held get no answer and send the same batches to the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-import sys
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,302 +21,276 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.orphan import Lifeline
-from raypp.control.protocol import Answer, Batch, Beat, Parcel, Word
+from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor
+from raypp.control.orphan import OrphanWatch, ask_interval_s
+from raypp.control.protocol import (
+    NAMESPACE,
+    RELAYS_FROM_RANKS,
+    BatchAnswer,
+    Heartbeat,
+    RelayAnswer,
+    RelayReport,
+    ReportBatch,
+)
+from raypp.control.report.route import HEARTBEAT_S
 from raypp.records import Requests
 
-NEWS_S = 0.25
-"""Steps and events wait at a relay for those of others at most so long."""
-BEATS_S = 1.0
-"""What brings nothing but signs of life is handed on so often, and told so often by a rank that has a relay."""
-_RANK_PATIENCE_S = 3.0
-_RELAY_PATIENCE_S = 2.0
-_CONTROLLER_PATIENCE_S = 5.0
-_FRESH_S = 5.0  # a word that is older does not count as an answer
-_FIRST_DETOUR_S = 5.0
-_LONGEST_DETOUR_S = 300.0
+log = logging.getLogger(__name__)
 
-Carrier = Callable[[Parcel], Awaitable[Word]]
+FLUSH_S = 0.25
+"""Steps, events and log lines wait at a relay for those of other ranks at most this long."""
+_PACE_S_PER_RELAY = 0.02  # at most 50 heartbeat reports a second, of all relays together
+_LONGEST_PACE_S = 2.5  # with a rank's own second, below the 5 s after which a heartbeat is overdue
+_CONTROLLER_TIMEOUT_S = 5.0
+_FRESH_S = 5.0  # an older answer of the controller is not passed on
+
+Send = Callable[[RelayReport], Awaitable[RelayAnswer]]
 
 
 @dataclass
-class Detour:
-    """Whether a way is to be tried: not for a while after it failed, and for twice as long after each failure more."""
-
-    _until: float = 0.0
-    _next_s: float = _FIRST_DETOUR_S
-
-    def over(self) -> bool:
-        return time.monotonic() >= self._until
-
-    def failed(self) -> None:
-        self._until = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LONGEST_DETOUR_S)
-
-    def worked(self) -> None:
-        self._next_s = _FIRST_DETOUR_S
-
-
-class Way:
-    """How a rank's batches come to the controller: by its relay, and directly when that does not answer.
-
-    Args:
-        direct: Hands a batch to the controller; raises when that takes it not.
-        relayed: Hands it to the rank's relay, in the same manner; None when it has none.
-        pace_s: Seconds between two reports that go directly.
-    """
-
-    def __init__(
-        self, direct: Callable[[Batch], Answer], relayed: Callable[[Batch], Answer] | None, pace_s: float
-    ) -> None:
-        self._direct = direct
-        self._relayed = relayed
-        self._direct_pace_s = pace_s
-        self._detour = Detour()
-        self.pace_s = pace_s
-        """Seconds until the next report, if nothing happens before."""
-
-    def hand_over(self, batch: Batch) -> Answer:
-        """Hands over a batch. The controller knows it again when both ways have led there.
-
-        Raises:
-            Exception: Whatever the direct way raised; nobody is known to have taken the batch.
-        """
-        why: Exception | None = None
-        if self._relayed is not None and self._detour.over():
-            try:
-                answer = self._relayed(batch)
-            except Exception as error:  # noqa: BLE001  dead, frozen, cut off, or not started yet
-                why = error
-            else:
-                self._detour.worked()
-                self.pace_s = BEATS_S
-                return answer
-        self.pace_s = self._direct_pace_s
-        answer = self._direct(batch)
-        if why is not None:  # and not the controller was away
-            self._detour.failed()
-            print(f"reporting directly: the relay does not answer ({type(why).__name__})", file=sys.stderr)  # noqa: T201
-        return answer
-
-
-def way_of(controller: Any, relay: Any, rank: int, direct_pace_s: float, patience_s: float) -> Way:
-    """The way of a rank's batches through Ray.
-
-    Rank 0, which tells the steps and is asked for saves, speaks to the controller itself: a relay that died could take
-    with it that a save was asked for.
-
-    Args:
-        relay: Handle of the rank's relay; None in a run without.
-        patience_s: For the controller's answer.
-    """
-
-    def direct(batch: Batch) -> Answer:
-        answer: Answer = ray.get(controller.report.remote(batch), timeout=patience_s)
-        return answer
-
-    def relayed(batch: Batch) -> Answer:
-        answer: Answer = ray.get(relay.report.remote(batch), timeout=_RANK_PATIENCE_S)
-        return answer
-
-    if relay is None:
-        return Way(direct, None, direct_pace_s)
-    return Way(direct, None if rank == 0 else relayed, min(BEATS_S, direct_pace_s) if rank == 0 else direct_pace_s)
-
-
-@dataclass
-class _Held:
-    """What is to be handed on next.
+class _Waiting:
+    """What the next relay report carries.
 
     Attributes:
-        attempt: Of the beats.
-        beats: By rank, with the time each was told.
-        waiting: Who is to hear whether that worked.
+        attempt: Attempt of the heartbeats.
+        heartbeats: By rank, with the time each arrived.
+        callers: Resolved when the report has been delivered.
     """
 
     attempt: int = 0
-    beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    heartbeats: dict[int, tuple[float, Heartbeat]] = field(default_factory=dict)
+    batches: list[ReportBatch] = field(default_factory=list)
+    callers: list[asyncio.Future[None]] = field(default_factory=list)
 
-    def put_back(self, other: _Held) -> None:
-        """The beats that could not be handed on, where there are no newer ones."""
+    def restore_heartbeats(self, other: _Waiting) -> None:
+        """Takes back heartbeats that could not be sent, unless there are newer ones."""
         if other.attempt == self.attempt:
-            self.beats = other.beats | self.beats
+            self.heartbeats = other.heartbeats | self.heartbeats
 
 
-class Sorting:
-    """What a relay does, whatever carries its parcels. Everything happens in one event loop.
+class RelayQueue:
+    """The work of a relay without Ray. All of it runs in one event loop.
 
     Args:
-        carriers: Ways up, best first, with the seconds each has to answer.
-        news_s: See `NEWS_S`.
-        beats_s: See `BEATS_S`.
+        send: Sends a relay report to the controller.
+        timeout_s: For the controller's answer.
+        flush_s: See `FLUSH_S`.
+        heartbeat_s: Seconds between two reports that carry heartbeats only.
     """
 
     def __init__(
-        self, carriers: Sequence[tuple[Carrier, float]], news_s: float = NEWS_S, beats_s: float = BEATS_S
+        self,
+        send: Send,
+        timeout_s: float = _CONTROLLER_TIMEOUT_S,
+        flush_s: float = FLUSH_S,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self._carriers = [(carrier, patience_s, Detour()) for carrier, patience_s in carriers]
-        self._news_s, self._beats_s = news_s, beats_s
-        self._held = _Held()
+        self._send = send
+        self._timeout_s, self._flush_s, self._heartbeat_s = timeout_s, flush_s, heartbeat_s
+        self._waiting = _Waiting()
         self._unwritten: dict[int, int] = {}
-        self._word = Word()
+        self._answer = RelayAnswer()
         self._urgent = asyncio.Event()
-        self.heard = -_FRESH_S - 1.0 + time.monotonic()
-        """When the controller last said a word, directly or through another relay (`time.monotonic`)."""
+        self.answered = time.monotonic() - _FRESH_S - 1.0
+        """When the controller last answered (`time.monotonic`)."""
 
-    async def report(self, batch: Batch) -> Answer:
-        """A rank's batch.
+    async def report(self, batch: ReportBatch) -> BatchAnswer:
+        """Takes a rank's batch and returns the controller's answer.
 
         Raises:
-            ConnectionError: The controller is not known to have taken it.
+            ConnectionError: The controller is not known to have taken the batch.
         """
-        beat = Beat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside)
-        news = bool(batch.steps or batch.events or batch.logs)
-        word = await self.take(Parcel(batch.attempt, (beat,), (batch,) if news else ()))
-        if word.attempt != batch.attempt:  # what the ranks of another attempt are asked to do is not for this one
-            return Answer(Requests(), word.life, 0, word.ago_s)
-        return Answer(word.requests, word.life, self._word.durable.get(batch.rank, 0), word.ago_s)
-
-    async def take(self, parcel: Parcel) -> Word:
-        """Another relay's parcel; errors as with `report`."""
-        now = time.monotonic()
-        if parcel.attempt > self._held.attempt:
-            self._held.attempt = parcel.attempt
-            self._held.beats.clear()
-            self._unwritten.clear()
-        if parcel.attempt == self._held.attempt:
-            for beat in parcel.beats:
-                self._held.beats[beat.rank] = (now - beat.ago_s, beat)
-            self._remember(parcel)
-        if parcel.batches or now - self.heard > _FRESH_S:
-            told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._held.batches += parcel.batches
-            self._held.waiting.append(told)
+        has_content = bool(batch.steps or batch.events or batch.logs)
+        self._add_heartbeat(batch)
+        if has_content or time.monotonic() - self.answered > _FRESH_S:
+            delivered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if has_content:
+                self._waiting.batches.append(batch)
+            self._waiting.callers.append(delivered)
             self._urgent.set()
-            await told
-        durable = {rank: self._word.durable[rank] for rank in parcel.unwritten if rank in self._word.durable}
-        return replace(self._word, durable=durable, ago_s=time.monotonic() - self.heard)
+            await delivered
+        answer, age_s = self._answer, time.monotonic() - self.answered
+        if answer.attempt != batch.attempt:  # requests to the ranks of another attempt are not for this one
+            return BatchAnswer(Requests(), answer.incarnation, 0, age_s)
+        return BatchAnswer(answer.requests, answer.incarnation, answer.durable.get(batch.rank, 0), age_s)
 
-    async def hand_on(self) -> None:
-        """Carries parcels, for ever."""
+    async def forward_reports(self) -> None:
+        """Sends relay reports, for ever."""
         sent = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), max(0.0, sent + self._beats_s - time.monotonic()))
-            await asyncio.sleep(sent + self._news_s - time.monotonic())
+                await asyncio.wait_for(self._urgent.wait(), max(0.0, sent + self._heartbeat_s - time.monotonic()))
+            await asyncio.sleep(sent + self._flush_s - time.monotonic())
             self._urgent.clear()
             sent = time.monotonic()
-            if self._held.beats or self._held.waiting:
-                await self._hand_on_once()
+            if self._waiting.heartbeats or self._waiting.callers:
+                await self._forward()
 
-    async def _hand_on_once(self) -> None:
-        held, self._held = self._held, _Held(self._held.attempt)
-        failed: list[Detour] = []
-        for carrier, patience_s, detour in self._carriers:
-            if not detour.over() and carrier is not self._carriers[-1][0]:
-                continue
-            try:
-                word = await asyncio.wait_for(carrier(self._parcel(held)), patience_s)
-            except Exception:  # noqa: BLE001  dead, frozen, cut off: the next way, or none
-                failed.append(detour)
-                continue
-            detour.worked()
-            for other in failed:  # when no way leads there, it is the controller that is away
-                other.failed()
-            self._learn(word)
-            for told in held.waiting:
-                if not told.done():
-                    told.set_result(None)
-            return
-        self._held.put_back(held)
-        for told in held.waiting:
-            if not told.done():
-                told.set_exception(ConnectionError("the controller does not answer"))
-
-    def _parcel(self, held: _Held) -> Parcel:
+    async def _forward(self) -> None:
+        waiting, self._waiting = self._waiting, _Waiting(self._waiting.attempt)
         now = time.monotonic()
-        beats = tuple(beat._replace(ago_s=now - at) for at, beat in held.beats.values())
-        return Parcel(held.attempt, beats, tuple(held.batches), dict(self._unwritten))
+        heartbeats = tuple(one._replace(age_s=now - at) for at, one in waiting.heartbeats.values())
+        report = RelayReport(waiting.attempt, heartbeats, tuple(waiting.batches), dict(self._unwritten))
+        try:
+            answer = await asyncio.wait_for(self._send(report), self._timeout_s)
+        except Exception:  # noqa: BLE001  dead, frozen or cut off
+            self._waiting.restore_heartbeats(waiting)
+            for caller in waiting.callers:
+                if not caller.done():
+                    caller.set_exception(ConnectionError("the controller does not answer"))
+            return
+        self._remember(answer)
+        for caller in waiting.callers:
+            if not caller.done():
+                caller.set_result(None)
 
-    def _remember(self, parcel: Parcel) -> None:
-        """Whose news has to come into the store yet."""
-        for rank, number in parcel.unwritten.items():
-            self._unwritten[rank] = max(number, self._unwritten.get(rank, 0))
-        for batch in parcel.batches:
+    def _add_heartbeat(self, batch: ReportBatch) -> None:
+        waiting = self._waiting
+        if batch.attempt > waiting.attempt:
+            waiting.attempt = batch.attempt
+            waiting.heartbeats.clear()
+            self._unwritten.clear()
+        if batch.attempt == waiting.attempt:
+            heartbeat = Heartbeat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside)
+            waiting.heartbeats[batch.rank] = (time.monotonic(), heartbeat)
             if batch.steps or batch.events:
                 self._unwritten[batch.rank] = batch.number
 
-    def _learn(self, word: Word) -> None:
-        if word.ago_s > _FRESH_S:
-            return
-        self.heard = max(self.heard, time.monotonic() - word.ago_s)
-        same = (word.life, word.attempt) == (self._word.life, self._word.attempt)
-        self._word = replace(word, durable={**(self._word.durable if same else {}), **word.durable})
-        for rank, number in word.durable.items():
-            if word.attempt == self._held.attempt and number >= self._unwritten.get(rank, number + 1):
+    def _remember(self, answer: RelayAnswer) -> None:
+        self.answered = time.monotonic()
+        before = self._answer
+        same = (answer.incarnation, answer.attempt) == (before.incarnation, before.attempt)
+        self._answer = replace(answer, durable={**(before.durable if same else {}), **answer.durable})
+        for rank, number in answer.durable.items():
+            if answer.attempt == self._waiting.attempt and number >= self._unwritten.get(rank, number + 1):
                 del self._unwritten[rank]
 
 
 class Relay:
-    """The actor around a `Sorting`. Like every process of a run it ends by itself when nobody leads the run any more.
+    """The actor around a `RelayQueue`. Like every process of a run it exits when the run has lost
+    its controller.
 
     Args:
         run: The run's name.
         controller: Handle of the run's controller.
-        above: Handle of the relay that its parcels go to; None: they go to the controller.
         orphan_timeout_s: As of the run's workers.
-        ask_every_s: Seconds between two questions to a controller of which nothing was heard.
+        ask_interval_s: Seconds between two checks of a controller that has not answered.
+        heartbeat_s: Seconds between two reports that carry heartbeats only.
     """
 
-    def __init__(self, run: str, controller: Any, above: Any, orphan_timeout_s: float, ask_every_s: float) -> None:
+    def __init__(
+        self, run: str, controller: Any, orphan_timeout_s: float, ask_interval_s: float, heartbeat_s: float
+    ) -> None:
         self._run = run
         self._controller = controller
         self._own = ray.get_runtime_context().current_actor
-        carriers: list[tuple[Carrier, float]] = [(_carrier(controller), _CONTROLLER_PATIENCE_S)]
-        if above is not None:
-            carriers.insert(0, (_carrier(above), _RELAY_PATIENCE_S))
-        self._sorting = sorting = Sorting(carriers)
+        self._queue = queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
         self._task: asyncio.Task[None] | None = None
-        self._lifeline = Lifeline(
-            self._find_controller, orphan_timeout_s, self._end, ask_every_s, lambda: sorting.heard
+        self._orphan_watch = OrphanWatch(
+            self._find_controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered
         )
 
     def __repr__(self) -> str:
         return f"raypp/{self._run}/relay"
 
-    async def report(self, batch: Batch) -> Answer:
-        """A rank's batch."""
-        self._work()
-        return await self._sorting.report(batch)
-
-    async def relay(self, parcel: Parcel) -> Word:
-        """Another relay's parcel."""
-        self._work()
-        return await self._sorting.take(parcel)
+    async def report(self, batch: ReportBatch) -> BatchAnswer:
+        """Takes a rank's batch."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._queue.forward_reports())
+        return await self._queue.report(batch)
 
     async def stay(self) -> None:
-        """Never answers, except by the end of this process."""
+        """Never returns; the call fails when this process ends."""
         await asyncio.Event().wait()
 
-    def _work(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._sorting.hand_on())
+    async def _send(self, report: RelayReport) -> RelayAnswer:
+        answer: RelayAnswer = await self._controller.relay.remote(report)
+        return answer
 
     def _find_controller(self) -> None:
         ray.get(self._controller.alive.remote(), timeout=10)
 
-    def _end(self) -> None:
-        threading.Timer(10.0, os._exit, (0,)).start()  # when Ray does not hear either, it starts nothing anew
+    def _exit(self) -> None:
+        threading.Timer(10.0, os._exit, (0,)).start()  # when Ray does not answer either, it restarts nothing
         with contextlib.suppress(Exception):
             ray.kill(self._own, no_restart=True)
 
 
-def _carrier(actor: Any) -> Carrier:
-    async def carry(parcel: Parcel) -> Word:
-        word: Word = await actor.relay.remote(parcel)
-        return word
+@dataclass
+class Relays:
+    """The relays of a run, one per node, kept from one attempt to the next while the nodes are the
+    same.
 
-    return carry
+    Args:
+        run: The run's name.
+        controller: Handle of its controller.
+        orphan_timeout_s: As of the run's workers.
+        from_ranks: Smaller runs have no relays.
+    """
+
+    run: str
+    controller: Any
+    orphan_timeout_s: float
+    from_ranks: int = RELAYS_FROM_RANKS
+    _nodes: tuple[str, ...] = ()
+    _by_node: dict[str, Any] = field(default_factory=dict)
+    _found: list[Any] = field(default_factory=list)
+
+    def start(self, nodes: Sequence[str]) -> None:
+        """Starts a relay on every node of the run, unless they are there; does not wait for them.
+
+        Args:
+            nodes: The node of each bundle.
+        """
+        wanted = tuple(nodes) if len(nodes) >= self.from_ranks else ()
+        if wanted == self._nodes and not self._found:
+            return
+        self.stop()
+        self._nodes = wanted
+        places = list(dict.fromkeys(wanted))
+        for number, node in enumerate(places):
+            self._by_node[node] = self._start(node, number, len(wanted), len(places))
+        if places:
+            log.info("%d ranks report through %d relays", len(wanted), len(places))
+
+    def of(self, bundle: int) -> Any:
+        """Returns the relay of a bundle; None without relays."""
+        return self._by_node[self._nodes[bundle]] if self._nodes else None
+
+    def take_over(self) -> None:
+        """Finds the relays that an earlier controller process started; `start` replaces them,
+        `stop` ends them."""
+        self._found += actors_of(self.run)[1]
+
+    def stop(self) -> None:
+        """Ends all relays."""
+        for relay in (*self._found, *self._by_node.values()):
+            end_actor(relay)
+        self._found, self._by_node, self._nodes = [], {}, ()
+
+    def _start(self, node: str, number: int, ranks: int, relays: int) -> Any:
+        # Ray frees an actor's name only some time after its end, so each name is new.
+        name = f"raypp/{self.run}/{RELAY_MARK}{number}-{secrets.token_hex(3)}"
+        return (
+            ray.remote(Relay)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=-1,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            .remote(self.run, self.controller, self.orphan_timeout_s, ask_interval_s(ranks), relay_pace_s(relays))
+        )
+
+
+def relay_pace_s(relays: int) -> float:
+    """Returns the seconds between two heartbeat reports of one relay.
+
+    A report costs the controller the same whatever it carries, so each of many relays reports less
+    often.
+    """
+    return min(max(HEARTBEAT_S, _PACE_S_PER_RELAY * relays), _LONGEST_PACE_S)

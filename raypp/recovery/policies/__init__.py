@@ -1,1 +1,2 @@
-"""The policies there are, one module each: `recovery.policy` names a module, whose `build` makes the policy."""
+"""The policies, one module each: `recovery.policy` names a module, whose `build` returns the
+policy."""

@@ -28,29 +28,31 @@ _LONGEST_DELAY_S = 30.0
 
 
 def build(recovery: RecoverySection) -> DefaultPolicy:
-    """The policy with the job's options."""
+    """Returns the policy with the job's options."""
     return DefaultPolicy(recovery.max_restarts, recovery.on_nonfinite == "restart")
 
 
 @dataclass(frozen=True)
 class DefaultPolicy:
-    """What a run does unless the job names another policy.
+    """The policy of runs whose job names no other.
 
     Attributes:
         max_restarts: Restarts in a row without a newer committed step.
-        restart_on_nonfinite: A step whose loss or gradients are not finite may be tried again; else it ends the run.
+        restart_on_nonfinite: Whether a step with a loss or gradients that are not finite is
+            retried; otherwise it ends the run.
     """
 
     max_restarts: int = 3
     restart_on_nonfinite: bool = False
 
     def decide(self, history: Sequence[AttemptEnd]) -> Decision:
-        """What to do now that the last attempt of `history` has failed.
+        """Decides what follows the last attempt of `history`, which has failed.
 
-        A permanent failure, such as an error in the job or its data, ends the run at once. A recurring one, such as
-        an exception, ends it when it comes twice in a row at the same step for the same reason. Everything else is
-        tried again, the first time without a pause, then with growing ones, until `max_restarts` restarts in a row
-        brought no newer commit. A preemption is followed by a restart at once, and is not counted.
+        A permanent failure, such as an error in the job or its data, ends the run at once. A
+        recurring one, such as an exception, ends it when it happens twice in a row at the same step
+        for the same reason. After any other failure the run restarts, the first time without a
+        pause, then with growing ones, until `max_restarts` restarts in a row brought no newer
+        commit. After a preemption it restarts at once, which does not count.
         """
         cause = root_cause(history[-1].failures)
         traits = cause.kind.traits

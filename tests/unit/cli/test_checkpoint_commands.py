@@ -59,12 +59,12 @@ def test_a_runs_bare_name_is_enough_where_it_was_submitted(
 ) -> None:
     remember_run(RunPlace(store.url, "kjv", None))
     assert run(["checkpoints", "verify", "kjv/step-10"]) == 0
-    assert "step 10: whole" in capsys.readouterr().out
+    assert "step 10: intact" in capsys.readouterr().out
 
 
 def test_verify_of_whole_checkpoints_succeeds(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 0
-    assert capsys.readouterr().out.count("whole") == 3
+    assert capsys.readouterr().out.count("intact") == 3
 
 
 def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, caps
     assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 1
     said = capsys.readouterr()
     assert f"{bad}: is corrupt" in said.err
-    assert said.out.count("whole") == 2
+    assert said.out.count("intact") == 2
     assert run(["checkpoints", "verify", f"{store.url}/kjv/step-00000030"]) == 0
     capsys.readouterr()
     assert run(["checkpoints", "verify", f"{store.url}/kjv/step-20", "--json"]) == 1
@@ -126,6 +126,6 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
     assert run(["checkpoints", "prune", f"{store.url}/kjv", "--keep", "9"]) == 0
     text = capsys.readouterr().out
     assert "removed 1 unfinished uploads and 1 uncommitted objects" in text
-    assert "left alone: 1 uploads of the newest attempt" in text
+    assert "kept 1 uploads of the newest attempt" in text
     assert [left.key for left in store.unfinished()] == [rank_key("kjv", 40, 3, 0)]
     assert store.head(rank_key("kjv", 40, 2, 1)) is None

@@ -81,7 +81,7 @@ def test_diff_tells_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
         assert run(["checkpoints", "import", name, f"s/{name}"]) == 0
     capsys.readouterr()
     assert run(["checkpoints", "diff", "s/a", "s/a/step-0"]) == 0
-    assert f"{len(tensors)} tensors are equal bit for bit, 0 are not" in capsys.readouterr().out
+    assert f"{len(tensors)} tensors are bitwise equal, 0 are not" in capsys.readouterr().out
     assert run(["checkpoints", "diff", "s/a", "s/b", "--json"]) == 1
     found = told(capsys)
     assert found["equal"] == len(tensors) - 2 and not found["only_a"] and not found["same"]
@@ -128,7 +128,7 @@ def test_what_was_imported_is_exported_again(tmp_path: Path, capsys: pytest.Capt
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == before.keys() and len(set(index["weight_map"].values())) > 2
     assert run(["checkpoints", "export", "s/moe", "out"]) == 2
-    assert "holds a model already" in capsys.readouterr().err
+    assert "already contains a model" in capsys.readouterr().err
     assert run(["checkpoints", "export", "s/moe", "half", "--dtype", "bf16"]) == 0
     assert (tmp_path / "half" / "model.safetensors").stat().st_size < sum(t.nbytes for t in before.values())
 
@@ -137,7 +137,7 @@ def test_import_into_a_job_wants_the_jobs_own_model(tmp_path: Path, capsys: pyte
     model(tmp_path / "hf")
     assert run(["checkpoints", "import", "hf", str(job(tmp_path, hidden_size=32))]) == 1
     err = capsys.readouterr().err
-    assert "model.embed_tokens.weight: has shape [300, 16] in" in err and "the job's model has [300, 32]" in err
+    assert "model.embed_tokens.weight: has shape [300, 16] in" in err and "the job's model needs [300, 32]" in err
     assert run(["checkpoints", "import", "hf", str(job(tmp_path, num_layers=1))]) == 2
     assert "model.num_layers: is 1, but" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()

@@ -48,7 +48,7 @@ def store(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kjv(store):
-    """URL/NAME of a run in its second attempt."""
+    """Returns URL/NAME of a run in its second attempt."""
     steps = [report(step, 1, 1 / 3) for step in (1, 2, 3)] + [report(step, 2, 0.1 + step) for step in (3, 4)]
     events = [
         Event("submitted", "sent to the cluster", 100.0),
@@ -234,7 +234,7 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     assert run(["list"]) == 0
     shown = capsys.readouterr().out
     assert "kjv     RUNNING" in shown
-    assert "broken: its records cannot be read" in shown
+    assert "broken: cannot read its records" in shown
 
 
 def test_a_run_submitted_long_ago_that_never_spoke_does_not_stay_pending(store, capsys):

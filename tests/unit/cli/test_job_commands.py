@@ -1,4 +1,4 @@
-"""The frame of the command line, and the commands that need no cluster."""
+"""The command line as a whole, and the commands that need no cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch):
-    """Gives `raypp plan` a body that raises."""
+    """Replaces the body of `raypp plan` by one that raises."""
 
     def install(error: BaseException) -> None:
         @click.command("plan")
@@ -78,9 +78,9 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan"], "Missing argument 'JOB'"),
         (["plan", QUICKSTART, "--sett", "x"], "No such option"),
         (["plan", QUICKSTART, "--link-gbps", "0"], "--link-gbps"),
-        (["plan", "none.yaml"], "none.yaml: there is no such file"),
+        (["plan", "none.yaml"], "none.yaml: file not found"),
         (["explain", "mesh.ppp"], "did you mean mesh.pp?"),
-        (["list-kinds", "foo"], "there are: model.kind"),
+        (["list-kinds", "foo"], "use one of model.kind"),
     ],
 )
 def test_wrong_arguments_leave_with_2_and_say_what_is_wrong(
@@ -99,7 +99,7 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     job.write_text("name: a\ndata: {kind: hf, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n")
     assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
     printed = capsys.readouterr().err
-    assert f"{job}:4 model.hidden_size: 250 cannot be shared by 4 heads\n  fix:" in printed
+    assert f"{job}:4 model.hidden_size: 250 is not divisible by 4 heads\n  fix:" in printed
     assert f"{job}:2 data.kind: hf is not available yet; available: text, jsonl, tokens, synthetic\n  fix:" in printed
     assert "--set pipeline.microbatches=2: " in printed
 
@@ -142,7 +142,7 @@ def test_a_chart_that_is_too_wide_is_cut_and_says_so() -> None:
     slots = simulate(build_program("gpipe", 4, 1, 32), StageTimes.equal(4)).slots
     lines = schedule_picture(slots, 60).plain.splitlines()
     assert all(line.endswith("…") and len(line) == 60 for line in lines[:-1])
-    assert lines[-1].endswith("… goes on")
+    assert lines[-1].endswith("… truncated")
 
 
 @pytest.mark.parametrize(

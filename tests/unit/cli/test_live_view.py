@@ -83,7 +83,7 @@ def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
     train(store, RunState.STOPPED, last=50).join()
     reader, screen = RunReader(store, "r"), console()
     view = LiveView(screen, poll_s=0.01)
-    view.leave_out_the_past(reader)
+    view.skip_earlier_records(reader)
     timer = threading.Timer(0.3, lambda: train(store, first=51).join())
     timer.start()
     status = view.follow(place_of(store), reader)
@@ -148,7 +148,7 @@ def test_the_summary_of_a_run_that_never_made_a_step_is_short_and_names_the_erro
 
 
 def test_a_run_that_can_be_trained_on_offers_a_command_that_names_it():
-    """Its job file may hold another name."""
+    """The job file may contain another name."""
     status = dataclasses.replace(STATUS, state=RunState.SUCCEEDED, checkpoint="s3://bucket/r/step-00000100")
     commands = [command for command, _ in next_commands(RunPlace("s3://bucket", "r", None), status.as_dict())]
     assert "raypp submit JOB --resume --set name=r --set train.steps=…" in commands

@@ -1,4 +1,4 @@
-"""The small picture of a loss."""
+"""The loss curve drawn with characters."""
 
 import math
 

@@ -84,7 +84,7 @@ def test_the_search_prints_settings_that_give_the_job_it_ranks(
         (["--device", "abacus"], 2, "one of cpu, cuda"),
         (["--links", "/nowhere/links.json"], 2, "does not exist"),
         (["--costs", "/nowhere/costs.json"], 2, "raypp plan JOB --measure"),
-        (["--costs", "a.json", "--measure", "b.json"], 2, "give one of them"),
+        (["--costs", "a.json", "--measure", "b.json"], 2, "use only one of them"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_way_out(
@@ -97,4 +97,4 @@ def test_what_cannot_be_used_is_refused_with_a_way_out(
 
 def test_more_ranks_than_the_cluster_has_devices_are_refused(capsys: pytest.CaptureFixture[str], links: str) -> None:
     assert run(["plan", QUICKSTART, "--links", links, "--set", "mesh.fsdp=4"]) == 4
-    assert "8 ranks for 4 devices" in capsys.readouterr().err
+    assert "8 ranks do not fit on 4 devices" in capsys.readouterr().err

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from raypp.control.elastic import Fitting
+from raypp.control.elastic import ElasticSizing
 from raypp.control.reshape import reshape_event, reshaped, shape_of
+from raypp.control.run_events import last_device, last_shape
 from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
-from raypp.recovery.recall import last_device, last_shape
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 
@@ -34,7 +34,7 @@ def job_of(elastic: Any = True, **sections: Any) -> Job:
 @pytest.mark.parametrize(("room", "world"), [(4, 4), (3, 2), (2, 2), (1, 1), (0, None)])
 def test_the_mesh_follows_the_room_and_every_step_takes_the_same_rows(room: int, world: int | None) -> None:
     job = job_of()
-    best = Fitting(job, lambda event: None).best(room)
+    best = ElasticSizing(job, lambda event: None).best(room)
     assert (best.world if best else None) == world
     if best is None:
         return
@@ -47,22 +47,22 @@ def test_the_mesh_follows_the_room_and_every_step_takes_the_same_rows(room: int,
 
 
 def test_without_elastic_there_is_the_jobs_mesh_or_none() -> None:
-    fitting = Fitting(job_of(elastic=False), lambda event: None)
-    assert fitting.best(3) is None and fitting.best(4) == fitting.wanted
+    sizing = ElasticSizing(job_of(elastic=False), lambda event: None)
+    assert sizing.best(3) is None and sizing.best(4) == sizing.wanted
 
 
 def test_the_job_says_how_small_and_how_large() -> None:
-    fitting = Fitting(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
-    assert fitting.best(1) is None
-    assert fitting.first().world == 2
+    sizing = ElasticSizing(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
+    assert sizing.best(1) is None
+    assert sizing.largest().world == 2
 
 
 def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
-    fitting = Fitting(job_of(), lambda event: None)
-    half = fitting.best(2)
+    sizing = ElasticSizing(job_of(), lambda event: None)
+    half = sizing.best(2)
     assert half is not None
-    assert fitting.of_seat(Coordinates(2, 1, 1, 1)) == half
-    told = [Event("submitted", ""), reshape_event(fitting.wanted, half, "why", 2)]
+    assert sizing.shape_of_seat(Coordinates(2, 1, 1, 1)) == half
+    told = [Event("submitted", ""), reshape_event(sizing.wanted, half, "why", 2)]
     assert last_shape(told) == half
     assert last_shape([*told, Event("submitted", "")]) is None
     assert "pp 2 × dp_replicate 2 (4 ranks" in told[1].message and "pp 2 (2 ranks, 8 microbatches)" in told[1].message

@@ -17,7 +17,7 @@ def failure(kind: str = "killed", step: int = 3) -> RankFailure:
     return RankFailure(1, "pp1", "10.0.0.1", 7, FailureKind(kind), "gone", step)
 
 
-def play(machine: m.Machine, *events: m.Happening) -> tuple[m.Machine, list[m.Command]]:
+def play(machine: m.Machine, *events: m.MachineEvent) -> tuple[m.Machine, list[m.Command]]:
     commands: list[m.Command] = []
     for event in events:
         machine, more = m.step(machine, event)
@@ -29,7 +29,7 @@ RUNNING = (m.Start(), m.Claimed(1), m.Seated())
 
 
 def test_a_run_that_meets_no_trouble_succeeds() -> None:
-    machine, commands = play(m.Machine(), *RUNNING, m.Committed(10), m.Finished(False), m.AttemptGone())
+    machine, commands = play(m.Machine(), *RUNNING, m.Committed(10), m.Finished(False), m.AttemptEnded())
     assert machine.state is RunState.SUCCEEDED and machine.restarts == 0
     assert commands == [m.Launch(), m.EndAttempt(), m.Finish(RunState.SUCCEEDED)]
 
@@ -37,49 +37,49 @@ def test_a_run_that_meets_no_trouble_succeeds() -> None:
 def test_a_failed_rank_ends_the_attempt_and_starts_the_next_once_nothing_of_it_is_left() -> None:
     machine, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure()))
     assert machine.state is RunState.RECOVERING and commands[-1] == m.EndAttempt(keep=True)
-    machine, commands = play(machine, m.RankFailed(failure("lost_peer")), m.AttemptGone())
-    assert commands == [m.Wait(0.0)] and len(machine.history[0].failures) == 2
+    machine, commands = play(machine, m.RankFailed(failure("lost_peer")), m.AttemptEnded())
+    assert commands == [m.Delay(0.0)] and len(machine.history[0].failures) == 2
     machine, commands = play(machine, m.DelayOver())
     assert commands == [m.Launch()] and machine.restarts == 1
 
 
 def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None:
     machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True))
-    assert machine.state is RunState.STOPPING and isinstance(commands[-1], m.Ask)
-    machine, commands = play(machine, m.Finished(True), m.AttemptGone())
+    assert machine.state is RunState.STOPPING and isinstance(commands[-1], m.SendRequests)
+    machine, commands = play(machine, m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
 
 
 def test_ranks_that_an_earlier_life_asked_to_stop_go_on_unless_the_operator_wants_the_end() -> None:
     adopted = m.Start(3, 10, adopted=True)
-    machine, commands = play(m.Machine(), adopted, m.Finished(True), m.AttemptGone())
-    assert (machine.phase, machine.restarts, commands[-1]) == (m.Phase.LAUNCHING, 0, m.Launch())
-    machine, _ = play(machine, m.Claimed(4), m.Seated(), m.Finished(True), m.AttemptGone())
+    machine, commands = play(m.Machine(), adopted, m.Finished(True), m.AttemptEnded())
+    assert (machine.phase, machine.restarts, commands[-1]) == (m.RunPhase.LAUNCHING, 0, m.Launch())
+    machine, _ = play(machine, m.Claimed(4), m.Seated(), m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
-    machine, _ = play(m.Machine(), adopted, m.StopAsked(True), m.Finished(True), m.AttemptGone())
+    machine, _ = play(m.Machine(), adopted, m.StopAsked(True), m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
 
 
 def test_a_run_that_is_over_when_it_is_found_keeps_its_attempt_and_its_checkpoint() -> None:
-    ending = m.Finish(RunState.FAILED, "the sun is too bright", 2)
-    machine, commands = play(m.Machine(), m.Start(3, 10, interrupted=True, ending=ending))
-    assert commands == [ending] and machine.phase is m.Phase.DONE
+    finish = m.Finish(RunState.FAILED, "the sun is too bright", 2)
+    machine, commands = play(m.Machine(), m.Start(3, 10, interrupted=True, finish=finish))
+    assert commands == [finish] and machine.phase is m.RunPhase.DONE
     assert (machine.attempt, machine.committed_step, machine.restarts) == (3, 10, 0)
     assert (machine.state, machine.error) == (RunState.FAILED, "the sun is too bright")
 
 
 def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
-    machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptGone())
+    machine, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), m.RankFailed(failure()), m.AttemptEnded())
     assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
 
 
 def test_a_stop_before_the_ranks_are_seated_ends_the_run() -> None:
-    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.StopAsked(True), m.AttemptGone())
+    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.StopAsked(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
 
 
 def test_a_mesh_the_cluster_cannot_hold_fails_the_run_with_the_exit_code_of_missing_resources() -> None:
-    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.NoResources("too small"), m.AttemptGone())
+    machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.NoResources("too small"), m.AttemptEnded())
     assert machine.state is RunState.FAILED
     assert commands[-1] == m.Finish(RunState.FAILED, "too small", 4)
 
@@ -92,14 +92,14 @@ def test_a_later_life_of_the_controller_counts_as_a_restart() -> None:
 def test_a_later_life_that_finds_its_ranks_alive_leads_them_on_and_counts_no_restart() -> None:
     machine, commands = play(m.Machine(), m.Start(attempt=2, committed_step=20, adopted=True))
     assert (machine.state, machine.restarts, machine.attempt, commands) == (RunState.RUNNING, 0, 2, [])
-    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone(), m.DelayOver())
-    assert commands == [m.EndAttempt(keep=True), m.Wait(0.0), m.Launch()] and machine.restarts == 1
+    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptEnded(), m.DelayOver())
+    assert commands == [m.EndAttempt(keep=True), m.Delay(0.0), m.Launch()] and machine.restarts == 1
 
 
 def test_what_earlier_lives_of_the_controller_saw_fail_counts() -> None:
     history = tuple(AttemptEnd(attempt, (failure(),), 10) for attempt in (1, 2))
     machine, _ = play(m.Machine(policy=DefaultPolicy(2)), m.Start(3, 10, adopted=True, history=history))
-    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptGone())
+    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptEnded())
     assert machine.state is RunState.FAILED and "2 restarts in a row" in commands[-1].reason  # type: ignore[union-attr]
 
 
@@ -118,24 +118,24 @@ WHOLE, HALF = Shape(2, 2, 1, 1, 1, 4), Shape(2, 1, 1, 1, 1, 8)
 
 
 def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts_no_restart() -> None:
-    launching, _ = play(m.Machine(), *RUNNING, m.RankFailed(failure()), m.AttemptGone(), m.DelayOver())
-    machine, commands = play(launching, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptGone())
+    launching, _ = play(m.Machine(), *RUNNING, m.RankFailed(failure()), m.AttemptEnded(), m.DelayOver())
+    machine, commands = play(launching, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptEnded())
     assert commands == [m.EndAttempt(), m.Launch()]
     assert (machine.shape, machine.restarts, len(machine.history)) == (HALF, 1, 1)
 
 
 def test_with_room_again_the_run_saves_stops_and_takes_the_larger_mesh() -> None:
     machine, commands = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    assert commands[-1] == m.Ask(Requests(stop=True, save_before_stop=True))
-    machine, commands = play(machine, m.Committed(7), m.Finished(True), m.AttemptGone())
+    assert commands[-1] == m.SendRequests(Requests(stop=True, save_before_stop=True))
+    machine, commands = play(machine, m.Committed(7), m.Finished(True), m.AttemptEnded())
     assert commands == [m.EndAttempt(), m.Launch()]
     assert (machine.shape, machine.restarts, machine.history) == (WHOLE, 0, ())
 
 
 def test_a_run_does_not_grow_twice_without_a_newer_commit() -> None:
     machine, _ = play(m.Machine(), m.Start(committed_step=7, shape=HALF), m.Claimed(1), m.Seated())
-    machine, _ = play(machine, m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptGone())
-    machine, _ = play(machine, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptGone(), m.Claimed(3), m.Seated())
+    machine, _ = play(machine, m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptEnded())
+    machine, _ = play(machine, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptEnded(), m.Claimed(3), m.Seated())
     assert machine.shape == HALF
     assert play(machine, m.Reshape(WHOLE, 2))[1] == []
     assert play(machine, m.Committed(8), m.Reshape(WHOLE, 2))[1] != []
@@ -143,16 +143,16 @@ def test_a_run_does_not_grow_twice_without_a_newer_commit() -> None:
 
 def test_an_operators_stop_wins_over_a_change_of_mesh() -> None:
     growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    machine, _ = play(growing, m.StopAsked(), m.Finished(True), m.AttemptGone())
+    machine, _ = play(growing, m.StopAsked(), m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
     shrinking, _ = play(m.Machine(), m.Start(), m.Claimed(1), m.Reshape(HALF, 4))
-    machine, commands = play(shrinking, m.StopAsked(), m.AttemptGone())
+    machine, commands = play(shrinking, m.StopAsked(), m.AttemptEnded())
     assert machine.state is RunState.STOPPED and m.Launch() not in commands
 
 
 def test_a_run_that_finishes_while_it_was_to_grow_has_succeeded() -> None:
     growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    assert play(growing, m.Finished(False), m.AttemptGone())[0].state is RunState.SUCCEEDED
+    assert play(growing, m.Finished(False), m.AttemptEnded())[0].state is RunState.SUCCEEDED
 
 
 def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:
@@ -170,7 +170,7 @@ _EVENTS = st.one_of(
     st.builds(m.RankFailed, st.builds(failure, st.sampled_from(["killed", "raised", "lost_peer"]), st.integers(0, 3))),
     st.just(m.NoResources("too small")),
     st.builds(m.Finished, st.booleans()),
-    st.just(m.AttemptGone()),
+    st.just(m.AttemptEnded()),
     st.just(m.DelayOver()),
     st.builds(m.StopAsked, st.booleans()),
 )
@@ -179,18 +179,18 @@ _EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_EVENTS, max_size=60), st.integers(0, 3))
 def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_end(
-    events: list[m.Happening], max_restarts: int
+    events: list[m.MachineEvent], max_restarts: int
 ) -> None:
     machine = m.Machine(policy=DefaultPolicy(max_restarts))
     alive = finished = False
     for event in events:
         before = machine
-        if isinstance(event, m.AttemptGone):
-            if before.phase is not m.Phase.ENDING:
+        if isinstance(event, m.AttemptEnded):
+            if before.phase is not m.RunPhase.ENDING:
                 continue  # what carries out commands says so only after EndAttempt
             alive = False
         machine, commands = m.step(machine, event)
-        if isinstance(event, m.Start) and event.adopted and before.phase is m.Phase.IDLE:
+        if isinstance(event, m.Start) and event.adopted and before.phase is m.RunPhase.IDLE:
             assert not commands
             alive = True
         for command in commands:
@@ -200,12 +200,12 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
                 alive = True
             if isinstance(command, m.EndAttempt):
                 assert alive
-                assert not (command.keep and machine.ending), "processes kept for an attempt that never comes"
+                assert not (command.keep and machine.finish), "processes kept for an attempt that never comes"
             if isinstance(command, m.Finish):
                 assert not alive, "the run ended with a living attempt"
                 finished = True
-        assert finished == (machine.phase is m.Phase.DONE) == machine.state.final
-        assert alive == (machine.phase in (m.Phase.LAUNCHING, m.Phase.RUNNING, m.Phase.ENDING))
+        assert finished == (machine.phase is m.RunPhase.DONE) == machine.state.final
+        assert alive == (machine.phase in (m.RunPhase.LAUNCHING, m.RunPhase.RUNNING, m.RunPhase.ENDING))
 
 
 @settings(max_examples=200, deadline=None)
@@ -224,10 +224,10 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
             step += 1
             machine, _ = play(machine, m.Committed(step))
         # Different steps: the rule against the same exception twice must not end it sooner.
-        machine, _ = play(machine, m.RankFailed(failure(kind, machine.attempt)), m.AttemptGone())
+        machine, _ = play(machine, m.RankFailed(failure(kind, machine.attempt)), m.AttemptEnded())
         first = len(machine.history) == 1
         in_vain = 0 if first or progress else in_vain + 1
-        if machine.phase is m.Phase.DONE:
+        if machine.phase is m.RunPhase.DONE:
             break
         assert in_vain < max(max_restarts, 1)
         machine, _ = play(machine, m.DelayOver())
@@ -247,7 +247,7 @@ def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[t
         at = shapes.index(machine.shape)
         machine, _ = play(machine, m.Claimed(launches))
         if no_room and at > 0:
-            machine, commands = play(machine, m.Reshape(shapes[at - 1], machine.shape.world), m.AttemptGone())
+            machine, commands = play(machine, m.Reshape(shapes[at - 1], machine.shape.world), m.AttemptEnded())
             launches += commands.count(m.Launch())
             continue
         machine, _ = play(machine, m.Seated())
@@ -255,9 +255,9 @@ def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[t
             step += 1
             machine, _ = play(machine, m.Committed(step))
         machine, commands = play(machine, m.Reshape(WHOLE, machine.shape.world), m.Finished(True))
-        if m.EndAttempt() not in commands or machine.ending is not None:
+        if m.EndAttempt() not in commands or machine.finish is not None:
             break
-        machine, commands = play(machine, m.AttemptGone())
+        machine, commands = play(machine, m.AttemptEnded())
         launches += commands.count(m.Launch())
     grown = step + 2
     assert launches <= 1 + grown + 2 * (grown + 1)

@@ -1,4 +1,4 @@
-"""Stacks of this process, and exceptions told apart."""
+"""Stacks of this process, and the classification of exceptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from raypp.control import process_evidence
 from raypp.control.classify import kind_and_cause
-from raypp.control.preemption import Notices
+from raypp.control.preemption import PreemptionNotices
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError
 from raypp.failure_kinds import FailureKind
@@ -40,11 +40,11 @@ class StruckError(RayppError):
         (BrokenWeightsError("step 3"), "corrupt", "step 3"),
         (ReplicasDifferError("not the same bits"), "corrupt", "not the same bits"),
         (StruckError("by lightning"), "corrupt", "by lightning"),
-        (DeviceMemoryError("the device's memory is not enough"), "out_of_memory", "device"),
+        (DeviceMemoryError("out of device memory"), "out_of_memory", "device"),
         (MemoryError("big"), "out_of_memory", "host"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "host"),
         (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),
-        (StoreError("503"), "store_down", "the store does not answer, or refuses: 503"),
+        (StoreError("503"), "store_down", "the store does not respond, or refuses requests: 503"),
         (AccessRefused("403"), "store_down", "403"),
         (CheckpointError("torn"), "raised", "torn"),
         (UnreachableError("no route"), "unreachable", "no route"),
@@ -109,9 +109,9 @@ def test_the_stacks_of_this_process_begin_with_the_asked_thread_and_are_bounded(
 
 def test_only_the_log_of_the_process_in_question_is_read(tmp_path: Path) -> None:
     (tmp_path / "worker-ab-7.err").write_text("Fatal Python error: Bus error")
-    assert "Bus error" in process_evidence.remains_of(7, str(tmp_path / "worker-ab-7.err"), 0).words
-    assert process_evidence.remains_of(8, str(tmp_path / "worker-ab-7.err"), 0).words == ""
-    assert process_evidence.remains_of(7, "/etc/passwd", 0).words == ""
+    assert "Bus error" in process_evidence.death_evidence(7, str(tmp_path / "worker-ab-7.err"), 0).log_tail
+    assert process_evidence.death_evidence(8, str(tmp_path / "worker-ab-7.err"), 0).log_tail == ""
+    assert process_evidence.death_evidence(7, "/etc/passwd", 0).log_tail == ""
 
 
 def test_a_host_that_refuses_is_there_and_its_process_is_not() -> None:
@@ -127,13 +127,13 @@ def test_a_host_that_refuses_is_there_and_its_process_is_not() -> None:
 
 def test_a_rank_that_is_told_to_go_leaves_after_the_save_or_when_its_time_is_over() -> None:
     rank = Rank(1, "pp1", Coordinates(1), 1, "node", "10.0.0.1", 7)
-    notices = Notices()
-    assert notices.due(0.0, 10) is None
-    notices.heard(rank, "it was told to end (SIGTERM)", 25.0, 10)
-    assert notices.due(5.0, 10) is None
-    failure = notices.due(6.0, 13)
+    notices = PreemptionNotices()
+    assert notices.due_failure(0.0, 10) is None
+    notices.add(rank, "it received SIGTERM", 25.0, 10)
+    assert notices.due_failure(5.0, 10) is None
+    failure = notices.due_failure(6.0, 13)
     assert failure is not None and (failure.kind, failure.rank) == ("preempted", 1)
-    assert "after a save at step 13" in failure.cause
-    late = notices.due(26.0, 10)
-    assert late is not None and "without a new save" in late.cause
-    assert notices.over() is False and notices.due(30.0, 14) is None
+    assert "after a checkpoint at step 13" in failure.cause
+    late = notices.due_failure(26.0, 10)
+    assert late is not None and "without a new checkpoint" in late.cause
+    assert notices.reset() is False and notices.due_failure(30.0, 14) is None

@@ -1,4 +1,4 @@
-"""What the controller keeps of what ranks tell, some of it twice."""
+"""What the controller records of the ranks' reports, some of which arrive twice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control.machine import Machine
-from raypp.control.protocol import Answer
-from raypp.control.report.outbox import Outbox
+from raypp.control.protocol import BatchAnswer
+from raypp.control.report.buffer import ReportBuffer
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import document
@@ -34,18 +34,18 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     first = _record(store, "c-1")
     first.begin(None)
     for report in (_report(1), _report(2), _report(2)):
-        first.took_step(report)
+        first.add_step(report)
     first.event(event)
     first.event(event)
     assert first.taken == 3 and len(first.lines_since(0, 0.0)[0]) == 3
     assert first.close() and first.durable == 3
 
     later = _record(store, "c-2")
-    told = later.go_on(2, RunStatus("told", first.status().state, step=2, restarts=1))
+    told = later.resume(2, RunStatus("told", first.status().state, step=2, restarts=1))
     assert [one.kind for one in told] == ["committed"]
     later.event(event)
-    later.took_step(_report(2))
-    later.took_step(_report(3))
+    later.add_step(_report(2))
+    later.add_step(_report(3))
     assert later.taken == 1 and later.step == 3
     assert later.close()
     reader = RunReader(store, "told")
@@ -54,25 +54,25 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
 
 
 def test_steps_that_are_told_again_after_newer_ones_do_not_take_the_status_back(tmp_path: Path) -> None:
-    """The controller dies with steps unwritten, and its next life answers the rank's last report only."""
+    """The controller dies with unwritten steps, and the restarted one answers only the rank's last report."""
     seat = Seat("told", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-    outbox = Outbox(seat)
+    buffer = ReportBuffer(seat)
     for step in range(1, 11):
-        outbox.add_step(_report(step))
-    outbox.delivered(outbox.take("step 10", 0.0), Answer(Requests(), "c-1"))  # and that life dies
+        buffer.add_step(_report(step))
+    buffer.sent(buffer.next_batch("step 10", 0.0), BatchAnswer(Requests(), "c-1"))  # and that life dies
     for step in range(11, 41):
-        outbox.add_step(_report(step))
-    last = outbox.take("step 40", 0.0)
-    outbox.delivered(last, Answer(Requests(), "c-2"))
-    left = outbox.left_over()
+        buffer.add_step(_report(step))
+    last = buffer.next_batch("step 40", 0.0)
+    buffer.sent(last, BatchAnswer(Requests(), "c-2"))
+    left = buffer.unwritten()
     assert left is not None
 
     record = _record(DirectoryStore(tmp_path), "c-2")
-    record.go_on(40, RunStatus("told", RunState.RUNNING, step=10, attempt=1))
-    assert [record.took_step(report, 1) for report in last.steps] == [True] * 30
+    record.resume(40, RunStatus("told", RunState.RUNNING, step=10, attempt=1))
+    assert [record.add_step(report, 1) for report in last.steps] == [True] * 30
     assert {report.step for report in left.steps} == set(range(1, 41))
     for report in left.steps:
-        record.took_step(report, 1)
+        record.add_step(report, 1)
     status = record.status()
     assert (status.step, status.loss, status.tokens_per_s) == (40, 1.0 / 40, 100.0)
     assert record.close()
@@ -83,12 +83,12 @@ def test_an_attempt_that_begins_from_a_checkpoint_takes_the_status_back_to_it(tm
     record = _record(DirectoryStore(tmp_path), "c-1")
     record.begin(None)
     for step in range(1, 13):
-        record.took_step(_report(step), 1)
+        record.add_step(_report(step), 1)
     for step in range(1, 11):  # out of the checkpoint of step 10
-        record.took_step(_report(step), 2)
+        record.add_step(_report(step), 2)
     assert record.step == 10
-    assert record.took_step(_report(11, 2), 2) and record.step == 11
-    assert not record.took_step(_report(12), 1)
+    assert record.add_step(_report(11, 2), 2) and record.step == 11
+    assert not record.add_step(_report(12), 1)
     record.close()
 
 
@@ -97,7 +97,7 @@ def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path
     first = _record(store, "c-1")
     first.begin(None)
     for step in range(1, 21):
-        first.took_step(_report(step), 1)
+        first.add_step(_report(step), 1)
     assert first.close()
     ranks = (RankStatus(0, Coordinates(), "10.0.0.1", 7, "step"),)
     older = RunStatus("told", RunState.RUNNING, 3, 40, 0.5, 9.0, 1, 2, mesh={"pp": 1}, ranks=ranks, error="pp0 died")
@@ -106,7 +106,7 @@ def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path
     later = _record(store, "c-2")
     read = later.earlier_status()
     assert read == older
-    later.go_on(15, read)
+    later.resume(15, read)
     status = later.status()
     assert (status.step, status.loss, status.tokens_per_s) == (20, 1.0 / 20, 100.0)
     assert status.checkpoint == f"{store.url}/told/step-00000015"
@@ -115,12 +115,12 @@ def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path
 
 
 def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
-    """Rank 0 is gone with what it had to tell: the steps after the 5th, and the commits after the first."""
+    """Rank 0 is gone with its last reports: the steps after the 5th, and the commits after the first."""
     store = DirectoryStore(tmp_path)
     first = _record(store, "c-1")
     first.begin(None)
     for step in range(1, 6):
-        first.took_step(_report(step), 1)
+        first.add_step(_report(step), 1)
     first.event(Event("committed", "step 5: by its rank", attempt=1, step=5))
     assert first.close()
     claim_attempt(store, "told", 1)
@@ -129,7 +129,7 @@ def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
         write_commit(store, Commit("told", step, 1, {}, {}, {"recent_steps": steps}, ()))
 
     later = _record(store, "c-2")
-    later.catch_up(later.go_on(10, later.earlier_status()))
+    later.recover_from_commits(later.resume(10, later.earlier_status()))
     assert later.step == 10 and later.close()
     reader = RunReader(store, "told")
     assert [row["step"] for row in reader.history()] == list(range(1, 11))
@@ -142,10 +142,10 @@ def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     record.begin(None)
     ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", "10.0.0.1", 100 + n, "step") for n in range(3)]
     machine = Machine(policy=DefaultPolicy(3))
-    record.show(machine, ranks)
+    record.update_status(machine, ranks)
     ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
-    record.show(machine, ranks)
+    record.update_status(machine, ranks)
     told = [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in record.status().ranks]
     assert told == [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks]
-    record.show(machine, ranks[:2])
+    record.update_status(machine, ranks[:2])
     assert len(record.status().ranks) == 2

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.control.protocol import Ending
+from raypp.control.protocol import RankEnd
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
 from raypp.failure_kinds import FailureKind
@@ -61,10 +61,10 @@ def _begin(worker: Worker, attempt: int) -> None:
     worker.begin(job_document(job), Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)), 0)
 
 
-def _ending(worker: Worker, attempt: int) -> Ending:
-    ending = worker.outcome(attempt, 60.0)
-    assert ending is not None
-    return ending
+def _end(worker: Worker, attempt: int) -> RankEnd:
+    end = worker.outcome(attempt, 60.0)
+    assert end is not None
+    return end
 
 
 def test_a_seat_is_left_and_another_taken_in_the_same_process(worker: Worker) -> None:
@@ -77,26 +77,26 @@ def test_a_seat_is_left_and_another_taken_in_the_same_process(worker: Worker) ->
         worker.leave(attempt + 1)  # of another attempt: means nothing
         assert worker.outcome(attempt, 0.1) is None
         worker.leave(attempt)
-        ending = _ending(worker, attempt)
-        assert isinstance(ending.result, RankFailure)
-        assert (ending.usable, ending.result.kind) == (True, "lost_peer")
-        assert ending.news is not None and [event.message for event in ending.news.events] == [f"attempt {attempt}"]
+        end = _end(worker, attempt)
+        assert isinstance(end.result, RankFailure)
+        assert (end.reusable, end.result.kind) == (True, "lost_peer")
+        assert end.unwritten is not None and [event.message for event in end.unwritten.events] == [f"attempt {attempt}"]
     _begin(worker, 5)
-    assert _ending(worker, 5).result == RankResult(0, 1, False, None)
+    assert _end(worker, 5).result == RankResult(0, 1, False, None)
     assert worker.outcome(1, 0.0) is None
 
 
 def test_a_process_that_failed_by_itself_or_is_still_at_work_takes_no_other_seat(worker: Worker) -> None:
     _begin(worker, 3)
-    ending = _ending(worker, 3)
-    assert isinstance(ending.result, RankFailure) and ending.result.kind == "user_error"
-    assert not ending.usable and "user_error" in ending.why
+    end = _end(worker, 3)
+    assert isinstance(end.result, RankFailure) and end.result.kind == "user_error"
+    assert not end.reusable and "user_error" in end.why
     _begin(worker, 4)
-    ending = _ending(worker, 4)
-    assert not ending.usable and "raypp-save-7" in ending.why
+    end = _end(worker, 4)
+    assert not end.reusable and "raypp-save-7" in end.why
 
 
 def test_a_process_whose_step_was_not_finite_takes_another_seat(worker: Worker) -> None:
     _begin(worker, 6)
-    ending = _ending(worker, 6)
-    assert isinstance(ending.result, RankFailure) and (ending.result.kind, ending.usable) == ("nonfinite", True)
+    end = _end(worker, 6)
+    assert isinstance(end.result, RankFailure) and (end.result.kind, end.reusable) == ("nonfinite", True)

@@ -1,4 +1,4 @@
-"""The node's cache lies in the test's own directory."""
+"""Puts the node's cache into the test's directory."""
 
 from __future__ import annotations
 

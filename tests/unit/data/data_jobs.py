@@ -49,18 +49,18 @@ def rows_of(steps: Iterable[list[Any]]) -> list[Row]:
 
 
 def as_lists(rows: Iterable[Row]) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
-    """Rows as something that can be compared."""
+    """Returns rows in a form that can be compared."""
     return [(row.tokens.tolist(), row.labels.tolist(), row.documents) for row in rows]
 
 
 def corpus_of(lengths: Iterable[int]) -> Corpus:
-    """Documents of the given lengths; no id appears twice."""
+    """Returns documents of the given lengths; no id appears twice."""
     offsets = np.concatenate(([0], np.cumsum(list(lengths)))).astype(np.int64)
     return Corpus((np.arange(offsets[-1], dtype=np.uint32),), offsets, "made")
 
 
 def texts_of(corpus: Corpus) -> list[str]:
-    """The documents of a corpus of bytes, without their ends."""
+    """Returns the documents of a corpus of bytes, without their end ids."""
     documents = [corpus.ids(i).tolist() for i in range(len(corpus))]
     assert all(document[-1] == END for document in documents)
     return [bytes(document[:-1]).decode() for document in documents]

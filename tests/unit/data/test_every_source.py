@@ -1,4 +1,7 @@
-"""What every data source must do. One that reads files has a sample of them in `samples/`, named after its kind."""
+"""The contract of every data source.
+
+A source that reads files has a sample in `samples/`, named after its kind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def sample_of(name: str) -> Path:
 
 
 def sampled(name: str, **settings: Any) -> Any:
-    """A job over the sample."""
+    """Returns a job that reads the sample."""
     return job(kind=name, **({"path": str(sample_of(name))} if SOURCES.get(name).endings else {}), **settings)
 
 

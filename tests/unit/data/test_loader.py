@@ -209,5 +209,5 @@ def test_a_step_of_the_quickstart_costs_little() -> None:
         start = time.process_time()
         for _ in range(100):
             loader.next_step()
-        # CPU time of both threads; 1 to 2 ms on one busy core, blocks and all.
+        # CPU time of both threads; 1 to 2 ms on one busy core, including packing.
         assert (time.process_time() - start) / 100 < 0.02

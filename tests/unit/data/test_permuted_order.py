@@ -40,7 +40,8 @@ def test_the_order_is_the_same_on_every_machine_and_for_every_version() -> None:
 
 
 def test_things_move_as_far_as_in_a_random_order() -> None:
-    # |i - order(i)| of a uniformly random order of n things has the mean n/3; here within 3 % for n = 5000.
+    # In a uniformly random order of n items the mean of |i - order(i)| is n/3; here within 3 % for
+    # n = 5000.
     count = 5000
     for seed in range(5):
         order = permuted(np.arange(count), count, seed, 0)

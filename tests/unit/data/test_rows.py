@@ -34,7 +34,7 @@ def test_every_token_of_an_epoch_is_in_exactly_one_row(
 @given(lengths=LENGTHS, shape=SHAPES)
 def test_a_label_is_the_next_token_of_the_same_document(lengths: list[int], shape: tuple[bool, bool, int, int]) -> None:
     packing, shuffle, seq_len, block = shape
-    corpus = corpus_of(lengths)  # ids count up, so the next token is one more, and a document's last id is known
+    corpus = corpus_of(lengths)  # consecutive ids: the next token is one more, and a document's last id is known
     last_ids = set((np.cumsum(lengths) - 1).tolist())
     plan = RowPlan(corpus, seq_len, packing, shuffle, 5, block=block)
     for index in range(plan.blocks):

@@ -14,7 +14,7 @@ from raypp.errors import DataError, JobError, RayppError
 
 
 def refused(**data: Any) -> str:
-    """What the one problem of a job's data says, when it is opened: `key: what`."""
+    """Opens a job's data, which must have exactly one problem; returns it as `key: what`."""
     with pytest.raises(RayppError) as caught:
         open_documents(job(**data))
     (problem,) = caught.value.problems
@@ -56,11 +56,11 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     ("line", "what"),
     [
         ("{", "is not JSON"),
-        ("[1]", "is no JSON object"),
-        ('{"body": "x"}', "has no text under 'text' (there is 'body')"),
+        ("[1]", "is not a JSON object"),
+        ('{"body": "x"}', "has no text under 'text' (it has 'body')"),
         ('{"text": 3}', "has no text under 'text' (it is int)"),
         ('{"text": ""}', "is a document without a token"),
-        ('{"text": "\\ud800"}', "is no Unicode"),
+        ('{"text": "\\ud800"}', "is not valid Unicode"),
         (b"\xff", "is not UTF-8"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: str | bytes, what: str) 
 
 def test_a_file_of_blank_lines_holds_no_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n \n\t\n")
-    assert "holds no document" in refused(kind="text", path=str(tmp_path))
+    assert "contains no documents" in refused(kind="text", path=str(tmp_path))
 
 
 def test_a_text_that_is_not_utf8_names_file_and_line(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_text_that_is_not_utf8_names_file_and_line(tmp_path: Path) -> None:
 
 def test_token_files_are_mapped_and_cut_at_the_end_id(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, 256, 3, 256], dtype=np.uint16))
-    np.save(tmp_path / "b.npy", np.array([4, 5, 6], dtype=np.int32))  # its end ends the document
+    np.save(tmp_path / "b.npy", np.array([4, 5, 6], dtype=np.int32))  # the end of the file ends the document
     train = open_documents(job(kind="tokens", path=str(tmp_path))).train
     assert [train.ids(i).tolist() for i in range(len(train))] == [[1, 2, 256], [3, 256], [4, 5, 6]]
     assert all(isinstance(shard, np.memmap) for shard in train.shards)
@@ -97,7 +97,7 @@ def test_token_files_are_mapped_and_cut_at_the_end_id(tmp_path: Path) -> None:
         (np.array([1.5]), "holds float64 of shape [1]"),
         (np.array([[1, 2]]), "holds int64 of shape [1, 2]"),
         (np.array([], dtype=np.int64), "holds int64 of shape [0]"),
-        (np.array([1, 2, 320]), "[2] is 320, model.vocab_size is 320"),
+        (np.array([1, 2, 320]), "[2] is 320, but model.vocab_size is 320"),
         (np.array([1, -1]), "[1] is -1"),
         (np.array([1, 256, 256, 2]), "document 1 (at [2]) is a document without a token"),
         (np.array([256, 1]), "document 0 (at [0]) is a document without a token"),
@@ -111,7 +111,7 @@ def test_token_files_that_are_none_are_named(tmp_path: Path, array: np.ndarray[A
 
 def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([{}], dtype=object), allow_pickle=True)
-    assert "is no .npy array" in refused(kind="tokens", path=str(tmp_path))
+    assert "is not a .npy array" in refused(kind="tokens", path=str(tmp_path))
 
 
 def test_texts_and_their_tokens_give_the_same_rows(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     message = refused(kind="text", path="jobs/data", vocab_size=200)
-    assert message == "model.vocab_size: the tokenizer has 257 ids, model.vocab_size is 200"
+    assert message == "model.vocab_size: the tokenizer has 257 ids, but model.vocab_size is 200"
 
 
 def test_an_unknown_kind_is_refused_with_the_list_of_those_there_are() -> None:
@@ -183,7 +183,7 @@ def test_every_kind_is_in_the_list_and_loads() -> None:
 
 
 def a_tokenizer(tmp_path: Path, **changes: Any) -> str:
-    """A tokenizer.json that knows a few words, with a gap in its ids, and that asks for truncation."""
+    """A tokenizer.json with a few words, a gap in its ids, and truncation switched on."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -226,8 +226,8 @@ def test_a_paragraph_that_the_tokenizer_makes_nothing_of_is_named(tmp_path: Path
 def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text(json.dumps({"model": {}}))
     data = {"kind": "text", "path": "jobs/data"}
-    assert "is no tokenizer.json" in refused(**data, tokenizer=f"{tmp_path}/broken.json")
+    assert "is not a tokenizer.json" in refused(**data, tokenizer=f"{tmp_path}/broken.json")
     assert "cannot read" in refused(**data, tokenizer=f"{tmp_path}/none.json")
     file = Path(a_tokenizer(tmp_path))
     file.write_text(file.read_text().replace("<eos>", "four"))
-    assert "no token that ends a text" in refused(**data, tokenizer=str(file))
+    assert "has no end-of-text token" in refused(**data, tokenizer=str(file))

@@ -30,7 +30,7 @@ def test_big_text_gives_the_rows_and_the_identity_of_small_text(
     with loading(request) as loader:
         rows, identity = as_lists(rows_of([loader.next_step()])), loader.identity
     monkeypatch.setattr("raypp.data.tokenised.IN_MEMORY_BYTES", 0)
-    for _ in range(2):  # made, then found
+    for _ in range(2):  # created, then found
         with loading(request) as loader:
             assert as_lists(rows_of([loader.next_step()])) == rows
             assert loader.identity == identity
@@ -45,7 +45,7 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(
     request = job(kind="text", path=str(file))
     open_documents(request)
     with monkeypatch.context() as patch:
-        patch.setattr("raypp.data.tokenised._write", None)  # nothing may be tokenised again
+        patch.setattr("raypp.data.tokenised._write", None)  # must not tokenise again
         assert texts_of(open_documents(request).train) == ["one", "two", "three"]
     file.write_text("one\n\ntwo\n\nfours")
     assert texts_of(open_documents(request).train) == ["one", "two", "fours"]

@@ -20,20 +20,20 @@ _SIZES = {"num_experts": 4, "ffn_size": 48}
 
 
 def their_model(kind: str, case: str = "plain", **changed: Any) -> Any:
-    """A random model of transformers: a section's sizes, and keys of its config.json changed."""
+    """Returns a random transformers model with a section's sizes and changed config keys."""
     sizes = {name: value for name, value in _SIZES.items() if name in FAMILIES[kind].options.model_fields}
     return small_models.their_model(small_options(kind, **sizes, **CASES[case]), **changed)
 
 
 def written(kind: str, folder: Path, case: str = "plain", *, shard: str = "5GB", **changed: Any) -> Any:
-    """The same, saved by `save_pretrained`."""
+    """Saves such a model with `save_pretrained`."""
     model = their_model(kind, case, **changed)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors in a directory."""
+    """Returns every tensor of a directory's safetensors by name, with its saved shape `[...]`."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

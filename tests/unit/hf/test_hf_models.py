@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: for weights that transformers wrote, of every family."""
+"""Import and export of Hugging Face models, with weights of every family by transformers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_logits_and_gradients_of_loaded_weights_are_those_of_transformers(kind: 
     for name, parameter in ours.named_parameters():
         for part in hf_parts(name, parameter.shape):
             gradient = parameter.grad if part.expert is None else parameter.grad[part.expert]
-            # transformers never runs an expert that no token chose.
+            # transformers does not run an expert that no token selected.
             expected = torch.zeros_like(gradient) if wanted[part.name] is None else wanted[part.name]
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=part.name)
             compared += 1
@@ -90,7 +90,7 @@ def test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logit
 ) -> None:
     theirs = written(kind, tmp_path / "theirs", case, shard="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    # Objects so small that tensors, and stacks of experts, are cut over several of them.
+    # Objects so small that tensors and stacks of experts are split over several of them.
     store = imported(tmp_path / "theirs", tmp_path / "store", object_bytes=7000)
     commit = read_commit(store, "run", 0)
     assert len(commit.objects) > 3 and verify_checkpoint(store, "run", 0) == []
@@ -197,7 +197,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(tmp_path: Path
     with pytest.raises(CheckpointError) as caught:
         import_hf(HfFiles(str(tmp_path / "theirs")), DirectoryStore(tmp_path / "store"), "run", options, {})
     assert "model.embed_tokens.weight: has shape [97, 32] in" in str(caught.value)
-    assert "the job's model has [97, 64]" in str(caught.value) and "more tensors" in str(caught.value)
+    assert "the job's model needs [97, 64]" in str(caught.value) and "more tensors" in str(caught.value)
     assert not (tmp_path / "store").exists()
 
 

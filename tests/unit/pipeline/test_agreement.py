@@ -1,4 +1,4 @@
-"""What ranks say to each other before a step: the vector, and what its maximum over the ranks means."""
+"""The agreement before a step: the vector each rank packs, and the plan from its maximum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNSAID = -(2**62)
 
 
 def agreed(proposals: list[tuple[int, StepProposal]], replicas: int) -> list[StepPlan]:
-    """Each rank's plan, from the replica and the proposal of every rank."""
+    """Returns each rank's plan, from the replica and the proposal of every rank."""
     vectors = torch.stack([pack(proposal, replica, replicas) for replica, proposal in proposals])
     return [unpack(vectors.amax(0), proposal, replica, replicas) for replica, proposal in proposals]
 

@@ -1,4 +1,4 @@
-"""What microbatches are padded to, and what a stage sees of them."""
+"""The padded lengths of microbatches, and the tensors a stage gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_cp_ranks_share_out_every_row_with_the_positions_and_labels_of_the_whole
     rows, cpu = [row(3, 2), row(4, 4)], torch.device("cpu")
     whole = collate(rows, 8, cpu, WholeRows())
     one, other = (collate(rows, 8, cpu, ring_share(rank, 2)) for rank in range(2))
-    assert one.positions_BT.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]  # the first and the last quarter of each row
+    assert one.positions_BT.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]  # first and last quarter of each row
     assert other.positions_BT.tolist() == [[2, 0, 1, 2], [2, 3, 0, 1]]
     for name in ("tokens_BT", "labels_BT", "positions_BT"):
         shared = torch.cat((getattr(one, name), getattr(other, name)), 1)

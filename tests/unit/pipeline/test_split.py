@@ -1,4 +1,4 @@
-"""A backward in two halves gives the gradients of a whole one."""
+"""A backward in two halves computes the gradients of a whole one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between stages: how exact it is, how large, and that a restarted run repeats it."""
+"""Wire formats: their precision and size, and that a restarted run repeats them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_int8_is_within_one_step_of_its_rows_scale() -> None:
 def test_int8_is_right_on_average() -> None:
     tensor = torch.linspace(-1, 1, 64).repeat(400, 1)
     mean = through(Int8(), tensor).mean(0)
-    # One step is 1/127 and its rounding's deviation at most half of that: 0.0039 / sqrt(400) is one standard error.
+    # One quantization step is 1/127. The standard deviation of the rounding is at most half of it,
+    # 0.0039, so the standard error over 400 rows is 0.0039 / sqrt(400).
     assert float((mean - tensor[0]).abs().max()) < 5 * 0.0039 / 20
 
 
@@ -109,8 +110,8 @@ def test_activations_and_gradients_travel_as_the_job_says(
 @pytest.mark.parametrize(
     ("compression", "dtype", "precision", "key", "told"),
     [
-        ("bf16", "auto", "bf16", "pipeline.wire.compression", "already travels in bf16"),
-        ("none", "fp32", "bf16", "pipeline.wire.dtype", "would double the bytes"),
+        ("bf16", "auto", "bf16", "pipeline.wire.compression", "already travel in bf16"),
+        ("none", "fp32", "bf16", "pipeline.wire.dtype", "would double the size"),
         ("int8", "bf16", "fp32", "pipeline.wire.dtype", "all are (int8)"),
         ({"activations": "bf16"}, "fp32", "fp32", "pipeline.wire.compression", "contradicts pipeline.wire.dtype fp32"),
     ],

@@ -1,4 +1,4 @@
-"""The check and the plan agree about every job."""
+"""`check_plan` and `make_plan` agree on every job."""
 
 from __future__ import annotations
 

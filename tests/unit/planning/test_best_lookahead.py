@@ -1,4 +1,4 @@
-"""The depth of the warm-up, from times and memory."""
+"""The choice of the warm-up depth from times and memory."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from raypp.schedules.simulate import StageTimes
     [(0.1, 0.94, 0.99), (0.5, 0.80, 0.97), (1.0, 0.67, 0.95), (1.5, 0.57, 0.92), (2.0, 0.50, 0.81)],
 )
 def test_four_ranks_reach_these_shares_of_a_free_link(link, classic, one_more):
-    """Forward 1, backward 2, 32 microbatches: computed independently of this program's simulator."""
+    """Forward 1, backward 2, 32 microbatches: computed independently of the simulator."""
     free = depths("1f1b", 4, 1, 32, StageTimes.equal(4))[0].step_s
     found = depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=link))
     assert free / found[0].step_s == pytest.approx(classic, abs=0.015)

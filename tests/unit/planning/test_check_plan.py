@@ -70,7 +70,7 @@ def test_the_fix_counts_stages_per_rank() -> None:
         ([3, 3, 2], "3 numbers for 2 stages"),
         ([4, 5], "4 + 5 = 9 layers, 1 more than model.num_layers (8)"),
         ([3, 3], "3 + 3 = 6 layers, 2 fewer than model.num_layers (8)"),
-        ([8, 0], "stage 1 has no layer"),
+        ([8, 0], "stage 1 has no layers"),
     ],
 )
 def test_a_cut_that_does_not_fit(cut: list[int], what: str) -> None:

@@ -1,4 +1,4 @@
-"""A step on given machines: what is counted, what is named, what would help."""
+"""Forecasts of a step on given machines: times, bottleneck, advice, search."""
 
 import json
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_the_bottleneck_is_named():
 
 
 def test_more_ranks_than_devices_are_refused():
-    with pytest.raises(ResourcesError, match="2 ranks for 1 device"):
+    with pytest.raises(ResourcesError, match="2 ranks do not fit on 1 device"):
         forecast(pipeline(), Machines((Node("a", 1),)), UNIT)
 
 
@@ -110,7 +110,7 @@ def test_the_search_keeps_the_batch_and_finds_the_cable():
         assert one.job.mesh.world == 4
     times = [one.forecast.step_s for one in found.best]
     assert times == sorted(times)
-    # over 10 Mbit/s every mesh that sums gradients across the nodes loses to one whose pipeline crosses them
+    # Over 10 Mbit/s, a mesh whose pipeline crosses the nodes beats every mesh that reduces gradients across them.
     assert found.best[0].job.mesh.pp >= 2
     assert times[0] <= forecast(job, Machines.alike(4, 2, 0.01), costs).step_s
 
@@ -187,13 +187,11 @@ def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
     later = {"input_share": 0.75, "weight_share": 0.5, "gather_s": 1e-9, "sum_s": 2e-9}
     write_costs(path, replace(UNIT, **later), job, "a core", "today")
     found = read_costs(path, job)
-    assert {name: getattr(found, name) for name in later} == later and "which it lacks" not in found.source
+    assert {name: getattr(found, name) for name in later} == later and "without" not in found.source
     document = {key: value for key, value in json.loads(path.read_text()).items() if key not in later}
     path.write_text(json.dumps(document))
     source = read_costs(path, job).source
-    assert (
-        "halves of a backward, which it lacks, assumed" in source and "FSDP's copies on CPUs, which it lacks" in source
-    )
+    assert "without the split of a backward into halves" in source and "without FSDP's copies on CPUs" in source
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
     [({"pp": 1}, 0.0), ({"pp": 1, "fsdp": 4}, 2 * 0.75 * 8), ({"pp": 1, "dp_replicate": 4}, 2 * 1.5 * 4)],
 )
 def test_where_cores_copy_sharded_weights_and_sums_the_step_takes_so_much_longer(mesh, copied):
-    """`copied` bytes of each weight: an all-gather and a reduce-scatter, or an all-reduce, sent and received."""
+    """Counts `copied` bytes per weight, sent and received: all-gather and reduce-scatter, or all-reduce."""
     job, machines = job_with(model={"num_layers": 4}, mesh=mesh), Machines.alike(1, 4, None)
     copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
     free, taken = (forecast(job, machines, costs).parts for costs in (UNIT, copying))

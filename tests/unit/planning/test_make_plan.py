@@ -40,7 +40,7 @@ def test_every_schedule_can_be_planned(name: str) -> None:
     plan = make_plan(job_with(pipeline={"schedule": name, "stages_per_rank": stages_per_rank}))
     crossing = [b for b in plan.boundaries if b.crosses_ranks]
     assert len(plan.boundaries) == 2 * stages_per_rank - 1
-    # In a V the last rank hands over to itself.
+    # In a V, the last rank sends to itself.
     assert len(crossing) == len(plan.boundaries) - (schedule_named(name).placement == "v")
     assert 0 < plan.simulated_bubble < 0.5
 

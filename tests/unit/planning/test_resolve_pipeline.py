@@ -1,4 +1,4 @@
-"""The record of a job's pipeline: nothing left open, the same from everywhere, and not to be changed."""
+"""The resolved pipeline of a job: complete, the same for every caller, and immutable."""
 
 from __future__ import annotations
 

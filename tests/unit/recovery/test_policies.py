@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
-from raypp.control.run_events import failure_event
+from raypp.control.run_events import failed_attempts, failure_event
 from raypp.errors import EXIT_RUN_FAILED, EXIT_USAGE
 from raypp.failure_kinds import FailureKind
 from raypp.kinds import POLICIES
@@ -29,7 +29,6 @@ from raypp.recovery.policy import (
     restarts_without_progress,
     root_cause,
 )
-from raypp.recovery.recall import failed_attempts
 from raypp.spec.job import RecoverySection
 
 KINDS = list(FailureKind)
@@ -152,13 +151,13 @@ def test_a_run_led_by_it_ends_and_never_restarts_in_vain_more_often_than_the_job
     step = in_vain = 0
     last: int | None = None
     for kind, progress in [*attempts, *[(FailureKind.KILLED, False)] * (max_restarts + 2)]:
-        events: list[m.Happening] = [m.Claimed(machine.attempt + 1), m.Seated()]
+        events: list[m.MachineEvent] = [m.Claimed(machine.attempt + 1), m.Seated()]
         if progress:
             step += 1
             events.append(m.Committed(step))
-        for event in [*events, m.RankFailed(failure(kind, machine.attempt)), m.AttemptGone()]:
+        for event in [*events, m.RankFailed(failure(kind, machine.attempt)), m.AttemptEnded()]:
             machine, _ = m.step(machine, event)
-        if machine.phase is m.Phase.DONE:
+        if machine.phase is m.RunPhase.DONE:
             break
         if kind.traits.counts:
             in_vain = 0 if last is None or step > last else in_vain + 1

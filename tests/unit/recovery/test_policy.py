@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from raypp.control.run_events import failed_attempts
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Restart, restarts_without_progress, root_cause
-from raypp.recovery.recall import failed_attempts
 
 
 def failure(kind: str = "killed", cause: str = "gone", step: int = 5, rank: int = 1) -> RankFailure:

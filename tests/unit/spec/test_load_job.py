@@ -1,4 +1,4 @@
-"""A job file's every mistake is told at once, at its line, with a way out."""
+"""All mistakes of a job file are reported at once, each with its line and a fix."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(folder: Path)
         ),
         (
             "name: b",
-            "name: is there twice, first in line 1",
+            "name: is given twice, first in line 1",
             "keep one of the two",
         ),
     ],
@@ -202,16 +202,16 @@ def test_a_wrong_value_is_told_with_its_line_what_it_must_be_and_a_fix(
     [
         ("", "job.yaml:1: the file is empty"),
         ("# nothing\n", "job.yaml:1: the file is empty"),
-        ("- a\n- b\n", "job.yaml:1: a job is a section of keys, this is [\"a\", \"b\"]"),
-        ("hello\n", "job.yaml:1: a job is a section of keys, this is 'hello'"),
+        ("- a\n- b\n", "job.yaml:1: a job must be a mapping of keys, is [\"a\", \"b\"]"),
+        ("hello\n", "job.yaml:1: a job must be a mapping of keys, is 'hello'"),
         ("mesh: {pp: 1}\n", "job.yaml:1 name: is missing"),
-        ("name: a\nmesh:\n\tpp: 1\n", "job.yaml:3: not valid YAML: a tab where YAML wants spaces"),
+        ("name: a\nmesh:\n\tpp: 1\n", "job.yaml:3: not valid YAML: a tab used for indentation"),
         ("name: a\nmesh: {pp: 1\n", "job.yaml:3: not valid YAML"),
-        ("name: a\n mesh: 1\n", "job.yaml:2: not valid YAML: a key where no key can be"),
+        ("name: a\n mesh: 1\n", "job.yaml:2: not valid YAML: a key is not allowed here"),
         ("name: a\n---\nname: b\n", "job.yaml:2: not valid YAML: a second document starts here (`---`)"),
         ("name: *a\n", "job.yaml:1: not valid YAML: found undefined alias 'a'"),
-        ("name: a\nmesh: &m {pp: *m}\n", "job.yaml:2 mesh.pp: an alias that contains itself"),
-        ("name: !!python/name:os.system a\n", "job.yaml:1 name: the tag 'tag:yaml.org,2002:python/name:os.system'"),
+        ("name: a\nmesh: &m {pp: *m}\n", "job.yaml:2 mesh.pp: the alias contains itself"),
+        ("name: !!python/name:os.system a\n", "job.yaml:1 name: the YAML tag 'tag:yaml.org,2002:python/name:os"),
         ("name: a\n? [1]\n: 2\n", "job.yaml:2: a key must be plain text"),
         (b"name: a\ndata: \xff\n", "job.yaml:2: is not UTF-8 text (byte 0xff)"),
         (b"name: a\x00\n", "job.yaml:1: not valid YAML: a control character (code 0)"),
@@ -224,7 +224,7 @@ def test_a_text_that_is_no_job_is_told_with_its_line(folder: Path, text: str | b
 
 
 def test_a_missing_file_and_a_directory_are_told(folder: Path) -> None:
-    for name, what in (("none.yaml", "there is no such file"), (".", "is a directory")):
+    for name, what in (("none.yaml", "file not found"), (".", "is a directory")):
         with pytest.raises(JobError, match=what):
             load_job(name)
 
@@ -246,9 +246,9 @@ def test_a_setting_replaces_a_value_adds_a_section_and_the_last_one_wins(folder:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("mesh", "--set mesh: is not a setting"),
-        ("=3", "--set =3: is not a setting"),
-        ("mesh..pp=3", "--set mesh..pp=3: is not a setting"),
+        ("mesh", "--set mesh: is not an override"),
+        ("=3", "--set =3: is not an override"),
+        ("mesh..pp=3", "--set mesh..pp=3: is not an override"),
         ("mesh.pp=x", "--set mesh.pp=x mesh.pp: must be a whole number ≥ 1, is 'x'"),
         ("mesh.ppp=3", "--set mesh.ppp=3 mesh.ppp: unknown key\n  fix: did you mean pp?"),
         ("name.x=3", "--set name.x=3: name is 'a', not a section of keys"),

@@ -1,4 +1,4 @@
-"""A user's own modules travel with the job; what is installed does not."""
+"""A user's own modules travel with the job. Installed modules do not."""
 
 from __future__ import annotations
 

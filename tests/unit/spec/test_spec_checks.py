@@ -1,4 +1,4 @@
-"""What a job's own values forbid, before a mesh or a cluster is looked at."""
+"""Checks of a job that need neither a mesh nor a cluster."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_what_does_not_work_yet_is_refused_with_what_does(sections: dict[str, An
 @pytest.mark.parametrize(
     ("model", "key", "told"),
     [
-        ({"hidden_size": 250}, "model.hidden_size", "250 cannot be shared by 4 heads | use a multiple of"),
-        ({"hidden_size": 12}, "model.hidden_size", "heads 3 wide"),
-        ({"head_dim": 33}, "model.head_dim", "heads 33 wide"),
-        ({"num_kv_heads": 3}, "model.num_kv_heads", "4 query heads cannot be shared out over 3"),
+        ({"hidden_size": 250}, "model.hidden_size", "250 is not divisible by 4 heads | use a multiple of"),
+        ({"hidden_size": 12}, "model.hidden_size", "the head width 3 is odd"),
+        ({"head_dim": 33}, "model.head_dim", "the head width 33 is odd"),
+        ({"num_kv_heads": 3}, "model.num_kv_heads", "4 query heads cannot be split evenly over 3"),
     ],
 )
 def test_sizes_that_do_not_fit_each_other_are_told(model: dict[str, Any], key: str, told: str) -> None:
@@ -84,7 +84,7 @@ def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     beside = tmp_path / "jobs"
     problems = found(beside, data={"path": "no.txt"})
-    assert problems["data.path"] == f"there is no no.txt | check the path; looked in {tmp_path} and in {beside}"
+    assert problems["data.path"] == f"there is no no.txt | check the path; searched {tmp_path} and {beside}"
     assert "nothing matches *.none" in found(beside, data={"path": "*.none"})["data.path"]
     assert "is missing: kind jsonl reads files" in found(data={"kind": "jsonl"})["data.path"]
 
@@ -93,7 +93,7 @@ def test_an_empty_file_and_an_empty_directory_are_told(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "sub").mkdir()
     assert "is empty" in found(data={"path": str(tmp_path / "empty.txt")})["data.path"]
-    assert "holds no file" in found(data={"path": str(tmp_path / "sub")})["data.path"]
+    assert "contains no files" in found(data={"path": str(tmp_path / "sub")})["data.path"]
 
 
 def test_a_remote_path_is_not_looked_for() -> None:

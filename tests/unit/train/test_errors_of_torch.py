@@ -1,4 +1,4 @@
-"""What torch's exceptions mean for the run."""
+"""The classification of torch's exceptions."""
 
 from __future__ import annotations
 

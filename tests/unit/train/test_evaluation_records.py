@@ -1,4 +1,4 @@
-"""An evaluation on its way to the reader of a run's records, and to a terminal."""
+"""The records of an evaluation, as a reader of the run and a terminal show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process whose join failed half-way, because a peer died, meets fresh processes in the next attempt."""
+"""A process whose join failed because a peer died joins new processes in the next attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the warm-up's depth from what ranks measured."""
+"""The choice of the warm-up depth from the ranks' measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_choice_says_what_was_measured() -> None:
 def test_memory_limits_the_depth_and_it_is_said() -> None:
     choice = choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=6))
     assert choice.best.lookahead == 0
-    assert choice.words().endswith("more does not pay; 1 would need more memory")
+    assert choice.words().endswith("a deeper warm-up does not pay off; 1 needs more memory")
     assert choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
 
 
@@ -60,7 +60,7 @@ def test_interleaved_1f1b_looks_ahead_where_it_pays() -> None:
 
 def test_split_backwards_are_simulated_with_their_two_parts() -> None:
     numbers = figures(4, 0.0)
-    numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage has no input to give gradients to
+    numbers[8:12] = [0.0, *[0.1] * 3]  # the first stage's input needs no gradient
     times = choose(pipeline_of(schedule="zbv", stages_per_rank=2), numbers).times
     assert times.input_share == pytest.approx(0.25) and times.first_whole
 

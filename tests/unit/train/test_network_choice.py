@@ -1,4 +1,4 @@
-"""Which interface a rank takes, and the transfer that tries it, on loopback addresses."""
+"""The choice of a rank's interface and the preflight of its links, on loopback addresses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEAT = Seat(
 
 
 class DictStore:
-    """What of torch's store the preflight uses."""
+    """The methods of torch's store that the preflight uses."""
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
@@ -127,7 +127,7 @@ def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to
     ]
     import raypp.train.preflight as preflight
 
-    # Somebody else's server at the address that the second node tells.
+    # Another server at the address that the second node publishes.
     true_hello = preflight._hello
     monkeypatch.setattr(preflight._Listener, "_answer", lambda self, link: link.sendall(true_hello("somebody")))
     first, _ = _together(seats, patience_s=1.0)
@@ -135,13 +135,13 @@ def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to
     problem = first.problems[0]
     assert "127.0.0.1 (interface lo" in problem.what
     assert "cannot exchange data with 127.0.0.2 at 127.0.0.2" in problem.what
-    assert "somebody else answers" in problem.what
+    assert "another process answers" in problem.what
     assert "GLOO_SOCKET_IFNAME" in problem.fix
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
     (outcome,) = _together([(SEAT, _chosen("127.0.0.1"))], patience_s=0.2)
-    assert "ranks of node 127.0.0.9 did not come" in str(outcome)
+    assert "ranks of node 127.0.0.9 did not reach the network check" in str(outcome)
 
 
 def test_one_node_tries_nothing() -> None:

@@ -1,4 +1,4 @@
-"""SGD and Muon by themselves: what a step does, and which parameters it does it to."""
+"""SGD and Muon on one process: the update of a step, and the parameters it applies to."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_muon_agrees_with_torchs_own_in_bf16() -> None:
         theirs.grad = ours.grad.clone()
         own.step()
         reference.step()
-    # bf16 keeps 8 bits; the two multiply in another order.
+    # bf16 keeps 8 bits; the two implementations multiply in a different order.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=3 * 0.1 * 0.2 * 24**0.5 * 2**-6)
 
 

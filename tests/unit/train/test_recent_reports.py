@@ -7,7 +7,7 @@ from raypp.train.recent_reports import RecentReports
 
 
 class Listener:
-    """A reporter that keeps the steps it is told."""
+    """A reporter that keeps the reported steps."""
 
     def __init__(self) -> None:
         self.steps: list[StepReport] = []
@@ -31,9 +31,9 @@ def test_reports_come_back_from_a_checkpoint_bit_for_bit_and_go_on() -> None:
     first, second, listener = RecentReports(), RecentReports(), Listener()
     for step in range(1, 4):
         first.add(_report(step))
-    second.take_over(json.loads(json.dumps(first.document())))
+    second.restore(json.loads(json.dumps(first.document())))
     second.add(_report(4))
-    second.tell_again(listener)
+    second.report_again(listener)
     assert [(told.step, told.loss, told.attempt) for told in listener.steps] == [(n, 1 / n, 1) for n in range(1, 5)]
 
 
@@ -42,6 +42,6 @@ def test_only_the_newest_are_kept_and_unknown_fields_are_passed_over() -> None:
     for step in range(1, 1000):
         recent.add(_report(step))
     later = RecentReports()
-    later.take_over([{**entry, "colour": "blue"} for entry in recent.document()])
-    later.tell_again(listener)
+    later.restore([{**entry, "colour": "blue"} for entry in recent.document()])
+    later.report_again(listener)
     assert [told.step for told in listener.steps] == list(range(744, 1000))

@@ -1,4 +1,4 @@
-"""Selective recomputation where it cannot work."""
+"""Selective recomputation is refused where it cannot work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def problems(schedule: str, **train: Any) -> list[str]:
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES if kind.splits_backward])
 def test_with_a_backward_in_two_parts(schedule: str) -> None:
     (problem,) = problems(schedule)
-    assert problem.startswith("train.activation_checkpointing: selective allows one backward per block")
+    assert problem.startswith("train.activation_checkpointing: selective checkpointing allows one backward per block")
 
 
 def test_with_compiled_blocks_and_not_without() -> None:
     assert problems("1f1b", compile=True) == [
-        "train.activation_checkpointing: selective cannot see into compiled blocks"
+        "train.activation_checkpointing: selective checkpointing does not work inside compiled blocks"
     ]
     assert problems("1f1b") == []

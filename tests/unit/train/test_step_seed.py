@@ -1,4 +1,4 @@
-"""What stages draw in a step depends on seed, step and replica alone."""
+"""The random numbers of a step depend only on seed, step and replica."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from raypp.train.step import step_seed
 
 
 def test_the_seed_of_a_step_never_changes() -> None:
-    # A run that goes on with another version of raypp draws what it would have drawn.
+    # A run resumed by another version of raypp draws the same numbers.
     assert step_seed(0, 1, 0) == 65_537
     assert step_seed(7, 12, 3) == (7 * 1_000_003 + 12) * 65_537 + 3
 

@@ -1,8 +1,8 @@
-"""The traces a death leaves are told apart."""
+"""The cause of death is found from the evidence a process leaves."""
 
 from __future__ import annotations
 
-from raypp.recovery.evidence import Remains, cause_of_death, oom_kills_in
+from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death, oom_kills_in
 
 RAY = (
     "The actor died unexpectedly before finishing this task.\n\tThe actor is dead because its worker process has died. "
@@ -14,24 +14,24 @@ RAY = (
 
 
 def test_a_process_that_ended_without_a_word_was_killed() -> None:
-    death = cause_of_death(7, RAY, Remains())
+    death = cause_of_death(7, RAY, DeathEvidence())
     assert death.kind == "killed" and "pid 7" in death.cause and "SIGKILL" in death.cause
     assert "no process of its node" in cause_of_death(7, RAY, None).cause
 
 
 def test_a_grown_count_of_the_kernel_means_that_memory_was_short() -> None:
-    death = cause_of_death(7, RAY, Remains(oom_kills=1, memory_bytes=3 * 2**30))
+    death = cause_of_death(7, RAY, DeathEvidence(oom_kills=1, memory_bytes=3 * 2**30))
     assert death.kind == "out_of_memory" and "3.00 GiB" in death.cause and "grew by 1" in death.cause
 
 
 def test_ray_says_when_its_memory_monitor_did_it() -> None:
     text = "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node running low"
-    assert cause_of_death(7, text, Remains()).kind == "out_of_memory"
+    assert cause_of_death(7, text, DeathEvidence()).kind == "out_of_memory"
 
 
 def test_an_exit_by_itself_and_a_request_to_end_are_told() -> None:
-    assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", Remains()).cause
-    assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", Remains()).cause
+    assert "code 7" in cause_of_death(7, "Worker exits with an exit code 7.", DeathEvidence()).cause
+    assert "SIGTERM" in cause_of_death(7, "Worker exit detail: The process receives a SIGTERM.", DeathEvidence()).cause
 
 
 def test_the_kernels_counter_is_read_from_any_of_its_files() -> None:

@@ -1,6 +1,6 @@
-"""Who waits for whom in an attempt that stands still: from what every rank was last known to do, to the one to blame.
+"""Finds the rank to blame for a hang, from what every rank was last known to do.
 
-Every rank marks what it does. The marks this file understands (`raypp.train` makes them):
+Every rank marks what it does. This module understands these marks, which `raypp.train` makes:
 
 | mark | the rank |
 |---|---|
@@ -10,7 +10,7 @@ Every rank marks what it does. The marks this file understands (`raypp.train` ma
 | `step 1F7 waits` | waits for the message that this needs: activations of stage 0, or gradients of stage 2 |
 | `step sends` | waits until its last messages have been taken |
 | `step update` | updates its weights |
-| `rendezvous`, `build`, `load`, `save …`, `evaluate …`, `finish` | does that |
+| `rendezvous`, `build`, `load`, `save …`, `evaluate …`, `finish` | does what the mark says |
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from itertools import pairwise
 from raypp.records import Coordinates
 
 _WORK = re.compile(r"(?:step|evaluate) (\d+)([FBIW])(\d+)( waits)?")
-_EVERYBODY = ("agree", "sum", "replicas", "tie")
+_WORLD_COLLECTIVES = ("agree", "sum", "replicas", "tie")
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-_COLLECTIVES_IN_WORDS = {
+_COLLECTIVE_NAMES = {
     "agree": "the agreement on the step",
     "sum": "the sum of loss and norms",
     "replicas": "the comparison of replicas",
@@ -36,22 +36,23 @@ _LONGEST_CHAIN = 5
 
 
 @dataclass(frozen=True)
-class Doing:
-    """What is known of one rank.
+class RankActivity:
+    """What one rank was last known to do.
 
     Attributes:
         phase: Its last mark.
-        still_s: Seconds since that.
-        silent: It tells nothing any more, though it should.
-        inside: The collective or message its thread is in, as its stack shows it; "" when in none, or unknown.
-        step: The step it is at, as far as it said.
+        idle_s: Seconds since that mark.
+        silent: It has stopped reporting.
+        inside: The collective or message in which its thread waits, by its stack; "" when in none
+            or unknown.
+        step: The last step it reported.
     """
 
     rank: int
     label: str
     coordinates: Coordinates
     phase: str
-    still_s: float
+    idle_s: float
     node: str = ""
     pid: int = 0
     silent: bool = False
@@ -61,12 +62,13 @@ class Doing:
 
 @dataclass(frozen=True)
 class Blame:
-    """Why nothing moves.
+    """The cause of a hang.
 
     Attributes:
-        rank: The one everything waits for.
-        cause: The chain of waits that ends with it, in words.
-        ring: The ranks wait for each other; `rank` is the one that has stood longest.
+        rank: The rank for which all others wait.
+        cause: The chain of waits that ends with it, as text.
+        ring: The ranks wait for each other (a deadlock); `rank` is the one that has been idle
+            longest.
     """
 
     rank: int
@@ -76,26 +78,26 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One rank waits for others; `what` is for people."""
+    """One rank waits for others; `what` is part of the message."""
 
     what: str
     ranks: tuple[int, ...]
 
 
-def find_culprit(doings: Sequence[Doing], rank_of_stage: Sequence[int]) -> Blame:
-    """Follows every rank's wait to where it ends.
+def find_culprit(activities: Sequence[RankActivity], rank_of_stage: Sequence[int]) -> Blame:
+    """Follows every rank's wait to its end.
 
     Args:
-        doings: Of all ranks, by rank.
+        activities: Of all ranks, by rank.
         rank_of_stage: Pipeline rank of every stage.
     """
-    by_rank = {doing.rank: doing for doing in doings}
-    waits = {doing.rank: _wait_of(doing, doings, rank_of_stage) for doing in doings}
+    by_rank = {activity.rank: activity for activity in activities}
+    waits = {activity.rank: _wait_of(activity, activities, rank_of_stage) for activity in activities}
     chains = {rank: _chain(rank, waits, by_rank) for rank in by_rank}
     reached = Counter(chain[-1] for chain in chains.values())
 
     def weight(rank: int) -> tuple[bool, int, float]:
-        return by_rank[rank].silent, reached[rank], by_rank[rank].still_s
+        return by_rank[rank].silent, reached[rank], by_rank[rank].idle_s
 
     culprit = max(reached, key=weight)
     chain = max((chain for chain in chains.values() if chain[-1] == culprit), key=len)
@@ -105,34 +107,35 @@ def find_culprit(doings: Sequence[Doing], rank_of_stage: Sequence[int]) -> Blame
         assert last is not None
         back = next(rank for rank in last.ranks if rank in chain)
         round_trip = chain[chain.index(back) :]
-        first = max(round_trip, key=lambda rank: by_rank[rank].still_s)
-        return Blame(first, _ring_in_words(round_trip, waits, by_rank), ring=True)
-    return Blame(culprit, _chain_in_words(chain, waits, by_rank))
+        first = max(round_trip, key=lambda rank: by_rank[rank].idle_s)
+        return Blame(first, _ring_text(round_trip, waits, by_rank), ring=True)
+    return Blame(culprit, _chain_text(chain, waits, by_rank))
 
 
-def table(doings: Sequence[Doing]) -> str:
-    """One line for each rank."""
+def activity_table(activities: Sequence[RankActivity]) -> str:
+    """Returns one line per rank."""
     return "\n".join(
-        f"{doing.label}: `{doing.phase}` since {doing.still_s:.0f} s"
-        + (f", in {doing.inside}" if doing.inside else "")
-        + (", tells nothing" if doing.silent else "")
-        for doing in doings
+        f"{activity.label}: `{activity.phase}` for {activity.idle_s:.0f} s"
+        + (f", in {activity.inside}" if activity.inside else "")
+        + (", silent" if activity.silent else "")
+        for activity in activities
     )
 
 
-def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> list[int]:
-    """From a rank to the one it waits for in the end; stops before it would go round."""
+def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> list[int]:
+    """Returns the ranks from one to the rank for which it waits in the end; stops before it would
+    repeat one."""
     chain = [start]
     while (wait := waits[chain[-1]]) is not None:
         further = [rank for rank in wait.ranks if rank not in chain]
         if not further:
             break
-        chain.append(max(further, key=lambda rank: (by_rank[rank].silent, waits[rank] is None, by_rank[rank].still_s)))
+        chain.append(max(further, key=lambda rank: (by_rank[rank].silent, waits[rank] is None, by_rank[rank].idle_s)))
     return chain
 
 
-def _wait_of(one: Doing, everyone: Sequence[Doing], rank_of_stage: Sequence[int]) -> _Wait | None:
-    """What a rank waits for; None when it waits for nobody, or nobody knows."""
+def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage: Sequence[int]) -> _Wait | None:
+    """Returns what a rank waits for; None when it waits for no rank, or that is unknown."""
     if one.silent:
         return None
     work = _WORK.fullmatch(one.phase)
@@ -141,20 +144,20 @@ def _wait_of(one: Doing, everyone: Sequence[Doing], rank_of_stage: Sequence[int]
     words = one.phase.split()
     inner = words[-1] if words else ""
     if words[:1] == ["step"] and inner == "sends":
-        neighbours = [other.rank for other in everyone if _same_column(one, other) and _beside(one, other)]
-        # Who has taken everything is done with the step's work, and waits for others itself.
+        neighbours = [other.rank for other in everyone if _same_column(one, other) and _other_stage(one, other)]
+        # A rank that has taken everything has finished the step's work and waits for others itself.
         busy = [rank for rank in neighbours if _WORK.fullmatch(_of(everyone, rank).phase) or _of(everyone, rank).silent]
         return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
-    if words[:1] == ["step"] and inner in _EVERYBODY:
+    if words[:1] == ["step"] and inner in _WORLD_COLLECTIVES:
         late = [other.rank for other in everyone if other.rank != one.rank and not _there(other, inner)]
-        return _Wait(f"{_COLLECTIVES_IN_WORDS[inner]} with", tuple(late)) if late else None
+        return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
     if one.inside:
         return _group_wait(one, everyone)
     return None
 
 
 def _message_wait(
-    one: Doing, work: re.Match[str], everyone: Sequence[Doing], rank_of_stage: Sequence[int]
+    one: RankActivity, work: re.Match[str], everyone: Sequence[RankActivity], rank_of_stage: Sequence[int]
 ) -> _Wait | None:
     stage, kind, microbatch = int(work[1]), work[2], work[3]
     source = stage - 1 if kind == "F" else stage + 1
@@ -168,8 +171,9 @@ def _message_wait(
     return _Wait(f"{_KINDS[kind]} {microbatch} from stage {source} on", tuple(senders)) if senders else None
 
 
-def _group_wait(one: Doing, everyone: Sequence[Doing]) -> _Wait | None:
-    """A collective within a stage, or of all while the attempt starts: those that are not in it."""
+def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
+    """Returns the ranks missing in a collective of a stage, or of all ranks while the attempt
+    starts."""
     whole_world = _WORK.fullmatch(one.phase) is None
     late = [
         other.rank
@@ -181,28 +185,28 @@ def _group_wait(one: Doing, everyone: Sequence[Doing]) -> _Wait | None:
     return _Wait(f"{one.inside} with", tuple(late)) if late else None
 
 
-def _same_column(one: Doing, other: Doing) -> bool:
-    """Whether two ranks are of one pipeline."""
+def _same_column(one: RankActivity, other: RankActivity) -> bool:
+    """Returns whether two ranks belong to the same pipeline."""
     a, b = one.coordinates, other.coordinates
     return (a.dp_replicate, a.fsdp, a.cp) == (b.dp_replicate, b.fsdp, b.cp)
 
 
-def _beside(one: Doing, other: Doing) -> bool:
+def _other_stage(one: RankActivity, other: RankActivity) -> bool:
     return other.rank != one.rank and other.coordinates.pp != one.coordinates.pp
 
 
-def _there(other: Doing, collective: str) -> bool:
+def _there(other: RankActivity, collective: str) -> bool:
     return not other.silent and other.phase.split()[-1:] == [collective]
 
 
-def _of(everyone: Sequence[Doing], rank: int) -> Doing:
-    return next(doing for doing in everyone if doing.rank == rank)
+def _of(everyone: Sequence[RankActivity], rank: int) -> RankActivity:
+    return next(activity for activity in everyone if activity.rank == rank)
 
 
-# In words -------------------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------------
 
 
-def _chain_in_words(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+def _chain_text(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> str:
     culprit = by_rank[chain[-1]]
     if len(chain) == 1:
         return f"{_place(culprit)} {_ends_with(culprit)}"
@@ -219,35 +223,35 @@ def _chain_in_words(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_
     return f"{', '.join(parts)}, which {_ends_with(culprit)}"
 
 
-def _ring_in_words(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, Doing]) -> str:
+def _ring_text(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> str:
     links = []
     for rank, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
         wait = waits[rank]
         assert wait is not None
         links.append(f"{_place(by_rank[rank])} waits for {wait.what} {by_rank[awaited].label}")
-    longest = max(by_rank[rank].still_s for rank in ring)
-    return f"ranks wait for each other since {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
+    longest = max(by_rank[rank].idle_s for rank in ring)
+    return f"ranks have waited for each other for {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
 
 
-def _place(doing: Doing) -> str:
-    where = [f"rank {doing.rank}", *([f"node {doing.node}"] if doing.node else ())]
-    return f"{doing.label} ({', '.join([*where, *([f'pid {doing.pid}'] if doing.pid else ())])})"
+def _place(activity: RankActivity) -> str:
+    where = [f"rank {activity.rank}", *([f"node {activity.node}"] if activity.node else ())]
+    return f"{activity.label} ({', '.join([*where, *([f'pid {activity.pid}'] if activity.pid else ())])})"
 
 
-def _ends_with(doing: Doing) -> str:
-    """What the one at the end of a chain does."""
-    since = f"since {doing.still_s:.0f} s"
-    last = f"`{doing.phase}`"
-    if doing.silent:
-        return f"told nothing for {doing.still_s:.0f} s: it is frozen, or its host or network is (last: {last})"
-    work = _WORK.fullmatch(doing.phase)
-    if doing.inside:
-        return f"is in {doing.inside} {since} ({last})"
+def _ends_with(activity: RankActivity) -> str:
+    """Returns what the rank at the end of a chain does."""
+    since = f"for {activity.idle_s:.0f} s"
+    last = f"`{activity.phase}`"
+    if activity.silent:
+        return f"has not reported {since}: the rank is frozen, or its host or network is (last: {last})"
+    work = _WORK.fullmatch(activity.phase)
+    if activity.inside:
+        return f"has been in {activity.inside} {since} ({last})"
     if work is not None and not work[4]:
-        return f"computes {_KINDS[work[2]]} {work[3]} of stage {work[1]} {since} ({last})"
-    words = doing.phase.split()
+        return f"has been computing {_KINDS[work[2]]} {work[3]} of stage {work[1]} {since} ({last})"
+    words = activity.phase.split()
     if words[-1:] == ["read"]:
-        return f"waits for its data {since} ({last})"
+        return f"has been waiting for its data {since} ({last})"
     if words[:1] in (["save"], ["load"], ["finish"]):
-        return f"waits for the store {since} ({last})"
-    return f"does {last} {since}"
+        return f"has been waiting for the store {since} ({last})"
+    return f"has been in {last} {since}"

@@ -1,42 +1,42 @@
-"""What a rank tells reaches the store, whichever lives of the controller take it and die."""
+"""A rank's reports reach the store, however often the controller is killed."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.control.protocol import Answer
-from raypp.control.report.outbox import Outbox
+from raypp.control.protocol import BatchAnswer
+from raypp.control.report.buffer import ReportBuffer
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 2, 1, 2, Coordinates(pp=1), Coordinates(2, 1, 1, 1))
 
 
-def _answer(life: int, durable: int = 0) -> Answer:
-    return Answer(Requests(), str(life), durable)
+def _answer(life: int, durable: int = 0) -> BatchAnswer:
+    return BatchAnswer(Requests(), str(life), durable)
 
 
 def test_what_is_in_the_store_is_not_kept_and_what_is_not_is_told_to_the_next_life() -> None:
-    outbox = Outbox(SEAT)
+    buffer = ReportBuffer(SEAT)
     for number in range(3):
-        outbox.add_event(Event("one", str(number)))
-        outbox.delivered(outbox.take("step", 0.0), _answer(1, durable=number))
-    left = outbox.left_over()
+        buffer.add_event(Event("one", str(number)))
+        buffer.sent(buffer.next_batch("step", 0.0), _answer(1, durable=number))
+    left = buffer.unwritten()
     assert left is not None and [event.message for event in left.events] == ["2"]
-    outbox.delivered(outbox.take("step", 0.0), _answer(2))
-    assert [event.message for event in outbox.take("step", 0.0).events] == ["2"]
+    buffer.sent(buffer.next_batch("step", 0.0), _answer(2))
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2"]
 
 
 def test_what_nobody_took_waits_before_what_is_newer_and_the_oldest_go_first() -> None:
-    outbox = Outbox(SEAT, most=3)
-    outbox.add_event(Event("one", "0"))
-    batch = outbox.take("step", 0.0)
-    outbox.add_event(Event("one", "1"))
-    outbox.returned(batch)
-    assert [event.message for event in outbox.take("step", 0.0).events] == ["0", "1"]
+    buffer = ReportBuffer(SEAT, most=3)
+    buffer.add_event(Event("one", "0"))
+    batch = buffer.next_batch("step", 0.0)
+    buffer.add_event(Event("one", "1"))
+    buffer.requeue(batch)
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["0", "1"]
     for number in range(5):
-        outbox.add_event(Event("one", str(number)))
-    assert [event.message for event in outbox.take("step", 0.0).events] == ["2", "3", "4"]
+        buffer.add_event(Event("one", str(number)))
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2", "3", "4"]
 
 
 _MOVES = st.lists(st.sampled_from(["event", "hand over", "fail", "write", "die"]), max_size=60)
@@ -45,12 +45,12 @@ _MOVES = st.lists(st.sampled_from(["event", "hand over", "fail", "write", "die"]
 @settings(max_examples=300, deadline=None)
 @given(_MOVES)
 def test_whenever_the_controller_dies_every_event_comes_into_the_store(moves: list[str]) -> None:
-    outbox = Outbox(SEAT)
+    buffer = ReportBuffer(SEAT)
     told, stored = 0, []
     life, taken, durable = 1, [], 0
     for move in [*moves, "hand over", "hand over", "write"]:
         if move == "event":
-            outbox.add_event(Event("one", str(told)))
+            buffer.add_event(Event("one", str(told)))
             told += 1
         elif move == "write":
             stored += [event.message for batch in taken for event in batch.events]
@@ -59,13 +59,13 @@ def test_whenever_the_controller_dies_every_event_comes_into_the_store(moves: li
         elif move == "die":
             life, taken, durable = life + 1, [], 0
         else:
-            batch = outbox.take("step", 0.0)
+            batch = buffer.next_batch("step", 0.0)
             if move == "fail":
-                outbox.returned(batch)
+                buffer.requeue(batch)
                 continue
             taken.append(batch)
-            outbox.delivered(batch, _answer(life, durable))
-    left = outbox.left_over()
+            buffer.sent(batch, _answer(life, durable))
+    left = buffer.unwritten()
     known = list(dict.fromkeys([*stored, *(event.message for event in (left.events if left else ()))]))
     assert sorted(known, key=int) == [str(number) for number in range(told)]
     assert sorted(set(stored), key=int) == [str(number) for number in range(told)]

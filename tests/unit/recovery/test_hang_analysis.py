@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.records import Coordinates
-from raypp.recovery.waiting import Doing, find_culprit, table
+from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
 
 STAGES = [0, 1, 2, 3]
 
 
 def ranks(
     *phases: str, still: Iterable[float] = (), inside: dict[int, str] | None = None, **more: object
-) -> list[Doing]:
-    """A pipeline with one rank per stage; `silent` names ranks that tell nothing."""
+) -> list[RankActivity]:
+    """A pipeline with one rank per stage; `silent` names ranks that do not report."""
     seconds = list(still) or [70.0] * len(phases)
     silent = more.get("silent", ())
     assert isinstance(silent, tuple)
     return [
-        Doing(
+        RankActivity(
             rank, f"pp{rank}", Coordinates(rank), phase, seconds[rank], f"node-{rank}", 100 + rank, rank in silent,
             (inside or {}).get(rank, ""),
         )
@@ -39,7 +39,7 @@ def test_a_chain_of_waiting_stages_ends_with_the_one_that_is_in_a_collective() -
             ranks("step 0W3", "step 1F5", "step 2F7 waits", inside={1: "all_gather"}, still=(1, 41, 39)), STAGES
         ).cause
     )
-    assert "is in all_gather since 41 s (`step 1F5`)" in blame.cause
+    assert "has been in all_gather for 41 s (`step 1F5`)" in blame.cause
 
 
 def test_a_long_chain_is_followed_to_its_end() -> None:
@@ -47,18 +47,18 @@ def test_a_long_chain_is_followed_to_its_end() -> None:
     blame = find_culprit(stuck, STAGES)
     assert blame.rank == 3
     assert blame.cause.startswith("pp0 (rank 0, node node-0, pid 100) waits for backward 0 from stage 1 on pp1")
-    assert blame.cause.endswith("which computes forward 4 of stage 3 since 80 s (`step 3F4`)")
+    assert blame.cause.endswith("which has been computing forward 4 of stage 3 for 80 s (`step 3F4`)")
 
 
 def test_a_frozen_rank_is_blamed_although_it_told_last_that_it_moved() -> None:
     blame = find_culprit(ranks("step 0B0 waits", "step 1F7", "step agree", still=(70, 66, 70), silent=(1,)), STAGES)
-    assert blame.rank == 1 and "told nothing for 66 s" in blame.cause
+    assert blame.rank == 1 and "has not reported for 66 s" in blame.cause
 
 
 def test_ranks_that_wait_for_each_other_are_told_as_a_ring() -> None:
     blame = find_culprit(ranks("step 0B3 waits", "step 1F4 waits", still=(70, 90)), STAGES)
     assert blame.ring and blame.rank == 1
-    assert "wait for each other since 90 s" in blame.cause
+    assert "ranks have waited for each other for 90 s" in blame.cause
     assert "forward 4 from stage 0 on pp0" in blame.cause and "backward 3 from stage 1 on pp1" in blame.cause
 
 
@@ -66,33 +66,36 @@ def test_a_rank_that_reads_its_data_holds_up_the_agreement() -> None:
     blame = find_culprit(ranks("step agree", "step 8 read", "step agree", still=(60, 61, 60)), STAGES)
     assert blame.rank == 1
     assert "waits for the agreement on the step with pp1" in blame.cause
-    assert "waits for its data since 61 s" in blame.cause
+    assert "has been waiting for its data for 61 s" in blame.cause
 
 
 def test_a_rank_that_waits_for_the_store_is_told_as_that() -> None:
     for phase in ("save step 10 waits for the save of step 5", "load"):
         blame = find_culprit(ranks("step agree", phase, still=(60, 61)), STAGES)
-        assert blame.rank == 1 and "waits for the store since 61 s" in blame.cause
+        assert blame.rank == 1 and "has been waiting for the store for 61 s" in blame.cause
 
 
 def test_of_a_collective_in_a_stage_the_one_that_is_not_in_it_is_blamed() -> None:
-    def of(fsdp: int, phase: str, inside: str = "") -> Doing:
-        return Doing(fsdp, f"pp0-fsdp{fsdp}", Coordinates(0, 0, fsdp), phase, 61.0 - fsdp, inside=inside)
+    def of(fsdp: int, phase: str, inside: str = "") -> RankActivity:
+        return RankActivity(fsdp, f"pp0-fsdp{fsdp}", Coordinates(0, 0, fsdp), phase, 61.0 - fsdp, inside=inside)
 
     everyone = [of(0, "step 0F1", "all_gather"), of(1, "step 0F0"), of(2, "step 0F1", "all_gather")]
     blame = find_culprit(everyone, [0])
     assert blame.rank == 1
-    assert "waits for all_gather with pp0-fsdp1 (rank 1), which computes forward 0 of stage 0 since 60 s" in blame.cause
+    assert (
+        "waits for all_gather with pp0-fsdp1 (rank 1), which has been computing forward 0 of stage 0 for 60 s"
+        in blame.cause
+    )
 
 
 def test_a_collective_that_everybody_is_in_has_nobody_to_blame_but_the_longest() -> None:
     blame = find_culprit(ranks("step sum", "step sum", still=(70, 75)), STAGES)
-    assert blame.rank == 1 and "does `step sum` since 75 s" in blame.cause
+    assert blame.rank == 1 and "has been in `step sum` for 75 s" in blame.cause
 
 
 def test_a_rank_whose_last_messages_nobody_takes_waits_for_the_neighbour_that_still_works() -> None:
     blame = find_culprit(ranks("step sends", "step 1B7", "step sum", still=(70, 71, 60)), STAGES)
-    assert blame.rank == 1 and "computes backward 7 of stage 1" in blame.cause
+    assert blame.rank == 1 and "has been computing backward 7 of stage 1" in blame.cause
 
 
 def test_stages_on_one_rank_are_found_by_their_placement() -> None:
@@ -102,8 +105,8 @@ def test_stages_on_one_rank_are_found_by_their_placement() -> None:
 
 
 def test_pipelines_beside_each_other_are_not_mixed_up() -> None:
-    def of(rank: int, pp: int, fsdp: int, phase: str) -> Doing:
-        return Doing(rank, f"pp{pp}-fsdp{fsdp}", Coordinates(pp, 0, fsdp), phase, 61.0)
+    def of(rank: int, pp: int, fsdp: int, phase: str) -> RankActivity:
+        return RankActivity(rank, f"pp{pp}-fsdp{fsdp}", Coordinates(pp, 0, fsdp), phase, 61.0)
 
     everyone = [
         of(0, 0, 0, "step agree"),
@@ -116,8 +119,8 @@ def test_pipelines_beside_each_other_are_not_mixed_up() -> None:
 
 
 def test_the_table_has_a_line_for_every_rank() -> None:
-    lines = table(ranks("step 0B3 waits", "step 1F5", inside={1: "all_gather"}, silent=(0,))).splitlines()
-    assert lines == ["pp0: `step 0B3 waits` since 70 s, tells nothing", "pp1: `step 1F5` since 70 s, in all_gather"]
+    lines = activity_table(ranks("step 0B3 waits", "step 1F5", inside={1: "all_gather"}, silent=(0,))).splitlines()
+    assert lines == ["pp0: `step 0B3 waits` for 70 s, silent", "pp1: `step 1F5` for 70 s, in all_gather"]
 
 
 PHASES = st.one_of(
@@ -138,12 +141,12 @@ PHASES = st.one_of(
 def test_whatever_the_ranks_do_somebody_is_named_in_words_of_bounded_length(
     told: list[tuple[str, float, bool, str]],
 ) -> None:
-    doings = [
-        Doing(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside)
+    activities = [
+        RankActivity(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside)
         for rank, (phase, still, silent, inside) in enumerate(told)
     ]
-    blame = find_culprit(doings, STAGES)
-    assert 0 <= blame.rank < len(doings) and 0 < len(blame.cause) < 1200
-    silent = [doing.rank for doing in doings if doing.silent]
+    blame = find_culprit(activities, STAGES)
+    assert 0 <= blame.rank < len(activities) and 0 < len(blame.cause) < 1200
+    silent = [activity.rank for activity in activities if activity.silent]
     if silent:
         assert blame.rank in silent

@@ -1,0 +1,114 @@
+"""Finds a run's processes by the run's name, ends them, and removes their snapshots from the nodes'
+memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypp.control.protocol import NAMESPACE, WorkerStatus
+from raypp.control.ray_nodes import all_nodes
+from raypp.memory.files import files_of, remove_run
+
+log = logging.getLogger(__name__)
+
+RELAY_MARK = "relay-"
+"""How the last part of a relay's actor name begins."""
+_STATUS_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 5.0
+_ALL_NODES_TIMEOUT_S = 15.0
+
+
+def is_relay(name: str) -> bool:
+    """Returns whether an actor of this name is a relay of some run."""
+    return name.count("/") == 2 and name.rpartition("/")[2].startswith(RELAY_MARK)
+
+
+def actors_of(run: str) -> tuple[list[Any], list[Any]]:
+    """Returns the living workers and the living relays of a run, no matter which controller started
+    them."""
+    workers: list[Any] = []
+    relays: list[Any] = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name = entry["name"]
+        if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/"):
+            with contextlib.suppress(ValueError):
+                (relays if is_relay(name) else workers).append(ray.get_actor(name, namespace=NAMESPACE))
+    return workers, relays
+
+
+def end_actor(actor: Any) -> None:
+    """Ends an actor for good; one that has ended already is fine."""
+    with contextlib.suppress(RayActorError, ValueError):
+        ray.kill(actor, no_restart=True)
+
+
+def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:
+    """Returns the living workers of a run with their status. Ends those that do not answer."""
+    handles, _ = actors_of(run)
+    asked = {handle.status.remote(): handle for handle in handles}
+    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_STATUS_TIMEOUT_S) if asked else ([], [])
+    found = []
+    for reference in ready:
+        with contextlib.suppress(RayError):
+            found.append((asked[reference], ray.get(reference)))
+    for reference in silent:
+        end_actor(asked[reference])
+    return found
+
+
+def end_workers(run: str, timeout_s: float = 20.0) -> int:
+    """Ends every worker and relay of a run and waits until they are gone; returns how many workers
+    there were."""
+    workers, relays = actors_of(run)
+    waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # fails when the process is gone
+    waiting += [relay.stay.remote() for relay in relays]
+    for handle in (*workers, *relays):
+        end_actor(handle)
+    if waiting:
+        ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
+    return len(workers)
+
+
+def remove_snapshots(run: str, before: int | None = None) -> None:
+    """Removes a run's snapshots from the memory of every living node. The processes that wrote them
+    must have ended.
+
+    A node that does not answer in time keeps them until the next job that starts there, or until it
+    is shut down.
+
+    Args:
+        before: Only those of attempts before this one, without waiting for the nodes.
+    """
+    nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_local_snapshots)
+    try:
+        tasks = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run, before)
+            for node in nodes
+        ]
+        if before is None:
+            ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_TIMEOUT_S)
+    except RayError as error:
+        log.warning("snapshots of %s may remain in memory: %s", run, error)
+
+
+def remove_local_snapshots(run: str, before: int | None = None) -> None:
+    """Removes a run's snapshots from this node; waits a few seconds for processes that are about to
+    end.
+
+    Args:
+        before: Only those of attempts before this one.
+    """
+    end = time.monotonic() + _EXIT_TIMEOUT_S
+    while True:
+        remove_run(run, before=before)
+        if not files_of(run, before=before) or time.monotonic() > end:
+            return
+        time.sleep(0.1)

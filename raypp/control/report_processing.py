@@ -1,0 +1,103 @@
+"""Processes the queued reports of ranks and relays: heartbeats, steps, events and log lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypp.control.attempt import Attempt
+from raypp.control.hang_watch import HangWatch
+from raypp.control.machine import Committed
+from raypp.control.metrics import RunGauges
+from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch
+from raypp.control.report_intake import ReportIntake
+from raypp.control.run_record import RunRecord
+from raypp.control.seats import Rank
+from raypp.records import Requests
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """The ranks have finished a step."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """A rank's process received SIGTERM."""
+
+    rank: Rank
+
+
+Finding = StepDone | Preempted | Committed | Requests
+
+
+class ReportProcessing:
+    """Records what ranks report, and returns what the leader must react to.
+
+    Attributes:
+        watch: Gets the heartbeats of the running attempt; None without one.
+    """
+
+    def __init__(self, intake: ReportIntake, record: RunRecord, gauges: RunGauges) -> None:
+        self.watch: HangWatch | None = None
+        self._intake = intake
+        self._record = record
+        self._gauges = gauges
+
+    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
+        """Processes everything queued, waiting up to `wait_s` for the first report.
+
+        Yields findings in the order of the reports. Reports of other attempts are ignored.
+        """
+        for item in self._intake.items(wait_s):
+            if isinstance(item, Requests):
+                yield item
+            elif isinstance(item, RelayReport):
+                yield from self._relay_report(attempt, item)
+            elif attempt is not None and item.attempt == attempt.number:
+                heartbeat = Heartbeat(item.rank, item.phase, item.idle_s, 0.0, item.inside)
+                self._heartbeat(attempt, heartbeat, time.monotonic())
+                yield from self._batch(attempt, item)
+
+    def _relay_report(self, attempt: Attempt | None, report: RelayReport) -> Iterator[Finding]:
+        now = time.monotonic()
+        self._intake.relay_reports += 1
+        if attempt is None:
+            return
+        if report.attempt == attempt.number:
+            for heartbeat in report.heartbeats:
+                self._heartbeat(attempt, heartbeat, now)
+        for batch in report.batches:
+            if batch.attempt == attempt.number:
+                yield from self._batch(attempt, batch)
+
+    def _heartbeat(self, attempt: Attempt, heartbeat: Heartbeat, now: float) -> None:
+        rank = attempt.ranks[heartbeat.rank] if attempt.ranks else None
+        if rank is not None and rank.state not in ("dead", "done"):
+            rank.state = heartbeat.phase.partition(" ")[0]
+        if self.watch is not None:
+            sent = now - heartbeat.age_s
+            self.watch.add_heartbeat(heartbeat.rank, heartbeat.phase, heartbeat.idle_s, sent, heartbeat.inside)
+
+    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
+        if not self._intake.is_new(batch):
+            return
+        for line in batch.logs:
+            self._record.log(line)
+        for report in batch.steps:
+            if self.watch is not None:
+                self.watch.add_step(report.step_s)
+            if self._record.add_step(report, batch.attempt):
+                for rank in attempt.ranks:
+                    rank.step = report.step
+                self._gauges.step(report)
+            yield StepDone()
+        for event in batch.events:
+            self._record.event(event)
+            if event.kind == "committed" and event.step is not None:
+                yield Committed(event.step)
+            elif event.kind == "preemption_notice" and attempt.ranks:
+                yield Preempted(attempt.ranks[batch.rank])
+        if batch.steps or batch.events:
+            self._intake.recorded(batch, self._record.taken)

@@ -1,0 +1,68 @@
+"""Retries with growing pauses until a deadline."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The pauses between tries.
+
+    Attributes:
+        timeout_s: Seconds from the first failure after which no try begins.
+        first_s: The first pause.
+        longest_s: The longest pause.
+        factor: Each pause is this many times as long as the one before.
+        jitter: Share of each pause that is drawn at random, so that many processes do not retry at
+            the same moment.
+    """
+
+    timeout_s: float
+    first_s: float
+    longest_s: float
+    factor: float = 2.0
+    jitter: float = 0.0
+
+    def pauses(self) -> Iterator[float]:
+        """Yields the seconds to wait before each further try until the timeout, which counts from
+        the first `next`."""
+        begun, pause = time.monotonic(), self.first_s
+        while (left := self.timeout_s - (time.monotonic() - begun)) > 0:
+            yield min(left, pause * random.uniform(1.0 - self.jitter, 1.0))
+            pause = min(self.factor * pause, self.longest_s)
+
+    def call(self, function: Callable[[], T], may_pass: Callable[[Exception], bool]) -> T:
+        """Calls a function until it succeeds.
+
+        Args:
+            may_pass: Whether an exception may be temporary; any other is raised at once.
+
+        Raises:
+            Exception: The function's last one, when it is not temporary or the time is up.
+        """
+        pauses = self.pauses()
+        while True:
+            try:
+                return function()
+            except Exception as error:
+                pause = next(pauses, None) if may_pass(error) else None
+                if pause is None:
+                    raise
+                time.sleep(pause)
+
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Waits until a condition holds; returns False when the time is up."""
+        pauses = self.pauses()
+        while not condition():
+            pause = next(pauses, None)
+            if pause is None:
+                return False
+            time.sleep(pause)
+        return True

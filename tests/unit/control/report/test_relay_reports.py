@@ -1,0 +1,93 @@
+"""What the controller does with the relay_reports of relays. It leads an attempt that has ranks, but no processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from raypp.control.hang_watch import HangWatch
+from raypp.control.leader import Leader
+from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch, RunRequest
+from raypp.control.seats import Rank
+from raypp.observe.json_lines import LogLine
+from raypp.records import Coordinates, Event, Requests
+from raypp.spec.load import job_document, parse_job
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Leader:
+    job = parse_job({"name": "r", "mesh": {"pp": 4}, "checkpoint": {"url": str(tmp_path)}})
+    leader = Leader(RunRequest("r", job_document(job)), None, restarted=False)
+    leader.record.begin(None)
+    leader._workers = leader._placement = None  # type: ignore[assignment]
+    attempt = leader._attempt = leader._new_attempt(3)
+    attempt.ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", state="starting") for n in range(4)]
+    leader.intake.start_attempt(3)
+    leader._reports.watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
+    return leader
+
+
+def _news(rank: int, number: int, *texts: str, attempt: int = 3) -> ReportBatch:
+    lines = tuple(LogLine(text, rank, f"pp{rank}", attempt, "out") for text in texts)
+    return ReportBatch(
+        attempt, rank, number, "step 1", 0.0, events=tuple(Event("told", text) for text in texts), logs=lines
+    )
+
+
+def _written(leader: Leader) -> list[str]:
+    leader._process_reports(wait_s=0.0)
+    lines, _ = leader.record.lines_since(0, 0.0)
+    return [line.partition("told: ")[2] for line in lines if "told: " in line]
+
+
+def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Leader) -> None:
+    leader.intake.relay_report(RelayReport(3, (), (_news(1, 7, "a"), _news(2, 1, "b"))))
+    leader.intake.report(_news(1, 7, "a"))
+    leader.intake.report(_news(1, 8, "c"))
+    leader.intake.relay_report(RelayReport(3, (), (_news(1, 8, "c"), _news(1, 7, "a"), _news(2, 2, "d"))))
+    assert _written(leader) == ["a", "b", "c", "d"]
+    assert leader.record.taken == 4
+
+
+def test_heartbeats_count_from_when_they_were_sent_and_older_ones_change_nothing(leader: Leader) -> None:
+    assert leader._reports.watch is not None and leader._attempt is not None
+    leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
+    leader.intake.relay_report(RelayReport(3, (Heartbeat(0, "step 2F1", 1.0, 10.0), Heartbeat(1, "step 8", 0.0, 4.0))))
+    leader._process_reports(wait_s=0.0)
+    signs, now = leader._reports.watch._heartbeats, time.monotonic()
+    assert (signs[0].phase, signs[0].idle_s) == ("step 2F1", 1.0) and 10.0 <= now - signs[0].at < 12.0
+    assert signs[1].phase == "step 9" and now - signs[1].at < 2.0
+    assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
+
+
+def test_the_answer_names_the_written_batches_and_passes_on_the_stop_request(leader: Leader) -> None:
+    leader.intake.report(_news(2, 4, "b"))
+    leader.intake.relay_report(RelayReport(3, (), (_news(1, 7, "a"),)))
+    _written(leader)
+    leader.record.close()
+    leader.intake.acknowledge(leader.record.durable)
+    assert leader.intake.relay_report(RelayReport(3, unwritten={1: 7, 3: 2})).durable == {1: 7}
+    assert leader.intake.relay_report(RelayReport(2, unwritten={1: 7})).durable == {}, (
+        "another attempt's batches are not known"
+    )
+    leader.intake.save_wanted, leader.intake.stop = True, Requests(stop=True, save_before_stop=True)
+    word = leader.intake.relay_report(RelayReport(3))
+    assert (word.incarnation, word.attempt) == (leader.intake.incarnation, 3)
+    assert word.requests == Requests(stop=True, save_before_stop=True)
+    assert leader.intake.report(ReportBatch(3, 0, 1, "step 1")).requests.save, "the save was asked of a relay"
+
+
+def test_news_of_another_attempt_is_left_alone(leader: Leader) -> None:
+    leader.intake.relay_report(RelayReport(3, (), (_news(1, 1, "old", attempt=2), _news(1, 1, "new"))))
+    leader.intake.relay_report(RelayReport(2, (Heartbeat(2, "step 5", 0.0, 0.0),)))
+    assert _written(leader) == ["new"]
+    assert leader._attempt is not None and leader._attempt.ranks[2].state == "starting"
+
+
+def test_what_a_rank_leaves_over_does_not_hide_what_it_handed_over_just_before(leader: Leader) -> None:
+    assert leader._attempt is not None
+    leader.intake.report(_news(1, 7, "its last line"))
+    leader._attempt.on_unwritten(_news(1, 8, "left over"))
+    assert _written(leader) == ["its last line", "left over"]

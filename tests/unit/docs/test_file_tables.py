@@ -1,0 +1,57 @@
+"""Every package has a page, and its table of files is the tree: each file once, with what it is for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from markdown_pages import REPOSITORY, prose
+
+PACKAGES = sorted(path.parent.name for path in (REPOSITORY / "raypp").glob("*/__init__.py"))
+ROW = re.compile(r"\| `([\w/]+\.py)` \| (.+) \|")
+
+
+def files_of(folder: Path) -> list[str]:
+    """Returns the modules below a folder; a package's own `__init__` and `__main__` need no row."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    return sorted(name for name in found if not name.endswith(("__init__.py", "__main__.py")))
+
+
+def table_of(page: Path) -> dict[str, str]:
+    """Returns file -> purpose of the tables whose first column is headed `file`; a file named twice fails."""
+    rows: dict[str, str] = {}
+    within = False
+    for line in prose(page):
+        if not line.text.startswith("|"):
+            within = False
+        elif line.text.startswith("| file |"):
+            within = True
+        elif within and not line.text.startswith("|---"):
+            row = ROW.fullmatch(line.text)
+            assert row, f"{page}:{line.number} is no row of one file and its purpose"
+            assert row[1] not in rows, f"{page}:{line.number} {row[1]} has two rows"
+            rows[row[1]] = row[2].strip()
+    return rows
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_of_a_package_lists_its_files(package: str) -> None:
+    table = table_of(Path("docs") / f"{package}.md")
+    assert sorted(table) == files_of(REPOSITORY / "raypp" / package)
+    assert all(table.values())
+
+
+def test_the_page_on_architecture_lists_the_packages_and_the_files_that_stand_alone() -> None:
+    page = Path("docs/architecture.md")
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    rooms = re.findall(r"^\| \[`(\w+)/`\]\((\w+)\.md\) \|", text, re.M)
+    assert sorted(rooms) == [(package, package) for package in PACKAGES]
+    alone = [path.name for path in (REPOSITORY / "raypp").glob("*.py") if not path.name.startswith("__")]
+    assert sorted(table_of(page)) == sorted(alone)
+
+
+def test_the_index_of_decisions_lists_them_all() -> None:
+    text = (REPOSITORY / "docs/design/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", text)
+    assert sorted(listed) == sorted(path.name for path in (REPOSITORY / "docs/design").glob("[0-9]*.md"))
