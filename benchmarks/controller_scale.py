@@ -8,7 +8,7 @@ reports a finished step every second. Nothing is trained. There are four cases, 
 - "nobody reports": no reports.
 - "without Ray": the leader receives the same batches inside its own process. The difference to the
   other cases is the cost of Ray's calls.
-- "by relays": as in a run of that size. The relays are the real ones, in the number of the real
+- "by relays": as in a run of that size. The relays are the real ones, one per node as in the real
   plan, but run in one process together with the ranks. Only calls to the controller go through Ray;
   these are what it pays for.
 - "each rank itself": a few processes call the controller for every report, as in a run without

@@ -41,8 +41,7 @@ KUBERAY = {
                  "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend"},
     },
 }  # fmt: skip
-"""Fields of the API ray.io/v1, as KubeRay 1.6's reference lists them; those of pods are Kubernetes'
-own."""
+"""Fields of the API ray.io/v1 from KubeRay 1.6's reference. Fields of pods are Kubernetes' own."""
 
 
 def _documents(kind: str | None = None) -> list[dict[str, Any]]:

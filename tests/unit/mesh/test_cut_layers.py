@@ -55,8 +55,9 @@ def test_fractional_weights_give_the_cheapest_cut() -> None:
 
 
 def test_the_rest_of_a_balanced_cut_is_even_too() -> None:
-    # The costliest stage costs 3.2 in both cuts; [3, 3, 3, 1] would reach it, too.
     assert balance([1.0] * 10, 4, 0.2, 0.3) == [2, 3, 3, 2]
+    # The costliest stage costs 4 in every cut; [1, 3, 1] has less even costs.
+    assert balance([4, 1, 1, 1, 1], 3) == [1, 2, 2]
 
 
 def test_layers_of_different_cost_are_balanced() -> None:
