@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks.surroundings import describe
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots

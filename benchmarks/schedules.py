@@ -13,9 +13,9 @@ import statistics
 from benchmarks.sizes import MICROBATCHES, model_options
 from benchmarks.surroundings import describe
 from benchmarks.throughput import WARM, torchrun
+from raypp.planning.end_weights import end_weights
 from raypp.planning.predict import stage_times
 from raypp.planning.resolve import resolve_pipeline
-from raypp.planning.weights import end_weights
 from raypp.schedules.simulate import simulate
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job

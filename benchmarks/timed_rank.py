@@ -22,8 +22,8 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
-from raypp.train.seats import seat_from_environment
 
 
 class StepTimer:

@@ -21,8 +21,8 @@ from benchmarks.kept import Kept, add_resume
 from raypp.ports import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
+from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
-from raypp.train.seats import local_seat
 
 WIRES: dict[str, dict[str, Any]] = {
     "as computed (fp32)": {},

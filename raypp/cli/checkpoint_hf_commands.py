@@ -17,8 +17,8 @@ from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import OWN_KEYS, options_from_config
 from raypp.hf.export_model import export_hf
-from raypp.hf.files import HfFiles
 from raypp.hf.import_model import import_hf
+from raypp.hf.model_files import HfFiles
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from raypp.records import RankFailure, Requests, RunState
-from raypp.recovery.elastic import Shape
+from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypp.planning.check import check_plan
 from raypp.records import Event
-from raypp.recovery.elastic import Shape, best_shape
+from raypp.recovery.elastic_shape import Shape, best_shape
 from raypp.spec.job import Job
 
 

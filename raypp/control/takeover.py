@@ -14,7 +14,7 @@ from raypp.control.machine import Finish
 from raypp.control.protocol import Outcome, WorkerStatus
 from raypp.observe.status import RunStatus
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.elastic import Shape
+from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd
 
 Found = tuple[Any, WorkerStatus]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import options_from_config
-from raypp.hf.files import HfFiles, HfTensor
+from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.family import Shape
 from raypp.spec.job import Job

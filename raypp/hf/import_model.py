@@ -23,8 +23,8 @@ from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.run_spec import write_spec
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry, encode_header
 from raypp.errors import JobError, Problem
-from raypp.hf.files import HfFiles, HfTensor
 from raypp.hf.from_hf import matching_tensors
+from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import HfPart, hf_parts, model_tensors
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions

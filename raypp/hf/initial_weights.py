@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.state import Slice, model_slices
-from raypp.hf.files import HfFiles, HfTensor
 from raypp.hf.from_hf import matching_tensors
+from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import hf_parts
 
 _READ_BYTES = 16 << 20

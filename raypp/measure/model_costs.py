@@ -47,7 +47,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import assemble
 from raypp.train.loss import token_loss_sum
-from raypp.train.seats import local_seat
+from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
 _LAYERS = 2

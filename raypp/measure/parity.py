@@ -33,7 +33,7 @@ from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import assemble
-from raypp.train.seats import local_seat
+from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raypp.checkpoint.commit import job_identity
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.layout import attempt_key
-from raypp.checkpoint.load import fill_optimizer
+from raypp.checkpoint.load_checkpoint import fill_optimizer
 from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.memory.fetch import choose, fetch_snapshot, from_rank_zero, gather_json, snapshots_here

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
-from raypp.planning.weights import end_weights
+from raypp.planning.end_weights import end_weights
 from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job

@@ -12,7 +12,7 @@ from typing import Literal
 from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.stage_placement import Placement, place_stages
-from raypp.planning.weights import end_weights
+from raypp.planning.end_weights import end_weights
 from raypp.schedules.catalogue import schedule_named
 from raypp.spec.job import Job
 

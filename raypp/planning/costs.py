@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, in_words
+from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import layer_flops, recompute_factor
 from raypp.planning.sizes import sizes_of
-from raypp.planning.weights import end_weights
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from raypp.mesh.geometry import Mesh
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
+from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, microbatch_tokens, rank_memory, stage_activation_bytes, stage_parameters
@@ -29,7 +30,6 @@ from raypp.planning.traffic import (
     link_uses,
     of_pipeline_rank,
 )
-from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
 

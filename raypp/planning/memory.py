@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypp.kinds import OPTIMIZERS
+from raypp.planning.end_weights import activation_bytes
 from raypp.planning.sizes import sizes_of
-from raypp.planning.weights import activation_bytes
 from raypp.spec.job import Job
 
 _FP32 = 4

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
-from raypp.planning.weights import end_weights
+from raypp.planning.end_weights import end_weights
 from raypp.schedules.action import Program
 from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.schedules.forward_only import build_forward_only

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raypp.mesh.geometry import Mesh
+from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.sizes import sizes_of
-from raypp.planning.weights import activation_bytes, sum_bytes
 from raypp.schedules.action import Program
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job

@@ -12,7 +12,6 @@ from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
-from raypp.storage.retry import Patience
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -25,6 +24,7 @@ from raypp.storage.store import (
     check_prefix,
     probe_by_writing,
 )
+from raypp.storage.store_retry import Patience
 
 KIND = StoreKind(
     "file",

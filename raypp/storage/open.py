@@ -7,8 +7,8 @@ from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import store_forms, store_kind
-from raypp.storage.retry import Patience
 from raypp.storage.store import ObjectStore
+from raypp.storage.store_retry import Patience
 
 MissingBucket = Literal["error", "create"]
 

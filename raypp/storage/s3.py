@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
-from raypp.storage.retry import Patience, patience_from_environment
 from raypp.storage.s3_client import S3Clients
 from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
 from raypp.storage.s3_errors import (
@@ -44,6 +43,7 @@ from raypp.storage.store import (
     check_prefix,
     probe_by_writing,
 )
+from raypp.storage.store_retry import Patience, patience_from_environment
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

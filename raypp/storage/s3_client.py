@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
-from raypp.storage.retry import seconds_from_environment
 from raypp.storage.s3_parts import prepare_client
 from raypp.storage.store import AccessRefused
+from raypp.storage.store_retry import seconds_from_environment
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -22,7 +22,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
 from raypp.storage.rate_limit import Pace as CablePace
-from raypp.storage.retry import LONG_S, patience_from_environment
+from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
@@ -31,7 +31,7 @@ from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_f
 from raypp.train.lost_peer import LostPeerError, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
-from raypp.train.restore import Restorable, restore_newest
+from raypp.train.resume import Restorable, restore_newest
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.stragglers import Pace, SpikeWatch
 

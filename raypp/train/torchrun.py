@@ -31,9 +31,9 @@ from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, load_job
 from raypp.storage import AlreadyExists, ObjectStore, open_store
+from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
-from raypp.train.seats import seat_from_environment
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.records import Coordinates, Seat

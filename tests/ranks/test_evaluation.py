@@ -14,7 +14,7 @@ from harness import run_in_turn
 from test_mesh_does_not_change_numbers import document
 from training import seat_of
 
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import open_loader
 from raypp.models.stage import build_stage
 from raypp.parallel.context import WholeRows

@@ -21,8 +21,8 @@ from raypp.spec.load import parse_job
 from raypp.storage import open_store
 from raypp.train.abort import cut_connections
 from raypp.train.lost_peer import LostPeerError
+from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
-from raypp.train.seats import local_seat
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 STEPS, EVERY = 12, 2

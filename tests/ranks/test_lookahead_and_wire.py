@@ -19,8 +19,8 @@ from training import merged
 from raypp.measure.parity import train_some_steps
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.load import parse_job
+from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
-from raypp.train.seats import local_seat
 from raypp.train.step import StepRunner
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ from test_mesh_does_not_change_numbers import document
 from training import Batch, InBothTypes, seat_of, whole
 
 from raypp.checkpoint.announce import StoreAnnouncements
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
 from raypp.records import Event, Requests

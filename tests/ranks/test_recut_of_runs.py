@@ -24,11 +24,11 @@ from training import seat_of
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.diff import diff_checkpoints
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
-from raypp.hf.files import HfFiles
 from raypp.hf.import_model import import_hf
+from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts
 from raypp.models.stage import build_stage
 from raypp.spec.load import parse_job

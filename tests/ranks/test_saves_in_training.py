@@ -15,8 +15,8 @@ from raypp.checkpoint.verify import verify_checkpoint
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
+from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
-from raypp.train.seats import local_seat
 
 pytestmark = pytest.mark.ranks
 STEPS = 8

@@ -14,7 +14,7 @@ from harness import run_in_turn
 from raypp.data.loader import Loader, Microbatch
 from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
-from raypp.train.seats import local_seat as seat_of
+from raypp.train.own_seat import local_seat as seat_of
 
 __all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "train_steps", "whole"]
 

@@ -12,7 +12,7 @@ from told import Told
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.verify import newest_usable
 from raypp.records import Coordinates, Seat

@@ -17,7 +17,7 @@ from torch import nn
 from raypp.checkpoint.commit import Commit as CommitDocument
 from raypp.checkpoint.commit import StaleAttemptError, claim_next_attempt, list_checkpoints, write_commit
 from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.verify import newest_usable
 from raypp.records import Coordinates, Seat

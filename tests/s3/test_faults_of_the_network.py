@@ -17,8 +17,8 @@ from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.errors import CheckpointError
 from raypp.storage import AlreadyExists, ServerNotThere, StoreError
-from raypp.storage.retry import Patience
 from raypp.storage.s3 import S3Store
+from raypp.storage.store_retry import Patience
 
 pytestmark = pytest.mark.s3
 PATIENT = Patience(30.0, 30.0)

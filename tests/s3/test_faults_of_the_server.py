@@ -13,8 +13,8 @@ from saving import PART, OneRank, committed, newest
 from seaweed import BUCKET
 
 from raypp.clusters.seaweed import SeaweedServer
-from raypp.storage.retry import Patience
 from raypp.storage.s3 import S3Store
+from raypp.storage.store_retry import Patience
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state

@@ -14,7 +14,7 @@ from told import Told
 from torch import Tensor, nn
 
 from raypp.checkpoint import snapshot as snapshot_module
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.storage.directory import DirectoryStore

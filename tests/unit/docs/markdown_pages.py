@@ -22,8 +22,7 @@ def pages() -> tuple[Path, ...]:
 
 
 def guides() -> tuple[Path, ...]:
-    """Returns the pages that are written for readers: all but the dated decisions in
-    docs/design."""
+    """Returns the pages that describe raypp as it is today: all but docs/design."""
     return tuple(page for page in pages() if page.parts[:2] != ("docs", "design"))
 
 

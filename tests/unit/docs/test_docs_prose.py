@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from markdown_pages import guides, prose
+from markdown_pages import pages, prose
 
 COLUMNS = 100
 ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
@@ -21,12 +21,12 @@ def too_long(text: str) -> bool:
     return len(shorter) > COLUMNS
 
 
-@pytest.mark.parametrize("page", guides(), ids=str)
+@pytest.mark.parametrize("page", pages(), ids=str)
 def test_lines_of_prose_end_before_column_100(page: Path) -> None:
     assert not [f"{page}:{line.number}" for line in prose(page) if too_long(line.text)]
 
 
-@pytest.mark.parametrize("page", guides(), ids=str)
+@pytest.mark.parametrize("page", pages(), ids=str)
 def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
     """Without it the site shows them as part of the paragraph."""
     found, before = [], ""

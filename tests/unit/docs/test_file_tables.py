@@ -53,7 +53,9 @@ def test_the_page_on_architecture_lists_the_packages_and_the_files_that_stand_al
     assert sorted(table_of(page)) == sorted(alone)
 
 
-def test_the_index_of_decisions_lists_them_all() -> None:
-    text = (REPOSITORY / "docs/design/README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", text)
-    assert sorted(listed) == sorted(path.name for path in (REPOSITORY / "docs/design").glob("[0-9]*.md"))
+def test_the_index_of_decisions_lists_them_all_by_their_titles() -> None:
+    decisions = REPOSITORY / "docs/design"
+    text = (decisions / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[(.+)\]\((\d{4}-[\w-]+\.md)\)$", text, re.M)
+    titles = {path.name: path.read_text(encoding="utf-8").splitlines()[0] for path in decisions.glob("[0-9]*.md")}
+    assert sorted((name, f"# {title}") for title, name in listed) == sorted(titles.items())

@@ -14,15 +14,15 @@ from hf_models import CASES, tensors_of, their_model, written
 
 from raypp.checkpoint.arrays import convert
 from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError, JobError
 from raypp.hf import export_model as exporting
 from raypp.hf.export_model import export_hf
-from raypp.hf.files import HfFiles
 from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts
 from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage

@@ -9,8 +9,8 @@ from planned_jobs import job_with
 
 from raypp.errors import JobError
 from raypp.planning.choices import Wire
+from raypp.planning.end_weights import end_weights
 from raypp.planning.resolve import resolve_pipeline
-from raypp.planning.weights import end_weights
 
 
 def test_auto_is_decided() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.load import load_checkpoint
+from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
 from raypp.hf.initial_weights import load_from_hf
