@@ -1,4 +1,4 @@
-"""Fixtures for tests that go through the command line: one embedded cluster for all of them."""
+"""Fixtures for tests that use the command line: one embedded cluster for all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine, not about the code.
+# The duration of an example depends on the machine, not on the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-# Before torch is imported: threads of OpenMP that wait for each other burn more than the small
-# tensors of a test cost.
+# Set before torch is imported: OpenMP threads that wait for each other cost more than the small
+# tensors of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for folder in ("e2e", "servers"):
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one cluster stay with one worker of pytest-xdist (`--dist loadgroup`), which has it
-    for its session."""
+    """Keeps the tests of one cluster on one worker of pytest-xdist (`--dist loadgroup`), which
+    holds the cluster for its session."""
     for item in items:
         for cluster in {"laptop", "cluster", "office"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(cluster))
@@ -39,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractContextManager[None]]:
-    """What is done inside, one worker of pytest-xdist does at a time.
+    """Returns a context that only one worker of pytest-xdist can be in at a time.
 
-    A cluster chooses ports some seconds before it listens on them.
+    A cluster chooses its ports some seconds before it listens on them.
     """
     place = tmp_path_factory.getbasetemp().parent / "alone"
 
@@ -58,8 +58,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractCont
 def laptop(
     tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[Laptop]:
-    """`raypp local up` with a home of its own; whatever it started must be gone when the session
-    ends."""
+    """Runs `raypp local up` with its own home directory. When the session ends, nothing that it
+    started may be left."""
     from laptop import Laptop
 
     from raypp.memory.files import remove_dead
@@ -70,15 +70,14 @@ def laptop(
         yield laptop
     finally:
         left = laptop.down()
-        # `raypp local down` removes snapshots that nobody will come back for: now there can be
-        # none.
+        # `raypp local down` removes snapshots that no process will use, so none can be left.
         left += [f"a snapshot in shared memory: {name}" for name in remove_dead()]
     assert not left, f"left behind by the embedded cluster or its runs: {left}"
 
 
 @pytest.fixture(scope="session")
 def undisturbed(laptop: Laptop) -> Run:
-    """The reference: the small job, submitted and followed to its end, with nothing in its way."""
+    """The reference: the small job, submitted and followed to its end without a fault."""
     run = laptop.start(laptop.job("undisturbed"), "--json")
     run.wait_titles()
     run.seen_alive = run.facts_while_alive()

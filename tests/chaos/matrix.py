@@ -1,8 +1,8 @@
-"""The table: which faults fall on which run, one after the other.
+"""The fault table: which faults hit which run, in which order.
 
-A run goes through a chain of them, since surviving is cheaper than starting. Strikes that end an
-attempt are apart by more than a checkpoint interval, or fall in the start of the next attempt: then
-recovery itself is struck.
+A run goes through a chain of faults, because surviving is cheaper than starting. Strikes that end
+an attempt are more than a checkpoint interval apart, or hit the start of the next attempt. In the
+second case the recovery itself is hit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ HANG_S = 4.0
 
 @dataclass(frozen=True)
 class Chain:
-    """A run and what it suffers.
+    """A run and the faults that hit it.
 
     Attributes:
-        name: Of the run.
+        name: Name of the run.
         shape: Key of SHAPES.
-        tier: checkpoint.memory_tier.
-        strikes: In order.
+        tier: Value of checkpoint.memory_tier.
+        strikes: Faults in order.
     """
 
     name: str
@@ -45,7 +45,7 @@ VICTIMS = {
 
 
 def _chain(name: str, shape: str, tier: bool, *rows: tuple[Any, ...]) -> Chain:
-    """Rows: rank, moment, kind, step, and what is left of Strike's fields by name."""
+    """Builds a chain. Each row is rank, moment, kind, step, and further Strike fields by name."""
     strikes = []
     for number, (rank, moment, kind, step, *rest) in enumerate(rows):
         strikes.append(Strike(number, rank, moment, kind, step, **(rest[0] if rest else {})))
@@ -120,7 +120,7 @@ CASES = [(chain, strike) for chain in CHAINS for strike in chain.strikes]
 
 
 def title(chain: Chain, strike: Strike) -> str:
-    """A case in words."""
+    """Returns a readable title for a case."""
     victim = VICTIMS[chain.shape]
     who = [victim[rank] for rank in (strike.rank, *strike.also)]
     what = {"": "", "kill": "SIGKILL", "segfault": "SIGSEGV", "freeze": "SIGSTOP", "raise": "an exception"}.get(

@@ -1,4 +1,4 @@
-"""A run under a chain of strikes, and everything that must be true of it afterwards."""
+"""Runs a job under a chain of strikes, and checks everything that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raypp.storage import open_store
 
 PATIENCE_S = 900.0
 STILL_S = 120.0
-"""A run that tells nothing new for so long is given up, with the stacks of its ranks."""
+"""Timeout for a new report. After it the run is given up, and its ranks' stacks are printed."""
 STORE_SILENT_S = 3.0
 _HERE = Path(__file__).parent
 KINDS = {
@@ -41,7 +41,7 @@ KINDS = {
     "raise": ("raised",),
     "nan": ("nonfinite", "corrupt"),
 }
-"""What the events may call each kind of strike."""
+"""The names that events may give to each kind of strike."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Ordeal:
     """One run, submitted and observed from this process.
 
     Attributes:
-        fallen: What each strike's rank put down, by number.
+        fallen: What each strike's rank recorded, by the strike's number.
         recovered: Seconds from each strike to the next finished step, where there was one.
     """
 
@@ -68,11 +68,11 @@ class Ordeal:
         self.store = self.laptop.store()
         self.reader = RunReader(self.store, self.name)
 
-    # Living ---------------------------------------------------------------------------------------
+    # Running --------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Submits, strikes what is outside of the ranks, and returns when the run has ended, or
-        patience."""
+        """Submits the run, applies the strikes outside the ranks, and returns when the run has
+        ended or the timeout has expired."""
         write_plan(self.directory, list(self.chain.strikes))
         begun = time.monotonic()
         self._submit()
@@ -113,7 +113,7 @@ class Ordeal:
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
-        """This process as the laptop's user, for a moment."""
+        """Gives this process the environment of the laptop's user inside the context."""
         before = dict(os.environ)
         os.environ.clear()
         paths = [str(_HERE), *filter(None, [self.laptop.environment.get("PYTHONPATH")])]
@@ -135,7 +135,7 @@ class Ordeal:
         self.laptop.raypp("stop", self.name, "--no-save")
 
     def _look(self) -> None:
-        """Takes notice of what has fallen; does what is to be done outside."""
+        """Records the strikes that have fallen, and applies their outside part."""
         for strike in self.chain.strikes[len(self.fallen) :]:
             fact = read(self.directory / f"fallen-{strike.number}")
             if fact is None:
@@ -160,16 +160,16 @@ class Ordeal:
             return int(job["driver_info"]["pid"])
         return int(wait_for(lambda: self.laptop.actors().get(f"raypp/{self.name}"), "the controller", 30)["pid"])
 
-    # Judging --------------------------------------------------------------------------------------
+    # Checks ---------------------------------------------------------------------------------------
 
     def failures_after(self, strike: Strike) -> list[Any]:
-        """The failures told of the attempt in which a strike fell."""
+        """Returns the failures reported for the attempt that a strike hit."""
         attempt = self.fallen[strike.number]["attempt"]
         return [event for event in self.events if event.kind == "rank_failed" and event.attempt == attempt]
 
     def judge_strike(self, strike: Strike) -> None:
-        """It fell, and the events tell it: who, how, when; and, when nobody was to fail, no
-        failure."""
+        """Asserts that the strike fell and that the events report rank, kind and time. If no rank
+        was meant to fail, asserts that no failure is reported."""
         assert strike.number in self.fallen, f"it never fell: the run is {self.state}, {self._last_words()}"
         fact = self.fallen[strike.number]
         told = self.failures_after(strike)
@@ -177,10 +177,10 @@ class Ordeal:
             own = [event for event in told if event.rank == strike.rank and event.details["pid"] == fact["pid"]]
             assert own, f"no rank_failed of rank {strike.rank}, pid {fact['pid']}: {_rows(told)}"
             assert own[0].details["kind"] in KINDS[strike.kind], _rows(told)
-            there = max(fact["step"], fact["in_step"])  # a save goes on beside later steps
+            there = max(fact["step"], fact["in_step"])  # a save runs in parallel with later steps
             assert 0 <= there - (own[0].step or 0) <= _known_late(strike), _rows(told)
             blamed = {event.rank for event in told if event.details["kind"] != "lost_peer"}
-            # All ranks agree that a step is not finite, and all end by it.
+            # All ranks agree that a step is not finite, and it ends all of them.
             assert strike.kind == "nan" or blamed <= {strike.rank, *strike.also}, _rows(told)
             assert 0 <= own[0].time - fact["time"] < _known_within(strike), own[0].time - fact["time"]
         elif not any(other.ends_attempt for other in self._in_attempt(fact["attempt"])):
@@ -193,8 +193,8 @@ class Ordeal:
         return [self.chain.strikes[number] for number, fact in self.fallen.items() if fact["attempt"] == attempt]
 
     def judge_run(self, reference: Ordeal | None) -> None:
-        """It ended as an undisturbed one does, with as many restarts as were due, and left
-        nothing."""
+        """Asserts that the run ends like an undisturbed one, with the expected number of restarts
+        and nothing left over."""
         assert self.state == "SUCCEEDED", self._last_words()
         due = sum(strike.ends_attempt for strike in self.chain.strikes)
         restarts = [event for event in self.events if event.kind == "restarting"]
@@ -210,7 +210,8 @@ class Ordeal:
             assert_same_weights(self.weights(), reference.weights())
 
     def judge_leftovers(self) -> None:
-        """No process (hence no port), no actor, no placement group, no shared memory, no file."""
+        """Asserts that no process (so no port), actor, placement group, shared memory or file is
+        left."""
         laptop, name = self.laptop, self.name
         wait_for(lambda: not laptop.workers(f"{name}/"), f"the end of every rank: {laptop.workers()}", 30)
         wait_for(lambda: not [one for one in laptop.actors() if one.startswith(f"raypp/{name}")], "no actor", 30)
@@ -221,12 +222,12 @@ class Ordeal:
         assert not list(Path(tempfile.gettempdir()).glob(f"*{name}*"))
 
     def weights(self) -> dict[str, Any]:
-        """Every tensor of the last commit."""
+        """Returns every tensor of the last commit."""
         return weights(self.store, self.name)
 
     def recovery_s(self, strike: Strike) -> float | None:
-        """Seconds from a strike to the first step of the attempt after; None when that one was
-        struck before it."""
+        """Returns the seconds from a strike to the first step of the next attempt, or None if that
+        attempt was hit before its first step."""
         fact = self.fallen.get(strike.number)
         if fact is None or not strike.ends_attempt:
             return None
@@ -249,16 +250,16 @@ def _rows(events: list[Any]) -> list[str]:
 
 
 def _known_within(strike: Strike) -> float:
-    """Seconds until the failure is told, on a machine that does other things, too."""
+    """Returns the seconds within which a failure must be reported on a machine with other load."""
     return 3 * HANG_S + 15 if strike.kind in ("freeze", "hang") else 10.0
 
 
 def _known_late(strike: Strike) -> int:
-    """Steps that the controller may not know of yet when a rank dies without a word: those of half
-    a second."""
+    """Returns how many steps the controller may not know of when a rank dies without a report:
+    those of half a second."""
     return 0 if strike.kind == "raise" and strike.moment not in ("finish",) else STEPS
 
 
 def reference_chain(shape: str) -> Chain:
-    """The undisturbed run of a shape."""
+    """Returns the undisturbed run of a shape."""
     return Chain(f"undisturbed-{WORLD[shape]}", shape, True, ())

@@ -1,9 +1,11 @@
-"""A random storm: one long run, faults at exponential times, and what became of the time.
+"""A random fault storm: one long run, faults at exponentially distributed times, and where the time
+went.
 
-`make chaos MINUTES=30 MTBF=20 SEED=1` starts an embedded cluster, trains on three stages while
-faults fall from outside on the ranks, the controller and the store, and stops the run after the
-minutes with a last save. Then it trains as many steps undisturbed, and compares weights and history
-bit for bit. Kinds, victims and times come from the seed; where a fault meets the run does not.
+`make chaos MINUTES=30 MTBF=20 SEED=1` starts an embedded cluster and trains on three stages. Faults
+from outside hit the ranks, the controller and the store. After the given minutes the run stops with
+a last save. Then the same number of steps is trained undisturbed, and weights and history are
+compared bit for bit. The seed determines kinds, victims and times, but not the point of the run at
+which a fault hits.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ KINDS = {
     "SIGKILL of the controller and a rank": 1,
     "the store silent for 3 s": 1,
 }
-"""How often each falls, in parts."""
+"""Relative frequency of each kind."""
 
 
 @dataclass
 class Fault:
-    """One that fell.
+    """A fault that was applied.
 
     Attributes:
         at: Seconds since 1970.
-        ranks: Those hit.
-        attempt: Whose ranks were hit.
+        ranks: The ranks that were hit.
+        attempt: The attempt of those ranks.
     """
 
     kind: str
@@ -61,7 +63,7 @@ class Fault:
 
 @dataclass
 class Storm:
-    """Strikes a run until its time is over."""
+    """Applies faults to a run until its time is over."""
 
     run: Run
     seed: int
@@ -69,8 +71,8 @@ class Storm:
     faults: list[Fault] = field(default_factory=list)
 
     def rage(self, seconds: float) -> None:
-        """Draws when and what; what finds nobody to hit (the run is between two attempts) waits
-        until it does."""
+        """Draws times and kinds. A fault that finds no target, because the run is between two
+        attempts, waits until there is one."""
         draw = random.Random(self.seed)
         end = time.time() + seconds
         due = time.time() + draw.expovariate(1 / self.mtbf_s)
@@ -110,7 +112,7 @@ class Storm:
         return max((event.attempt for event in self.run.events("attempt_started")), default=0)
 
     def _pids(self, ranks: tuple[int, ...], end: float) -> list[int]:
-        """The living processes in these seats of the newest attempt."""
+        """Returns the living processes in these seats of the newest attempt."""
         while ranks and time.time() < end:
             attempt = self._attempt()
             pids = {e.rank: e.details["pid"] for e in self.run.events("seated") if e.attempt == attempt}
@@ -122,7 +124,7 @@ class Storm:
 
 
 def job(laptop: Laptop, name: str, steps: int) -> Path:
-    """The storm's job; steps long enough never to end by themselves when it rages."""
+    """Writes the job of the storm. A run under the storm has too many steps to finish by itself."""
     return laptop.job(
         name,
         mesh={"pp": WORLD},
@@ -136,7 +138,7 @@ def job(laptop: Laptop, name: str, steps: int) -> Path:
 
 
 def compare(run: Run, calm: Run, steps: int) -> list[str]:
-    """What differs from the undisturbed run; empty when nothing does."""
+    """Returns the differences from the undisturbed run. Empty if there are none."""
     wrong = []
     history = run.history()
     if [row["step"] for row in history] != list(range(1, steps + 1)):
@@ -158,20 +160,21 @@ def left_behind(run: Run) -> list[str]:
 
 
 def recovery_times(run: Run, faults: list[Fault]) -> dict[str, list[float]]:
-    """Seconds from a fault that ended an attempt to the first finished step after it, by kind."""
+    """Returns, by kind, the seconds from each fault that ended an attempt to the first finished
+    step after it."""
     firsts = sorted(event.time for event in run.events("first_step"))
     found: dict[str, list[float]] = {}
     for number, fault in enumerate(faults):
         following = next((time for time in firsts if time > fault.at), None)
         if fault.ranks and following is not None:
             later = faults[number + 1].at if number + 1 < len(faults) else float("inf")
-            if following < later:  # else the next fault fell before it had recovered
+            if following < later:  # otherwise the next fault hit before the run recovered
                 found.setdefault(fault.kind, []).append(following - fault.at)
     return found
 
 
 def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], told: str) -> str:
-    """The storm in Markdown."""
+    """Returns the report of the storm in Markdown."""
     sums = totals(parts)
     whole = sum(sums.values())
     stepping = sums["training"] + sums["redoing"]
@@ -195,7 +198,7 @@ def report(run: Run, faults: list[Fault], parts: list[Part], wrong: list[str], t
 
 
 def weather(laptop: Laptop, options: argparse.Namespace) -> int:
-    """The storm, the calm after it, and the verdict."""
+    """Runs the storm, then the undisturbed run, and returns the exit code of the comparison."""
     run = laptop.start(job(laptop, "storm", 1_000_000), "--json")
     run.wait_step(EVERY)
     storm = Storm(run, options.seed, options.mtbf)

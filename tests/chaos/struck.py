@@ -1,14 +1,14 @@
-"""The real rank, which strikes itself, or lets itself be struck, at an exact moment:
+"""The real rank with faults at exact moments, injected by itself or from outside:
 `struck:run_rank`.
 
-The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (of `resources.env`). A
-rank comes by its moments as it lives: by what it reports (phases and actions of the schedule), by
-torch's hook before an optimizer's step, and by functions that are called through: those that send a
-save's bytes and its COMMIT, and the one that hands out a step's gradients. The first strike of the
-plan that has not fallen waits for its rank, moment and step; when they are there the rank puts down
-what it is about to suffer in `fallen-N`, and suffers it: a real signal, an exception, a hang. For
-what must come from outside (the controller's end, the store's silence) it waits at the very moment
-until the test has done it and says so in `done-N`.
+The test writes a plan, a list of `Strike`s, into the directory `CHAOS_DIR` (set in
+`resources.env`). A rank detects its moments from what it reports (phases and actions of the
+schedule), from torch's hook before an optimizer step, and from wrapped functions: those that send a
+save's bytes and its COMMIT, and the one that returns a step's gradients. The first strike of the
+plan that has not fallen waits for its rank, moment and step. When they are reached, the rank
+records the fault in `fallen-N` and triggers it: a real signal, an exception or a hang. For a fault
+from outside (the controller dies, the store stops answering) the rank waits at that exact moment
+until the test has applied it and has written `done-N`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 if "CHAOS_DIR" in os.environ:
-    # In a rank's process, as the real rank is loaded: before its life begins. Begun in two threads
-    # at once, by the rank and by `leave`, an import of torch ends the process.
+    # Imports the real rank when a rank's process loads this module, before its life begins. If the
+    # rank and `leave` start the import of torch in two threads at once, the process crashes.
     import raypp.train.rank  # noqa: F401
 
 _PATIENCE_S = 60.0
@@ -34,9 +34,9 @@ _FORWARD = re.compile(r"^\d+F[1-9]\d*$")
 _BACKWARD = re.compile(r"^\d+[BI][1-9]\d*$")
 START = ("rendezvous", "build", "load", "first step")
 MOMENTS = (*START, "forward", "backward", "optimizer", "save", "commit", "committed", "last step", "finish")
-"""In the order of a life. `save`: this rank's bytes are about to be sent, in the saver's thread;
-`commit`: COMMIT is about to be written; `committed`: it is written, and nobody knows; `finish`: all
-steps are done."""
+"""Moments in the order in which a rank reaches them. `save`: this rank's bytes are about to be
+sent, in the saver's thread. `commit`: COMMIT is about to be written. `committed`: it is written,
+but not reported yet. `finish`: all steps are done."""
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "freeze": signal.SIGSTOP}
 
 
@@ -45,14 +45,14 @@ class Strike:
     """One fault.
 
     Attributes:
-        number: Its place in the plan.
-        rank: At whose moment.
+        number: Index in the plan.
+        rank: The rank whose moment triggers the fault.
         moment: One of MOMENTS.
-        kind: kill, segfault, freeze, raise, hang, nan; or nothing, when only something outside is
-            struck.
-        step: The earliest step it falls in (moments of steps and saves).
-        also: Ranks that are killed by it in the same instant.
-        outside: controller, driver, store: what the test strikes meanwhile.
+        kind: kill, segfault, freeze, raise, hang, nan. Empty if only something outside the ranks is
+            hit.
+        step: The earliest step the fault falls in (for moments of steps and saves).
+        also: Ranks that are killed at the same instant.
+        outside: controller, driver or store: what the test hits meanwhile.
     """
 
     number: int
@@ -69,14 +69,14 @@ class Strike:
 
 
 def leave(seat: Any) -> None:
-    """What makes the real rank come free."""
+    """Makes the real rank leave its attempt."""
     from raypp.train.rank import cut_connections
 
     cut_connections(seat.master_port)
 
 
 def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
-    """The real rank under a plan."""
+    """Runs the real rank under a plan."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     import raypp.checkpoint.save as saving
@@ -116,7 +116,7 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
 
 
 class Witness:
-    """The rank's reporter, which sees every moment first."""
+    """The rank's reporter. It sees every moment first."""
 
     def __init__(self, reporter: Any, fate: Fate) -> None:
         self._reporter, self._fate = reporter, fate
@@ -130,7 +130,7 @@ class Witness:
 
 
 class Fate:
-    """What the plan has for one rank of one attempt."""
+    """The faults that the plan has for one rank of one attempt."""
 
     def __init__(self, job: Any, seat: Any) -> None:
         self._directory = Path(os.environ["CHAOS_DIR"])
@@ -144,7 +144,7 @@ class Fate:
         put(self._directory / f"pid-{seat.rank}", {"pid": os.getpid()})
 
     def sees(self, phase: str, detail: str) -> None:
-        """Moments that a rank tells of."""
+        """Detects the moments that a rank reports."""
         if phase in ("rendezvous", "build", "load", "finish"):
             self.at(phase, self._steps if phase == "finish" else 0)
         elif phase == "step":
@@ -162,19 +162,19 @@ class Fate:
                 self.at("backward", self.step)
 
     def at(self, moment: str, step: int) -> None:
-        """The rank is there now; whatever waits for that falls."""
+        """Handles the arrival of the rank at a moment: triggers the strike that waits for it."""
         with self._lock:
             strike = self._armed()
             if strike is None or (strike.rank, strike.moment) != (self._seat.rank, moment) or step < strike.step:
                 return
-            # The last whole step is what records may know; the strike falls in the one after it.
+            # Records know at most the last finished step. The strike falls in the step after it.
             fact = {"time": time.time(), "pid": os.getpid(), "attempt": self._seat.attempt, "step": step}
             if not put(self._directory / f"fallen-{strike.number}", fact | {"moment": moment, "in_step": self.step}):
                 return
         self._fall(strike)
 
     def _armed(self) -> Strike | None:
-        """The next strike, once the attempt that the last one ended is over."""
+        """Returns the next strike, once the attempt that the previous one ended is over."""
         while self._next < len(self._plan) and (before := self._fallen(self._next)) is not None:
             if self._plan[self._next].ends_attempt and before["attempt"] >= self._seat.attempt:
                 return None
@@ -204,7 +204,7 @@ class Fate:
                 while True:
                     time.sleep(0.1)
             case "nan":
-                self.poisoned = True  # while backwards are under way, sharded gradients are nowhere to be reached
+                self.poisoned = True  # sharded gradients cannot be accessed while backwards are running
 
 
 def write_plan(directory: Path, strikes: list[Strike]) -> None:
@@ -218,7 +218,7 @@ def read_plan(directory: Path) -> list[Strike]:
 
 
 def put(path: Path, fact: dict[str, Any]) -> bool:
-    """Writes a file, whole; `fallen-N` only once: False when it is there."""
+    """Writes a file atomically. Writes `fallen-N` only once: returns False if it exists."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     fresh.write_text(json.dumps(fact))
     if path.name.startswith("pid-"):

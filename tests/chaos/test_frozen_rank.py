@@ -1,4 +1,4 @@
-"""A rank that neither works nor dies: only the controller's watch can notice."""
+"""A rank is frozen: it neither works nor dies, so only the controller's watchdog can detect it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`kill -9` of a rank at every moment of a run's life: the run ends as if nothing had happened."""
+"""Kills a rank with `kill -9` at every moment of a run's life: the result must equal that of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MOMENTS = ("before the first step", "while training", "while a save is under way
 
 @dataclass
 class Kill:
-    """A rank that was killed, and how the run took it."""
+    """A killed rank, and how the run recovered."""
 
     moment: str
     label: str
@@ -29,7 +30,7 @@ class Kill:
 
 
 class Killer:
-    """Kills one rank of a run, at moments found from outside."""
+    """Kills one rank of a run at moments detected from outside."""
 
     def __init__(self, run: Run, victim: str) -> None:
         self.run, self.victim = run, victim
@@ -37,7 +38,7 @@ class Killer:
         self.kills: list[Kill] = []
 
     def new_attempt(self) -> dict[str, psutil.Process]:
-        """The ranks of an attempt that has just begun: the records tell who has which seat."""
+        """Waits for the next attempt and returns its ranks, with their seats from the records."""
         self.attempts.append(self.run.wait_seats(len(self.attempts) + 1))
         return self.attempts[-1]
 
@@ -56,8 +57,8 @@ class Killer:
         self.kill(MOMENTS[1], ranks)
 
     def while_saving(self, ranks: dict[str, psutil.Process]) -> None:
-        """The store stands still, so that the next save stays under way; the victim has sent its
-        part already."""
+        """Freezes the store to keep the next save in flight. The victim has already sent its
+        part."""
         laptop, before = self.run.laptop, self.run.commits()[-1]
         self.run.until(lambda: self.run.commits()[-1] > before, "another commit")
         with laptop.frozen_store():
@@ -66,8 +67,8 @@ class Killer:
             ranks[self.victim].wait(10)
 
     def while_loading(self, ranks: dict[str, psutil.Process]) -> None:
-        """Once the ranks have their seats the attempt is claimed; rank 0 then asks the store where
-        to begin."""
+        """Kills the victim while rank 0 waits for the store. The attempt is claimed before the
+        ranks get their seats, so rank 0 then asks the store for the checkpoint to start from."""
         laptop = self.run.laptop
         with laptop.frozen_store():
             self.run.until(lambda: laptop.asks_frozen_store(ranks["pp0"]), "a rank that loads")
@@ -125,8 +126,8 @@ def test_the_middle_of_three_stages_is_killed_and_the_others_keep_their_processe
 
 
 def _assert_told(run: Run, kills: list[Kill]) -> None:
-    """Each kill is told with rank, node and cause, and followed by a restart; and how long each
-    took."""
+    """Asserts that each kill is reported with rank, node, cause and recovery time, and is followed
+    by a restart."""
     failed = {event.details["pid"]: event for event in run.events("rank_failed") if event.details["kind"] == "killed"}
     assert failed.keys() == {kill.pid for kill in kills}
     restarts = run.events("restarting")

@@ -1,5 +1,5 @@
-"""Kinds of faults, moments of a run's life, and victims: every row of the table ends as if nothing
-had happened."""
+"""Combines kinds of faults, moments of a run's life, and victims: every row of the table must end
+like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Survived = Callable[[Chain], Ordeal]
 
 @pytest.fixture(scope="module")
 def survived(laptop: Laptop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
-    """Gives the run of a chain, which is lived through when it is first asked for."""
+    """Returns the run of a chain, which executes on first use."""
     lived: dict[str, Ordeal] = {}
     place = tmp_path_factory.mktemp("chaos")
 
@@ -37,7 +37,8 @@ def survived(laptop: Laptop, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[dict[str, object]]]:
-    """Collects a row of each case; printed, and written to CHAOS_TABLE when that names a file."""
+    """Collects one row per case. Prints the table, and writes it to the file that CHAOS_TABLE
+    names, if set."""
     rows: list[dict[str, object]] = []
     yield rows
     lines = ["| what | when | run | comes of it | next step after |", "|---|---|---|---|---|"]

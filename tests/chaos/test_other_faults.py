@@ -1,4 +1,4 @@
-"""What dies is not a rank: the data, the driver, the controller."""
+"""Tests faults outside the ranks: the data, the driver, the controller."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
     run = laptop.start(laptop.job(name, data__path=str(text), train__steps=400), "--json")
     ranks = run.wait_titles()
     run.until(run.commits, "a commit")
-    if harm is _remove:  # without its driver the run's exit code is known from its records
+    if harm is _remove:  # without its driver, the run's exit code comes from its records
         _kill_driver(laptop, name)
     assert callable(harm)
     harm(text)
@@ -61,13 +61,13 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
     assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
     text.write_bytes((laptop.directory / "words.txt").read_bytes())
     again = laptop.raypp("submit", str(laptop.directory / f"{name}.yaml"), "--resume", "--dry-run")
-    assert again.code == 0, again  # nobody lingers: the name may be gone on with at once
+    assert again.code == 0, again  # no process lingers: the run can be resumed at once
 
 
 @pytest.mark.slow
 def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Laptop, undisturbed: Run) -> None:
-    """The one without a driver trains on for longer than `raypp submit` waits for records after a
-    Ray job's end."""
+    """The run without a driver trains for longer than `raypp submit` waits for records after a Ray
+    job's end."""
     first = laptop.start(laptop.job("twin-one", train__steps=4 * STEPS), "--json")
     second = laptop.start(laptop.job("twin-two"), "--json")
     first.wait_step(EVERY)
@@ -89,7 +89,7 @@ def test_ranks_train_on_without_their_controller_and_no_step_is_repeated_missing
     run = laptop.start(laptop.job("headless"), "--json")
     ranks = run.wait_seats(1)
     controller = int(laptop.actors()["raypp/headless"]["pid"])
-    # At once after a commit, when its last steps may be in the controller's memory only.
+    # Right after a commit, when the last steps may exist only in the controller's memory.
     run.until(lambda: run.commits()[1:], "two commits")
     os.kill(controller, signal.SIGKILL)
     run.until(lambda: run.events("controller_restarted"), "the controller's next life")

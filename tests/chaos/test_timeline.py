@@ -1,4 +1,4 @@
-"""Where the time of a disturbed run went, from its events and history alone."""
+"""Tests how the time of a disturbed run is attributed, from its events and history alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Told:
 
 
 class Recorded:
-    """A run of ten steps of a second each: struck at 6.5 s in step 6, trains again at 10 s from
-    step 4 (of 3 saved)."""
+    """A run of ten steps of one second each. A fault hits at 6.5 s in step 6, and training resumes
+    at 10 s from step 4, because step 3 was saved."""
 
     def events(self, kind: str) -> list[Told]:
         seconds = {"seconds": {"first step": 1.0}}
@@ -41,7 +41,7 @@ def test_time_is_split_into_training_redoing_and_recovering() -> None:
     assert parts == [
         Part("training", 0.0, 6.5),
         Part("recovering", 6.5, 10.0),
-        Part("redoing", 10.0, 12.0),  # steps 4 and 5 are done a second time
+        Part("redoing", 10.0, 12.0),  # steps 4 and 5 are repeated
         Part("training", 12.0, 17.0),
     ]
     assert totals(parts) == {"training": 11.5, "redoing": 2.0, "recovering": 3.5}

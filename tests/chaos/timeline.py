@@ -1,4 +1,4 @@
-"""Where the time of a disturbed run went: training, redoing steps that were lost, recovering."""
+"""Splits the time of a disturbed run into training, redoing lost steps, and recovering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of time, seconds since 1970."""
+    """An interval of time, in seconds since 1970."""
 
     kind: str
     begin: float
@@ -24,12 +24,12 @@ class Part:
 
 
 def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Part]:
-    """The stretches of a run, in order.
+    """Returns the intervals of a run, in order.
 
-    An attempt's ranks step from its `first_step` (less that step's own time, which the event tells)
-    until the fault that ends it, else until the failure was told. What they did beyond the step
-    that the next attempt went on from is done again: that many steps of the next attempt, from its
-    first, are redoing. All else is recovering.
+    An attempt trains from its `first_step` event, less the duration of that step, which the event
+    states. It trains until the fault that ends it or, without one, until the failure is reported.
+    The next attempt repeats the steps beyond its starting point, so the same number of steps at its
+    start counts as redoing. The rest is recovering.
     """
     firsts = {event.attempt: event for event in run.events("first_step")}
     failed: dict[int, Any] = {}
@@ -62,12 +62,12 @@ def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Pa
 
 
 def totals(parts: list[Part]) -> dict[str, float]:
-    """Seconds by kind."""
+    """Returns the seconds by kind."""
     return {kind: sum(part.seconds for part in parts if part.kind == kind) for kind in COLOURS}
 
 
 def in_words(parts: list[Part]) -> str:
-    """A chart of characters, one row per minute: █ training, ▒ redoing, · recovering."""
+    """Returns a text chart, one row per minute: █ training, ▒ redoing, · recovering."""
     begin, end = parts[0].begin, parts[-1].end
     rows, at = [], begin
     while at < end:
@@ -81,7 +81,7 @@ def in_words(parts: list[Part]) -> str:
 
 
 def to_svg(parts: list[Part], faults: list[float]) -> str:
-    """The same as a picture; a tick above for each fault."""
+    """Returns the same chart as SVG, with a tick above it for each fault."""
     begin, end = parts[0].begin, parts[-1].end
     minutes = int((end - begin) // 60) + 1
     height = 34 * minutes + 40

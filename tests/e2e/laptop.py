@@ -1,9 +1,8 @@
-"""A user at a laptop: the `raypp` command with an embedded cluster of its own, and what can be seen
-from outside.
+"""A user's laptop: the `raypp` command with its own embedded cluster, and what can be observed from
+outside.
 
-Everything a test does goes through the command line in a process of its own. What it looks at, it
-looks at as an outsider could: process titles, the dashboard's HTTP address, and the objects in the
-store.
+Tests act only through the command line, in separate processes. They observe only what an outsider
+can: process titles, the dashboard's HTTP API, and the objects in the store.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "jobs" / "data" / "kjv-new-testament.txt"
 STEPS = 40
 EVERY = 5
-_PATIENCE_S = 240.0  # a loaded machine starts a run in minutes, not seconds
+_PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answered."""
+    """The result of a command."""
 
     code: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """The last line of standard output, which is to be one JSON value."""
+        """Parses the last line of standard output, which must be one JSON value."""
         return json.loads(self.out.rstrip("\n").rpartition("\n")[2])
 
     def rows(self) -> list[dict[str, Any]]:
@@ -76,7 +75,7 @@ class Laptop:
         return laptop
 
     def down(self) -> list[str]:
-        """Ends the cluster; returns whatever of it is left all the same."""
+        """Ends the cluster. Returns what is left of it despite that."""
         answer = self.raypp("local", "down", "--delete-data")
         wait_for(lambda: not self._processes(), "", patience_s=10, fail=False)
         left = [] if answer.code == 0 else [f"`raypp local down` left with {answer}"]
@@ -86,8 +85,8 @@ class Laptop:
         return left
 
     def _processes(self) -> list[psutil.Process]:
-        """Living processes that mention this home or this Ray session in their command or
-        environment."""
+        """Returns the living processes whose command line or environment mentions this home
+        directory or this Ray session."""
         marks = (str(self.directory), self.state["ray_dir"])
         found = []
         for one in psutil.process_iter():
@@ -104,7 +103,7 @@ class Laptop:
     def raypp(
         self, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 300, cwd: Path | None = None
     ) -> Answer:
-        """Runs one command to its end."""
+        """Runs one command and waits for it to exit."""
         done = subprocess.run(
             [str(Path(sys.executable).parent / "raypp"), *arguments],
             env=self.environment | (environment or {}),
@@ -116,8 +115,8 @@ class Laptop:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def job(self, name: str, **changes: Any) -> Path:
-        """Writes a small job; `changes` are dotted keys with `__` for the dot, or whole
-        sections."""
+        """Writes the file of a small job. `changes` are dotted keys with `__` in place of the dot,
+        or whole sections."""
         document: dict[str, Any] = {
             "name": name,
             "model": {
@@ -135,8 +134,7 @@ class Laptop:
                 "steps": STEPS,
                 "micro_batch_size": 4,
                 "optimizer": {"kind": "adamw", "lr": 1.0e-3},
-                # Constant, so that the same step has the same rate however many steps a run is to
-                # take.
+                # Constant, so that a step's learning rate does not depend on the run's length.
                 "lr_schedule": {"kind": "constant", "warmup_steps": 5},
             },
             "checkpoint": {"url": "s3://raypp/tests", "every_steps": EVERY, "keep": 3},
@@ -153,7 +151,7 @@ class Laptop:
         return path
 
     def start(self, job: Path, *arguments: str) -> Run:
-        """`raypp submit` in the background."""
+        """Starts `raypp submit` in the background."""
         document = yaml.safe_load(job.read_text())
         log = self.directory / f"{document['name']}-{time.monotonic_ns()}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
@@ -166,7 +164,7 @@ class Laptop:
             )
         return Run(self, document["name"], document["checkpoint"]["url"], process, log)
 
-    # What can be seen -----------------------------------------------------------------------------
+    # Observations ---------------------------------------------------------------------------------
 
     @property
     def s3(self) -> SeaweedServer:
@@ -183,7 +181,7 @@ class Laptop:
         return DirectoryStore(Path(url))
 
     def workers(self, run: str = "") -> dict[str, psutil.Process]:
-        """Living rank processes by title, `ray::raypp/…`."""
+        """Returns the living rank processes by title, `ray::raypp/…`."""
         found = {}
         for one in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -193,8 +191,8 @@ class Laptop:
         return found
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """A rank's environment names this cluster: other clusters of this machine have ranks,
-        too."""
+        """Returns whether a rank belongs to this cluster, according to its environment. Other
+        clusters on this machine have ranks too."""
         return any(self.state["ray_dir"] in value or self.state["gcs"] in value for value in process.environ().values())
 
     def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
@@ -206,8 +204,7 @@ class Laptop:
 
     @contextlib.contextmanager
     def frozen_store(self) -> Iterator[None]:
-        """The S3 server answers nothing inside; what it is asked waits, and is carried out
-        afterwards."""
+        """Freezes the S3 server. Requests wait and are carried out when the context ends."""
         os.kill(self.s3.pid, signal.SIGSTOP)
         try:
             yield
@@ -215,8 +212,7 @@ class Laptop:
             os.kill(self.s3.pid, signal.SIGCONT)
 
     def asks_frozen_store(self, process: psutil.Process) -> bool:
-        """Whether a process waits for an answer of the frozen server: bytes it sent are still
-        unread there."""
+        """Returns whether a process waits for the frozen server: its bytes are unread there."""
         port = int(self.s3.endpoint.rpartition(":")[2])
         mine = {one.laddr.port for one in process.net_connections("tcp") if one.raddr and one.raddr.port == port}
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
@@ -229,7 +225,7 @@ class Laptop:
 
 @dataclass
 class Run:
-    """A submitted run, and the `raypp submit` that follows it."""
+    """A submitted run, and the `raypp submit` process that follows it."""
 
     laptop: Laptop
     name: str
@@ -254,7 +250,7 @@ class Run:
         return f"exit {self.exit_code}\n--- stdout\n{self.out[-3000:]}\n--- stderr\n{self.err[-3000:]}"
 
     def wait(self, timeout: float = 400) -> int:
-        """Waits for `raypp submit`."""
+        """Waits for `raypp submit` to exit."""
         self.exit_code = self.process.wait(timeout)
         return self.exit_code
 
@@ -265,20 +261,20 @@ class Run:
             raise AssertionError(f"{error}; status {self.status()}\n{self.told()}") from None
 
     def wait_titles(self, ranks: int = 2, but: frozenset[int] | set[int] = frozenset()) -> dict[str, psutil.Process]:
-        """Waits until so many ranks live that are none of the processes `but`; returns them by
+        """Waits for `ranks` living ranks with processes not in `but`. Returns them by
         coordinates."""
 
         def there() -> dict[str, psutil.Process] | None:
             found = self.laptop.workers(f"{self.name}/")
             fresh = {title.rpartition("/")[2]: one for title, one in found.items() if one.pid not in but}
             fresh = {label: one for label, one in fresh.items() if not label.startswith("standby")}
-            # Before it has its seat a rank's title ends with the actor's method that Ray runs.
+            # Until a rank has its seat, its title ends with the actor method that Ray runs.
             return fresh if len(fresh) == ranks and not any(":" in label for label in fresh) else None
 
         return dict(self.until(there, f"{ranks} ranks of {self.name}"))
 
     def wait_seats(self, attempt: int, ranks: int = 2) -> dict[str, psutil.Process]:
-        """Waits until an attempt has given out its seats; the processes in them, by coordinates."""
+        """Waits until an attempt has assigned its seats. Returns the processes by coordinates."""
 
         def seated() -> list[Any]:
             found = [event for event in self.events("seated") if event.attempt == attempt]
@@ -288,12 +284,12 @@ class Run:
         return {event.details["label"]: psutil.Process(event.details["pid"]) for event in events}
 
     def wait_step(self, step: int) -> int:
-        """Waits until the records tell of that step."""
+        """Waits until the records contain that step."""
         self.until(lambda: (self.status().get("step") or 0) >= step, f"step {step}")
         return int(self.status()["step"])
 
     def wait_end(self) -> dict[str, Any]:
-        """Waits until the run has ended by its records, whoever follows it."""
+        """Waits until the records show the run's end, even if no driver follows it."""
         final = ("SUCCEEDED", "FAILED", "STOPPED")
         self.until(lambda: self.status().get("state") in final, "the end")
         return self.status()
@@ -326,8 +322,8 @@ class Run:
 
 
 def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Every tensor of a commit (the newest one's), read from its objects; ranks hold disjoint names
-    on these meshes."""
+    """Reads every tensor of a commit (by default the newest) from its objects. On these meshes the
+    ranks hold disjoint names."""
     step = step if step is not None else list_checkpoints(store, run)[-1].step
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for record in read_commit(store, run, step).objects:
@@ -338,25 +334,26 @@ def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, 
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What of a history may not depend on anything but the job: no times, no attempts."""
+    """Returns the part of a history that depends only on the job: no times and no attempts."""
     return [(row["step"], row["loss"], row["grad_norm"], row["tokens"], row["seq_len"]) for row in rows]
 
 
 def assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Bit for bit, optimizer state included."""
+    """Asserts that the weights and the optimizer state are equal bit for bit."""
     assert one.keys() == other.keys()
     different = [name for name in one if one[name].tobytes() != other[name].tobytes()]
     assert not different
 
 
 def bare_environment() -> dict[str, str]:
-    """This process' environment without what would lead a command to another cluster or store."""
+    """Returns this process's environment without the variables that point a command at another
+    cluster or store."""
     unwanted = ("AWS_", "RAY_", "RAYPP_", "OMP_")
     return {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
 
 
 def copy_run(source: ObjectStore, run: str, target: Path) -> None:
-    """Every object of a run, into a directory."""
+    """Copies every object of a run into a directory."""
     shutil.rmtree(target, ignore_errors=True)
     store = DirectoryStore(target)
     for info in source.list(f"{run}/"):
@@ -364,7 +361,7 @@ def copy_run(source: ObjectStore, run: str, target: Path) -> None:
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S, *, fail: bool = True) -> Any:
-    """Asks until it is true, fifty times a second."""
+    """Checks the condition 50 times a second until it is true."""
     end = time.monotonic() + patience_s
     while not (answer := condition()):
         if time.monotonic() > end:

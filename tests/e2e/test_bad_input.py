@@ -1,5 +1,5 @@
-"""Wrong jobs, data, stores and clusters: each gets an exit code and a text that names where, what
-and the way out."""
+"""Tests invalid jobs, data, stores and clusters: each gets an exit code and a message that says
+where the problem is, what it is, and how to fix it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NAME = "bad-input"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(laptop: Laptop) -> Iterator[None]:
-    """No object in the store, no job and no actor on the cluster, no note on this machine."""
+    """Asserts that no object is left in the store, no job or actor on the cluster, and no run
+    record on this machine."""
     before = _present(laptop)
     yield
     assert _present(laptop) == before
@@ -93,7 +94,7 @@ BAD_DATA = {
 
 @pytest.fixture(scope="module")
 def bad_data_runs(laptop: Laptop) -> dict[str, Run]:
-    """One run of one rank for each file, all at once."""
+    """Starts one run of one rank for each file, all at the same time."""
     runs = {}
     for file, (kind, _) in BAD_DATA.items():
         path = laptop.directory / file
@@ -110,8 +111,8 @@ def bad_data_runs(laptop: Laptop) -> dict[str, Run]:
 def test_data_that_cannot_be_used_end_the_run_at_once_and_are_named(
     laptop: Laptop, bad_data_runs: dict[str, Run], file: str
 ) -> None:
-    """Only a rank reads the data. Its run fails without a restart, and its name can be used with
-    other data."""
+    """Only a rank reads the data. Its run fails without a restart, and the run's name can be reused
+    with other data."""
     run = bad_data_runs[file]
     assert run.exit_code == 2, run.told()
     answer = json.loads(run.out.splitlines()[-1])
@@ -185,7 +186,7 @@ def test_to_resume_what_never_was_is_refused(laptop: Laptop) -> None:
 
 
 def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(laptop: Laptop) -> None:
-    """`--set name=…` had named it: the file alone does not say where to go on."""
+    """`--set name=…` named the run, so the file alone does not say which run to resume."""
     store = laptop.store("s3://raypp/tests")
     store.put(f"{NAME}-1122/spec.json", b"{}")
     try:

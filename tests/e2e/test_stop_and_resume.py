@@ -1,5 +1,5 @@
-"""A run that is saved, stopped, gone on with, left alone and cut anew; and the same job without
-Ray."""
+"""A run is saved, stopped, resumed, detached from and moved to another mesh. The same job also runs
+without Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = 4000
 
 @pytest.fixture(scope="module")
 def story(laptop: Laptop) -> dict[str, Answer | int]:
-    """What each command of the run's life answered; in the end the run has taken `last` steps."""
+    """Returns the result of each command in the run's life. The run ends at step `last`."""
     job = laptop.job(NAME, train__steps=MANY, checkpoint__every_steps=0)
     told: dict[str, Answer | int] = {}
     run = laptop.start(job, "--detach", "--json")
@@ -55,7 +55,7 @@ def story(laptop: Laptop) -> dict[str, Answer | int]:
 
 @pytest.fixture(scope="module")
 def without_ray(laptop: Laptop, story: dict[str, Answer | int]) -> Answer:
-    """The same job as `wanderer`, never stopped, under torchrun."""
+    """Runs the job of `wanderer` under torchrun, without a stop."""
     job = laptop.job("never-stopped", train__steps=story["last"], checkpoint__every_steps=0)
     launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"
     done = subprocess.run(

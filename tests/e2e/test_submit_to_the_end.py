@@ -1,5 +1,4 @@
-"""One run through the command line, and everything that can be asked about it afterwards, from
-other processes."""
+"""Tests one run through the command line, and all later queries from other processes."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def test_the_checkpoints_kept_are_the_newest_and_every_byte_of_them_verifies(lap
 
 
 def test_a_run_whose_driver_takes_a_moment_to_leave_can_be_gone_on_with(laptop: Laptop, undisturbed: Run) -> None:
-    """As right after `raypp stop`: the records tell of the end before Ray does."""
+    """Covers the moment right after `raypp stop`: the records show the end before Ray does."""
     job = laptop.directory / "undisturbed.yaml"
     (before,) = [one for one in laptop.jobs() if one["metadata"]["raypp_run"] == "undisturbed"]
     lingering = {"raypp_run": "undisturbed", "raypp_url": before["metadata"]["raypp_url"]}
@@ -100,7 +99,7 @@ def test_a_run_whose_driver_takes_a_moment_to_leave_can_be_gone_on_with(laptop: 
     answer = laptop.raypp("submit", str(job), "--resume", "--dry-run", "--set", f"train.steps={STEPS + 1}")
     assert answer.code == 0 and "nothing was started" in answer.out, answer
     status = laptop.dashboard.job("lingering")
-    assert status is not None and status["status"] == "SUCCEEDED"  # it was waited for
+    assert status is not None and status["status"] == "SUCCEEDED"  # the resume waited for the driver to exit
 
 
 def test_a_run_can_be_read_from_its_store_when_the_cluster_is_gone(laptop: Laptop, undisturbed: Run) -> None:

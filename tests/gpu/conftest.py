@@ -1,4 +1,4 @@
-"""GPU tests use the harness of the rank tests; without a device they are skipped, and say so."""
+"""GPU tests use the harness of the rank tests. Without a device they are skipped, with a reason."""
 
 from __future__ import annotations
 

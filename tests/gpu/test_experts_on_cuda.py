@@ -1,4 +1,4 @@
-"""Experts by the grouped kernel, on CUDA."""
+"""Tests experts with the grouped kernel on CUDA."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16() -> None:
         out.square().sum().backward()
         results.append([out, *(t.grad for t in inputs)])
     for looped, together in zip(*results, strict=True):
-        # bf16 keeps 8 bits: sums in another order differ by a few of its roundings.
+        # bf16 has 8 bits: sums in another order differ by a few roundings.
         error = (looped.float() - together.float()).norm() / looped.float().norm()
         assert error <= 2e-2

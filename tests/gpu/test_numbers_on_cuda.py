@@ -1,7 +1,7 @@
-"""The same numerics on CUDA and NCCL: `pytest tests/gpu`, on as many devices as the machine has.
+"""Tests the same numerics on CUDA and NCCL: `pytest tests/gpu`, on all devices of the machine.
 
-Needs neither Ray nor S3. With one device the mesh has one rank; with more, pipelines and FSDP over
-them.
+Needs neither Ray nor S3. With one device the mesh has one rank. With more devices, the tests cover
+pipelines and FSDP across them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def needs(devices: int) -> None:
 def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
     cpu, cuda = run("cpu"), run("cuda")
     assert cuda["tokens"] == cpu["tokens"]
-    # Sums in another order, through three steps of AdamW, whose first steps amplify rounding of
-    # small gradients.
+    # Sums are in another order. The first steps of AdamW amplify the rounding of small gradients,
+    # and there are three steps.
     assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-5)
     for name, value in cpu["gradients"][0].items():
         assert relative(cuda["gradients"][0][name], value) < 1e-4, name
@@ -59,7 +59,7 @@ def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
 
 def test_bf16_uses_the_variable_length_kernel_and_stays_near_fp32() -> None:
     fp32, bf16 = run("cuda"), run("cuda", precision="bf16")
-    # bf16 keeps 8 bits: activations are off by 2^-9 each, the loss by far less.
+    # bf16 has 8 bits: each activation is off by 2^-9, the loss by far less.
     assert bf16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
 
 

@@ -1,5 +1,5 @@
-"""Three hosts with a Ray node each, and a user who sits at a fourth machine. Skipped where no
-network can be made."""
+"""Provides three hosts with one Ray node each, and a user at a fourth machine. Skipped where no
+network namespaces can be made."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HOSTS = 3
 
 
 def shards(run: Run) -> dict[str, Any]:
-    """Every tensor of a run's newest commit by its object's name and its own: on one mesh each rank
-    writes the same."""
+    """Returns every tensor of a run's newest commit, by the name of its object and its own name.
+    Two runs on the same mesh write the same names."""
     store = run.laptop.store(run.url)
     step = list_checkpoints(store, run.name)[-1].step
     found = {}
@@ -58,18 +58,18 @@ class Office(Laptop):
         return office
 
     def two_host_job(self, name: str, **changes: object) -> Path:
-        """pp 2 × fsdp 2 on hosts with room for two ranks each."""
+        """Writes a job with pp 2 × fsdp 2 for hosts with room for two ranks each."""
         return self.job(name, **{"mesh": {"pp": 2, "fsdp": 2}, "train__micro_batch_size": 2} | changes)
 
     def repair(self) -> None:
-        """Every host as it was in the beginning."""
+        """Restores every host to its initial state."""
         for host in range(self.bed.size):
             self.bed.heal(host)
             self.bed.thaw(host)
         time.sleep(1)
         alive = {node.ip for node in self.bed.nodes()}
         for host in range(1, self.bed.size):
-            # A node that was silent for long is given up a little later, and ends then.
+            # A node that was silent for long is declared dead a little later, and then exits.
             if self.bed.network.address(host) not in alive or not self.bed.network.pids(host):
                 self.bed.start(host)
         wait_for(lambda: len(self.bed.nodes()) == self.bed.size, "the nodes' return")
@@ -79,8 +79,8 @@ class Office(Laptop):
 def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     if reason := why_not():
         pytest.skip(reason)
-    # Three hosts on a few shared cores stand still for seconds at times; nobody may take that for
-    # their end.
+    # Three hosts that share a few cores stall for seconds at times. Ray must not declare them dead
+    # for that.
     os.environ.setdefault("RAY_health_check_failure_threshold", "10")
     name = f"t{time.monotonic_ns() % 10**6}"
     with TestBed.up(name, hosts=HOSTS, rate="1gbit", cpus=2) as bed:

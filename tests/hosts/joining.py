@@ -1,5 +1,5 @@
-"""One rank that joins a process group of two hosts, says so, and leaves: `python joining.py
-SEAT-AS-JSON`."""
+"""One rank that joins a process group of two hosts, reports it, and leaves:
+`python joining.py SEAT-AS-JSON`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One of two ranks that add up a vector by parts; prints whether its part is right. Arguments:
-rank, address."""
+"""One of two ranks that reduce-scatter a vector. Prints whether its part is right. Arguments: rank,
+address."""
 
 from __future__ import annotations
 

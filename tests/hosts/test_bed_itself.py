@@ -1,4 +1,4 @@
-"""The test bed keeps what it promises: rates, cuts, and nothing left behind. No Ray."""
+"""Tests that the test bed sets rates, cuts cables, and leaves nothing behind. Without Ray."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_a_cable_carries_its_rate_and_another_one_when_told(bare: TestBed, liste
 
 
 def test_a_slow_cable_does_not_cut_blocks_into_packets(bare: TestBed, listener: subprocess.Popen[Any]) -> None:
-    """Or each of them would wake the reader, which on real hosts the card sees to; torn blocks cost
-    a rank 13 %."""
+    """If blocks arrived as single packets, each would wake the reader, which the network card
+    prevents on real hosts. Split blocks cost a rank 13 %."""
     assert listener.stdout is not None
     counted = Path(f"/sys/class/net/{bare.network.cable(1)}/statistics")
     before = [int((counted / name).read_text()) for name in ("rx_bytes", "rx_packets")]

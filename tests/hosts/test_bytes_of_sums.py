@@ -1,4 +1,4 @@
-"""Sums of gradients over a cable send each rank its part and no more. No Ray."""
+"""Gradient sums over a cable send each rank only its own part. Without Ray."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 
 _PROGRAM = str(Path(__file__).parent / "summing.py")
 _NEEDED = 4_000_000
-"""Half of two million numbers of four bytes: the other rank's part."""
+"""Bytes of the other rank's part: half of two million numbers of four bytes."""
 
 
 def test_a_sum_of_gradients_sends_half_of_them_and_not_all() -> None:
-    """gloo's own reduce-scatter of two ranks sends them all, each way."""
+    """gloo's own reduce-scatter of two ranks sends the whole vector each way."""
     if reason := why_not():
         pytest.skip(reason)
     with TestBed.up(f"s{time.monotonic_ns() % 10**6}", hosts=2, rate="1gbit", ray=False, store=False) as bed:

@@ -1,4 +1,4 @@
-"""`raypp doctor` on several hosts: what it measures is what was set, what is broken is named."""
+"""`raypp doctor` on several hosts measures the rates that were set and names what is broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.sl
 
 @pytest.fixture
 def slowed(office: Office) -> Iterator[Office]:
-    """Host 1 has a cable of 100 Mbit/s."""
+    """Limits the cable of host 1 to 100 Mbit/s."""
     office.bed.set_rate(1, "100mbit")
     yield office
     office.bed.set_rate(1, "1gbit")
@@ -32,7 +32,7 @@ def test_every_link_is_measured_and_the_slow_one_is_told(slowed: Office) -> None
     assert len(links) == office.bed.size * (office.bed.size - 1)
     for (one, other), link in links.items():
         set_gbps = 0.1 if addresses[1] in (one, other) else 1.0
-        # Never more than the cable; a machine that does much else reaches less.
+        # Never more than the cable allows. A machine with other load reaches less.
         assert 0.3 * set_gbps < link["gbps"] < 1.05 * set_gbps, (one, other, link)
     assert all("error" not in node and not node["hidden_from_it"] for node in report["store"]["nodes"])
     slow = [one["what"] for one in report["findings"] if "interface eth0 has 10" in one["what"]]
@@ -54,7 +54,7 @@ def test_without_a_cluster_the_exit_code_is_3(office: Office) -> None:
 
 
 def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
-    """Hosts 1 and 2 reach the head, but not each other: each has a wrong neighbour entry."""
+    """Hosts 1 and 2 reach the head but not each other, because each has a wrong neighbour entry."""
     network = office.bed.network
     there = [
         "ip",

@@ -1,8 +1,8 @@
-"""Every command of docs/two-machines.md, typed into the shells of two hosts as it stands there.
+"""Runs every command of docs/two-machines.md as written in the shells of two hosts.
 
-What stands for the real thing: network namespaces for the machines, a home and a /tmp of their own
-for each, this checkout for the clone, and little programs for sudo, ssh and scp. What cannot be
-typed here is in `_NOT_TYPED`.
+Network namespaces stand in for the machines, a separate home and /tmp for each machine's disk, this
+checkout for the clone, and small programs for sudo, ssh and scp. `_NOT_TYPED` lists the commands
+that cannot run here.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _NOT_TYPED = {
     "make venv": "its environment is there",
 }
 _LOADED = "RAY_health_check_failure_threshold=30"
-"""Instead of 3: hosts on a few shared cores stand still for seconds at times; nobody may take that
-for their end."""
+"""Instead of 3: hosts that share a few cores stall for seconds at times, and Ray must not declare
+them dead for that."""
 
 
 def _blocks(section: int) -> list[str]:
-    """The blocks of commands of one numbered section."""
+    """Returns the command blocks of one numbered section."""
     text = _GUIDE.read_text().partition(f"\n## {section}. ")[2].partition("\n## ")[0]
     return re.findall(r"^```\n(.*?)^```", text, re.S | re.M)
 
 
 class Shell:
-    """What somebody types on one host."""
+    """A user's shell on one host."""
 
     def __init__(self, network: Network, host: int, folder: Path) -> None:
         self.network, self.host = network, host
@@ -62,7 +62,7 @@ class Shell:
         self._typed = 0
 
     def type(self, text: str, patience_s: float = 300, *, code: int = 0) -> str:
-        """Types some lines; returns what they said. They must end with that exit code."""
+        """Runs some lines and returns their output. Asserts their exit code."""
         text = text.replace("RAY_health_check_failure_threshold=3", _LOADED)
         for host in range(2):
             text = text.replace(f"192.168.1.1{host}", self.network.address(host))
@@ -89,7 +89,7 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Shell]]:
-    """The shells of a and b, in which everything up to step 5 has been typed."""
+    """The shells of a and b after all commands up to step 5."""
     if reason := why_not():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="raypp-guide-", dir="/var/tmp"))
@@ -108,7 +108,7 @@ def machines() -> Iterator[list[Shell]]:
 
 
 def _stand_ins(folder: Path) -> None:
-    """sudo, and ssh and scp to b, whose home is a directory here."""
+    """Writes stand-ins for sudo, and for ssh and scp to b, whose home is a directory here."""
     programs = {
         "sudo": 'exec "$@"',
         "ssh": f'test "$1" = b || exit 1; shift; cd {folder}/home1 && exec "$@"',
@@ -121,7 +121,7 @@ def _stand_ins(folder: Path) -> None:
 
 
 def _typed(block: str) -> str:
-    """A block without the lines that cannot be typed here."""
+    """Returns a block without the lines that cannot run here."""
     return "\n".join(line for line in block.splitlines() if not line.startswith(tuple(_NOT_TYPED)))
 
 
@@ -176,7 +176,7 @@ def test_the_guide_leads_from_two_bare_machines_to_a_finished_run(machines: list
 
 
 def test_raypp_submit_may_itself_be_a_ray_job(machines: list[Shell]) -> None:
-    """As the RayJob of cluster/kuberay has it: the head has the store's keys in its environment."""
+    """Like the RayJob of cluster/kuberay: the head's environment contains the store's keys."""
     a, b = machines
     keys = a.type("env | grep ^AWS_").split()
     environment = ", ".join('"{}": "{}"'.format(*entry.split("=", 1)) for entry in keys)

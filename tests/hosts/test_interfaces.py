@@ -1,4 +1,4 @@
-"""Two ranks on two hosts meet over the right interface, or are told which one is wrong. No Ray."""
+"""Two ranks on two hosts connect over the right interface or report the wrong one. Without Ray."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ranks_meet_over_the_route_between_their_hosts_and_say_so(bare: TestBed)
 
 
 def test_an_interface_that_leads_nowhere_is_named_and_not_hung_on(bare: TestBed) -> None:
-    """`lo` stands for any interface whose address means something else on the other host."""
+    """`lo` stands for any interface whose address means a different machine on the other host."""
     start = time.monotonic()
     first, second = _rank(bare, 0, 29512), _rank(bare, 1, 29512, GLOO_SOCKET_IFNAME="lo")
     code, told = _told(first)

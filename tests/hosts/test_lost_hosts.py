@@ -1,4 +1,4 @@
-"""A host dies, is cut off, or freezes, while another one is free."""
+"""A host dies, is cut off, or freezes, while another host is free."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def test_a_run_goes_on_without_a_lost_host_as_if_nothing_had_been(repaired: Offi
     address = office.bed.network.address(lost)
     last = max(event.attempt for event in run.events("seated"))
     assert address not in {event.node for event in run.events("seated") if event.attempt == last}
-    # Where Ray had put the controller on the lost host, its next life tells that instead.
+    # If the controller was on the lost host, its restart is reported instead.
     told = {event.node for event in run.events("rank_failed")} | {event.kind for event in run.reader.events()}
     assert told & {address, "controller_restarted"}, run.told()
     assert numbers(run.history()) == numbers(one_host.history())
     assert_same_weights(shards(run), shards(one_host))
-    # Whoever comes back from the dead does no harm, and goes.
+    # Processes of a host that returns do no harm, and exit.
     office.bed.heal(lost)
     office.bed.thaw(lost)
     assert wait_for(lambda: not office.workers(f"{run.name}/"), "the end of the lost host's ranks", 60)
 
 
 def _victim(office: Office, run: Run) -> int:
-    """The host of the last stage; the head is none of those that a run survives."""
+    """Returns the host of the last stage, which is not the head. A run does not survive the loss of
+    the head's host."""
     address = next(event.node for event in run.events("seated") if event.details["label"] == "pp1-fsdp0")
     host = next(host for host in range(office.bed.size) if office.bed.network.address(host) == address)
     assert host != 0

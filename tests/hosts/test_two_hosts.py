@@ -1,4 +1,4 @@
-"""A pipeline whose stages sit on different hosts."""
+"""Tests a pipeline whose stages are on different hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.sl
 
 
 def _places(run: Run) -> dict[str, str]:
-    """Coordinates -> address, as the run told them."""
+    """Returns the address of each rank by coordinates, as the run reported them."""
     return {event.details["label"]: event.node for event in run.events("seated")}
 
 

@@ -1,4 +1,4 @@
-"""The one command for all benchmarks knows them all, and each says what it does."""
+"""The command that runs all benchmarks lists them all, with a description of each."""
 
 from __future__ import annotations
 

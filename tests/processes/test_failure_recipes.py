@@ -1,5 +1,4 @@
-"""CONTRIBUTING's recipes for a failure policy and a failure kind, followed to the letter in a copy
-of raypp."""
+"""Follows CONTRIBUTING's recipes for failure policies and kinds exactly, in a copy of raypp."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ CONTRACT = "tests/unit/recovery/test_policies.py"
 
 
 def code_of(recipe: str) -> str:
-    """The code that CONTRIBUTING gives for a recipe."""
+    """Returns the code in CONTRIBUTING for a recipe."""
     page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     found = re.search(r"```python\n(.*?)```", page.partition(f"**{recipe}.**")[2], re.DOTALL)
     assert found is not None, f"CONTRIBUTING has no recipe {recipe!r} with code"
@@ -28,7 +27,7 @@ def code_of(recipe: str) -> str:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """What a contributor has: raypp, a job, the contract tests, and the page that these read."""
+    """Creates what a contributor has: raypp, a job, the contract tests, and the page they read."""
     shutil.copytree(REPOSITORY / "raypp", tmp_path / "raypp", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(REPOSITORY / "jobs", tmp_path / "jobs")
     for name in (CONTRACT, "docs/reliability.md"):
@@ -38,7 +37,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def in_the_copy(place: Path, code: str) -> str:
-    """What the code prints, run by a process that has the copy's raypp."""
+    """Runs code in a process with the copy's raypp. Returns its output."""
     code = f"import pytest\ncontract = ['-p', 'no:cacheprovider', '-q', '-rA', '{CONTRACT}', '-k']\n{code}"
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

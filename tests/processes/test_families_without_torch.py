@@ -1,4 +1,4 @@
-"""Reading a job needs no torch: families are found and declared without it."""
+"""Reading a job does not import torch: families are found and declared without it."""
 
 from __future__ import annotations
 

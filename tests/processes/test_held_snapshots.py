@@ -1,4 +1,4 @@
-"""Snapshots in shared memory that living and dead processes hold."""
+"""Tests snapshots in shared memory that live and dead processes hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 
 
 def sealed(directory: Path) -> Slot:
-    """A whole snapshot, open."""
+    """Returns the open slot of a complete snapshot."""
     slot = Slot.create(directory, NAME)
     about = {"run": NAME.run, "attempt": NAME.attempt, "rank": NAME.rank, "keeper": keeper()}
     slot.begin(NAME, about)
@@ -52,5 +52,5 @@ def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_
     dead.begin(dead.name, {"keeper": [child.pid, time.time()]})
     dead.close()
     assert remove_dead(tmp_path) == [dead.path.name]
-    os.utime(here.path, (0, 0))  # nothing happened for more than an hour
+    os.utime(here.path, (0, 0))  # nothing has happened for more than an hour
     assert remove_dead(tmp_path) == [here.path.name]

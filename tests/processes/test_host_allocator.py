@@ -1,5 +1,4 @@
-"""Memory of a rank on CPUs: large blocks that are freed stay with the process, for the next
-microbatch."""
+"""Memory of a rank on CPUs: large freed blocks stay with the process for the next microbatch."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 
 def given_back(way: str, **settings: str) -> tuple[str, int]:
-    """What the process says of itself, and the megabytes (of 48) that it gives back when it frees
-    them."""
+    """Returns what the process reports about its allocator, and how many of 48 MB it returns to the
+    system when it frees them."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
     done = subprocess.run([sys.executable, "-c", PROGRAM, way], env=environment, capture_output=True, text=True)
     kept, megabytes = done.stdout.split()

@@ -1,4 +1,4 @@
-"""The Dockerfile's commands without docker."""
+"""Runs the Dockerfile's commands without docker."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def _instructions() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_images_commands_install_raypp_in_a_plain_directory(tmp_path: Path) -> None:
-    """In an environment of its own instead of the image; apt and useradd are left out. Needs a
-    package index."""
+    """Uses a virtual environment, without apt and useradd. Needs a package index."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "python")], check=True)
     place = tmp_path / "image"
     place.mkdir()
@@ -41,6 +40,6 @@ def test_the_images_commands_install_raypp_in_a_plain_directory(tmp_path: Path) 
                     shutil.copy(_ROOT / source, place / target)
         elif name == "RUN" and arguments.startswith("pip"):
             subprocess.run(arguments, shell=True, cwd=place, env=environment, check=True)
-    shutil.rmtree(place)  # what was installed must not need it
+    shutil.rmtree(place)  # the installed package must work without it
     for command in (["raypp", "--version"], ["raypp", "list-kinds"], ["ray", "--version"]):
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)

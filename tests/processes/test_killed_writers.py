@@ -1,4 +1,4 @@
-"""Writers of a directory store that are killed, and a disk that is full."""
+"""Tests writers of a directory store that are killed, and a full disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def kill_a_writer(store: DirectoryStore, key: str) -> None:
-    """A process that writes a large object dies in the middle of it by SIGKILL."""
+    """Starts a process that writes a large object, and kills it midway by SIGKILL."""
     command = [sys.executable, "-c", _SLOW_WRITER, str(store.root), key]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -54,7 +54,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_no_object_and_is_found(sto
     assert [left.key for left in store.unfinished(f"{run}/step-")] == [key]
     assert list(store.unfinished("another/")) == []
 
-    assert [left.key for left in find_leftovers(store, run).under_way] == [key]  # attempt 1 may still live
+    assert [left.key for left in find_leftovers(store, run).under_way] == [key]  # attempt 1 may still be running
     assert claim_next_attempt(store, run) == 2
     with_it = find_leftovers(store, run)
     assert [left.key for left in with_it.uploads] == [key]
@@ -123,7 +123,7 @@ while True:
 
 
 def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store: DirectoryStore) -> None:
-    """kill -9 in the middle of writing, three lives in a row."""
+    """Kills the writer with kill -9 during a write, in three consecutive lives."""
     for attempt in (1, 2, 3):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, store.url, f"a{attempt}"], stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""What must answer at once imports nothing heavy. Each case is a fresh interpreter."""
+"""Commands that must answer at once import nothing heavy. Each case is a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ QUICKSTART = "jobs/quickstart.yaml"
 
 
 def last_line(code: str) -> str:
-    """The last line that a fresh interpreter prints."""
+    """Returns the last line that a fresh interpreter prints."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
 
 
 def imported_by_command(arguments: list[str], heavy: set[str]) -> str:
-    """The exit code of a command and what of `heavy` it has imported."""
+    """Returns the exit code of a command and which modules of `heavy` it imported."""
     return last_line(
         "import sys\nfrom raypp.cli.main import run\n"
         f"code = run({arguments!r})\n"

@@ -1,4 +1,4 @@
-"""A node's cache that several processes fill at once."""
+"""Several processes fill a node's cache at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CONTRIBUTING's recipes are true: one file, and the new kind is known, planned and trained with
+"""CONTRIBUTING's recipes work: with one file added, the new kind is recognised, planned and trained
 everywhere.
 
-tests/ranks/test_recipes_on_ranks.py runs the contract tests on the new kinds, and trains with them.
+tests/ranks/test_recipes_on_ranks.py runs the contract tests on the new kinds and trains with them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ print(sorted({"torch", "numpy", "boto3", "ray", "raypp.schedules.pairs"} & set(s
 
 
 def installed(place: Path) -> Path:
-    """A package of one's own, installed: its schedule is named in its entry points."""
+    """Installs a user's own package, whose entry points name its schedule."""
     (place / "my_orders.py").write_text(SCHEDULE)
     (place / "my_optimizers.py").write_text("raise ImportError('planning needs no optimizer')\n")
     facts = place / "my_package-1.0.dist-info"
@@ -87,7 +87,7 @@ def test_a_schedule_of_ones_own_package_is_taken_by_its_name_and_by_its_path(tmp
     done = python_in(place, "-m", "raypp", "plan", "job.yaml", "--json", *where)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["program"][0].startswith("0F0 0F1 0B0 0B1")
-    # It declares what it can do, and that is checked: one stage per rank.
+    # The schedule declares that it supports one stage per rank, and that is checked.
     refused = python_in(place, "-m", "raypp", "plan", "job.yaml", *where, "--set", "pipeline.stages_per_rank=2")
     assert refused.returncode == 2
     assert f"{name} takes 1 per rank, not 2" in refused.stderr

@@ -1,4 +1,4 @@
-"""What can be learned of another process: its stacks while it lives, and the words it leaves when a
+"""Tests what is known about another process: its stacks while it lives, and its last output when a
 signal ends it."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RAY = (
 
 
 def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:
-    """A process with a rank's title that tells its stacks, and a rank's log."""
+    """Starts a process that has a rank's title and can report its stacks. Its stderr goes to a
+    rank's log."""
     code = """
 from raypp.control import process_evidence
 import time
@@ -109,8 +110,8 @@ over.set()
 
 @pytest.fixture(scope="module")
 def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What faulthandler writes of the thread of a rank that is in `attention`, whatever its frames
-    are called now."""
+    """Returns what faulthandler writes for the thread of a rank in `attention`, whatever the
+    current names of its frames."""
     source = tmp_path_factory.mktemp("me") / "model.py"
     source.write_text(f"import sys{_LIVE}")
     words = subprocess.run([sys.executable, source], capture_output=True, text=True, check=True, timeout=60).stderr

@@ -1,12 +1,12 @@
-"""How the numbers of two trainings are compared: bit for bit, or by what is added up.
+"""Compares the numbers of two trainings: bit for bit, or by the contributions that are summed.
 
-A mesh that cuts a step's tokens over ranks adds the same contributions in another order. In fp32
-that order alone is a relative error of up to 6e-7 in a gradient of the first step. AdamW then
-divides every gradient by its own size, so where one is nearly 0 a rounding becomes an update of
-another length: two steps later the error is up to 2e-5, and how much depends on the CPU's kernels.
-A bound on that either fails by chance or hides a fault.
+A mesh that splits a step's tokens over ranks adds the same contributions in another order. In fp32
+the order alone causes a relative error of up to 6e-7 in a gradient of the first step. AdamW then
+divides every gradient by its own size, so where a gradient is nearly 0 a rounding changes the
+length of the update. Two steps later the error is up to 2e-5, and its size depends on the CPU's
+kernels. A bound on that error either fails by chance or hides a fault.
 
-So sums are compared in fp64, where the same roundings end at 1e-14 after the same updates.
+So sums are compared in fp64, where the same roundings stay at 1e-14 after the same updates.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from training import Numbers
 from raypp.measure.parity import relative_error
 
 WIDE = 1e-10
-"""Relative error in fp64 after as many steps as the tests take. Rounding is 1e-14 at most, with
-AVX-512, AVX2 and no vector kernels; a contribution that is off by 1e-6 of itself is some 1e-7."""
+"""Bound on the relative error in fp64 after the steps of a test. Rounding is at most 1e-14, with
+AVX-512, with AVX2 and without vector kernels. A contribution with a relative error of 1e-6 shows as
+about 1e-7."""
 FIRST_STEP = 1e-5
-"""Relative error in fp32 before any update, which AdamW has not amplified. Rounding is 6e-7 at
-most. This finds faults of fp32 itself, such as a buffer of the wrong size; fp64 checks what is
-added."""
+"""Bound on the relative error in fp32 before any update, so AdamW has not amplified it. Rounding is
+at most 6e-7. This finds faults specific to fp32, such as a buffer of the wrong size. fp64 checks
+what is added."""
 
 
 def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Every number of every step has the same bits."""
+    """Asserts that every number of every step has the same bits."""
     assert found["loss"] == reference["loss"]
     assert found["tokens"] == reference["tokens"]
     assert found["grad_norm"] == reference["grad_norm"]
@@ -42,8 +43,8 @@ def assert_identical(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 def assert_same_sums(found: Numbers, reference: Numbers) -> None:
-    """The same contributions were added, in whatever order: all steps and the weights in fp64, one
-    step in fp32."""
+    """Asserts that the same contributions were added, in any order: all steps and the weights in
+    fp64, one step in fp32."""
     for result in (found, reference):
         assert {value.dtype for value in result.wide["weights"].values()} == {torch.float64}
         assert {value.dtype for value in result.first["weights"].values()} == {torch.float32}
@@ -54,8 +55,8 @@ def assert_same_sums(found: Numbers, reference: Numbers) -> None:
 
 
 def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: float) -> None:
-    """Losses, norms and gradients of every step are within a relative error; of a gradient, by its
-    2-norm."""
+    """Asserts that losses, norms and gradients of every step are within a relative error. Gradients
+    are compared by their 2-norm."""
     assert found["tokens"] == reference["tokens"]
     assert found["loss"] == pytest.approx(reference["loss"], rel=relative, abs=0)
     assert found["grad_norm"] == pytest.approx(reference["grad_norm"], rel=relative, abs=0)
@@ -68,7 +69,7 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], relative: flo
 def assert_tensors_close(
     found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], relative: float, where: str = ""
 ) -> None:
-    """The same names, and each tensor within a relative error by its 2-norm."""
+    """Asserts the same names, and each tensor within a relative error by its 2-norm."""
     assert found.keys() == reference.keys()
     for name, value in reference.items():
         assert found[name].shape == value.shape, f"{where}{name}"

@@ -1,12 +1,12 @@
-"""The order in which workers of pytest-xdist take the files of this tier (`--dist loadfile
---no-loadscope-reorder`)."""
+"""Sets the order in which workers of pytest-xdist take the files of this tier
+(`--dist loadfile --no-loadscope-reorder`)."""
 
 from __future__ import annotations
 
 import pytest
 
 FIRST = ("test_recompute_and_compile.py", "test_mesh_does_not_change_numbers.py", "test_experts.py")
-"""The longest: begun last, they would keep all other cores waiting."""
+"""The slowest files. If they started last, all other cores would wait for them."""
 
 
 @pytest.hookimpl(trylast=True)

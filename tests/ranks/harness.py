@@ -1,7 +1,6 @@
-"""Runs a function on several gloo ranks, each a real process, and brings back what each returned.
+"""Runs a function on several gloo ranks, each in a real process, and collects the results.
 
-Processes come from a fork server that has torch imported, so that a rank starts in tens of
-milliseconds.
+Processes come from a fork server that has torch imported, so a rank starts in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 from raypp import ports
 
 TIMEOUT_S = 240.0
-"""Below the 300 s of a test. A crowded machine compiles a model in two minutes."""
+"""Less than the 300 s of a test. On a loaded machine, compiling a model can take two minutes."""
 
 
 def _part_of(room: Callable[[], range]) -> Callable[[], range]:
-    """This worker's part of all ports, where pytest-xdist has several: none takes what another has
-    dealt."""
+    """Restricts a range of ports to this worker's share under pytest-xdist, so that no worker takes
+    a port that another one has assigned."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return lambda: room()[worker::workers]
@@ -39,18 +38,20 @@ def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int,
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
-        # Whole bytes: torch would share tensors by file descriptors that die with this process.
+        # Sends plain bytes: torch would share tensors through file descriptors that close when this
+        # process exits.
         result = io.BytesIO()
         torch.save(function(rank, world, port, *arguments), result)
         connection.send((True, result.getvalue()))
-    except BaseException:  # noqa: BLE001 - whatever happened in the rank belongs into the test's report
+    except BaseException:  # noqa: BLE001 - any error of the rank belongs in the test's report
         connection.send((False, traceback.format_exc()))
     finally:
         connection.close()
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls `function(rank, world, port, *arguments)` on `world` processes; results in rank order.
+    """Calls `function(rank, world, port, *arguments)` in `world` processes. Returns the results in
+    rank order.
 
     Fails with the first rank's traceback when one raises, dies or takes longer than `TIMEOUT_S`.
     """
@@ -74,11 +75,11 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
 
 def run_in_turn(world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Like `run_ranks` for several cases, by the same processes, one after another; each rendezvous
-    has its own port.
+    """Like `run_ranks` for several cases, which the same processes run one after another. Each
+    rendezvous has its own port.
 
     Returns:
-        Of each case, the results in rank order.
+        For each case, the results in rank order.
     """
     results = run_ranks(world, _in_turn, ports.free_ports(len(cases)), function, list(cases))
     return [list(case) for case in zip(*results, strict=True)]

@@ -1,5 +1,5 @@
-"""Whole lives of ranks (`run_rank`) in real processes that are killed by real signals, attempt
-after attempt."""
+"""Runs complete lives of ranks (`run_rank`) in real processes that are killed by real signals,
+attempt after attempt."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ PATIENCE_S = 120.0
 
 @dataclass
 class Fate:
-    """Who dies, and when: in the step after `after`, as soon as every rank has a whole snapshot of
-    that step.
+    """Which ranks die, and when: in the step after `after`, as soon as every rank has a complete
+    snapshot of that step.
 
     Attributes:
-        ranks: Who is killed by SIGKILL.
-        after: The last step that is finished.
-        memory: False: the snapshot is not waited for.
-        copies: Ranks that must have a copy on another node, of a step that all have.
-        commit: A step that must be committed, too.
+        ranks: Ranks that are killed by SIGKILL.
+        after: The last step that finishes.
+        memory: False if the kill does not wait for the snapshot.
+        copies: Number of ranks that must have a copy of the same step on another node.
+        commit: A step that must be committed first.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ class Fate:
 
 @dataclass
 class Told:
-    """What ranks told, by the process that was rank 0 or by any."""
+    """What ranks reported, by the process that was rank 0 or by any process."""
 
     losses: dict[int, float] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Told:
 
 
 class _Speaker:
-    """A rank's reporter: tells the test's process everything, and is what kills the rank."""
+    """A rank's reporter. Sends everything to the test's process, and kills the rank."""
 
     def __init__(self, connection: Any, seat: Seat, fate: Fate | None, directories: list[str], url: str) -> None:
         self._connection, self._seat, self._fate, self._directories = connection, seat, fate, directories
@@ -80,7 +80,7 @@ class _Speaker:
         if name == "step" and rest == "read":
             self._step = int(first)
         fate = self._fate
-        # "read" is said before the step's agreement, an action of the schedule after it.
+        # "read" is reported before the ranks agree on the step, schedule actions after it.
         in_step = (
             name == "step"
             and rest != "read"
@@ -128,8 +128,8 @@ def _live(
     environment: dict[str, str],
     stay: bool,
 ) -> None:
-    """A rank's process. With `stay`, a rank that lost a peer waits for its next seat and lives on
-    in this process."""
+    """Runs a rank's process. With `stay`, a rank that lost a peer waits for its next seat in the
+    same process."""
     os.environ.update(environment)
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
     job, seat = parse_job(document), first
@@ -145,13 +145,13 @@ def _live(
             if not stay:
                 return
             seat, fate = connection.recv()
-        except BaseException as error:  # noqa: BLE001 - belongs into the test's report
+        except BaseException as error:  # noqa: BLE001 - belongs in the test's report
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
 
 
 def _left_over() -> list[str]:
-    """Threads of the memory tier that outlive a rank's life, and locks it keeps."""
+    """Returns the memory tier's threads that outlive a rank's life, and the locks it holds."""
     held = [str(path) for folder in [Path(os.environ[DIRECTORY_VARIABLE])] for path in _held_here(folder)]
     names = (thread.name for thread in threading.enumerate())
     return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies")]
@@ -171,10 +171,10 @@ class Lives:
 
     Args:
         document: The job.
-        root: Where its checkpoints go.
-        directories: Where each rank's node keeps snapshots.
+        root: Directory of its checkpoints.
+        directories: For each rank, where its node keeps snapshots.
         nodes: The node of each rank.
-        environment: Settings for every process.
+        environment: Environment variables for every process.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class Lives:
         self._processes: dict[int, tuple[Any, Any]] = {}
 
     def attempt_once(self, fate: Fate | None = None, *, stay: bool = False) -> Told:
-        """Runs an attempt to its end: success, or death as told; survivors go on in the next one
-        when `stay`."""
+        """Runs an attempt to its end: success, or the death that `fate` describes. With `stay`, the
+        survivors take part in the next attempt."""
         self.attempt += 1
         claim_attempt(self.store, self.document["name"], self.attempt)
         mesh, port = Mesh.of(parse_job(self.document).mesh), free_port()
@@ -251,13 +251,13 @@ class Lives:
         )  # fmt: skip
 
     def end(self) -> None:
-        """Kills what still lives."""
+        """Kills the processes that are still alive."""
         for rank, (process, _) in list(self._processes.items()):
             process.kill()
             self._bury(rank)
 
     def final_state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the last checkpoint."""
+        """Returns every tensor of the last checkpoint."""
         name, steps = self.document["name"], self.document["train"]["steps"]
         commit = read_commit(self.store, name, steps)
         root = Path(self.document["checkpoint"]["url"])

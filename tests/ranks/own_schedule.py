@@ -1,10 +1,10 @@
-"""A user's own schedule, as `own_schedule:backwards_in_pairs`."""
+"""A user-defined schedule, referenced as `own_schedule:backwards_in_pairs`."""
 
 from __future__ import annotations
 
 
 def backwards_in_pairs(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> dict[int, list[str]]:
-    """Two forwards, two backwards, and so on, on every rank; one stage each."""
+    """Returns two forwards, two backwards, and so on, for every rank. One stage per rank."""
     program: dict[int, list[str]] = {}
     for rank in range(pp):
         program[rank] = [

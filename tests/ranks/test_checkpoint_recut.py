@@ -1,5 +1,4 @@
-"""Checkpoints written by one mesh and loaded by another, over real gloo ranks: every bit comes
-back."""
+"""Checkpoints written by one mesh and loaded by another, on real gloo ranks, keep every bit."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from raypp.storage.directory import DirectoryStore
 pytestmark = pytest.mark.ranks
 RUN = "recut"
 LAYERS = 4
-# Odd sizes: 2, 3 and 4 ranks get uneven shards, and the norm of 2 elements leaves some with none.
+# Odd sizes: 2, 3 and 4 ranks get uneven shards, and a norm of 2 elements leaves some without any.
 WIDTH = 7
 
 
 class CountingStore(DirectoryStore):
-    """Counts the bytes that are read."""
+    """A store that counts the bytes read."""
 
     read = 0
 
@@ -54,7 +53,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers of the whole, under their global names."""
+    """Some layers of the model, under their global names."""
 
     def __init__(self, layers: range, width: int, inner: int) -> None:
         super().__init__()
@@ -76,12 +75,12 @@ def rank_life(
     width: int = WIDTH,
     inner: int = 5,
 ) -> dict[str, Any]:
-    """Builds this rank's stage on a pp × dp_replicate × fsdp mesh; trains and saves it, or loads
+    """Builds this rank's stage on a pp × dp_replicate × fsdp mesh. Trains and saves it, or loads
     it.
 
     Returns:
-        Every tensor of its state, if it is small: whole, by global name; the events told; the bytes
-            read and needed.
+        The tensors of its state, whole and by global name, if the state is small; the reported
+        events; the bytes read and the bytes needed.
     """
     pp, replicate, fsdp = sizes
     server = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
@@ -159,16 +158,17 @@ MOVES: list[tuple[Sizes, Sizes]] = [
     ((1, 2, 2), (2, 1, 1)),
 ]
 LARGE = ((2, 1, 1), (1, 1, 2))
-"""A move of large slices, 2 MB each, where real ones have tens; no size is a multiple of a block of
-checksums."""
+"""A mesh change with large slices, 2 MB each, as real runs move tens of megabytes. No size is a
+multiple of a checksum block."""
 LARGE_WIDTHS = (1501, 701)
 
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Sizes, Sizes], tuple[Path, list, list]]:
-    """Of each move: its store, what the ranks that saved found, and what those that loaded found.
+    """Returns for each mesh change: its store, what the saving ranks found, and what the loading
+    ranks found.
 
-    Moves with as many ranks share their processes.
+    Changes between the same numbers of ranks share their processes.
     """
     roots = {move: tmp_path_factory.mktemp("recut") for move in (*MOVES, LARGE)}
     found: dict[bool, dict[tuple[Sizes, Sizes], list]] = {}

@@ -1,7 +1,6 @@
-"""The comparison of sums fails for what is added wrongly and passes for what is added in another
-order.
+"""The comparison of sums fails for a wrong sum and passes for a sum in another order.
 
-A step's gradient is put together here from those of its microbatches, each trained alone.
+The tests compose a step's gradient from those of its microbatches, each trained alone.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WEIGHT = "model.layers.0.self_attn.k_proj.weight"
 
 @cache
 def trained() -> list[dict[torch.dtype, dict[str, Any]]]:
-    """By dtype: a step of all microbatches, then steps that have labels in one of them."""
+    """Returns by dtype: a step of all microbatches, then steps with labels in one of them."""
     job = document(microbatches=MICROBATCHES, train={"clip_norm": None})
     every = range(MICROBATCHES)
     blanks = [(), *(tuple(other for other in every if other != only) for only in every)]
@@ -34,8 +33,8 @@ def trained() -> list[dict[torch.dtype, dict[str, Any]]]:
 
 
 def added(dtype: torch.dtype, factors: list[float], order: list[int]) -> dict[str, Any]:
-    """The whole step with a gradient that is the sum of its microbatches' contributions, each times
-    a factor."""
+    """Returns the whole step with a gradient that is the sum of its microbatches' contributions,
+    each times a factor."""
     whole, *parts = (result[dtype] for result in trained())
     total: dict[str, torch.Tensor] = {}
     for index in order:

@@ -1,5 +1,4 @@
-"""Context parallelism does not change the numbers: attention by itself, then whole training
-steps."""
+"""Context parallelism does not change the numbers: attention alone, then whole training steps."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ CPU = torch.device("cpu")
 STEPS = 2
 
 
-# Attention by itself.
+# Attention alone.
 
 
 def attention_errors(rank: int, world: int, port: int, cases: list[tuple[Any, ...]]) -> list[float]:
-    """The largest difference of each case between this rank's outputs and gradients and those of
-    whole rows."""
+    """Returns for each case the largest difference between this rank's outputs and gradients and
+    those of whole rows."""
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     up, down = (dist.new_group(list(range(world))) for _ in range(2))
@@ -91,9 +90,9 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
     ],
 }  # fmt: skip
-# Of outputs and gradients of order 1. bf16: rounded inputs are the same in both, so what is left is
-# the rounding of outputs (2^-9 of their size), and with several blocks that of each block's share
-# of a gradient.
+# Bounds for outputs and gradients of order 1. In bf16 both sides get the same rounded inputs, so
+# what remains is the rounding of outputs (2^-9 of their size) and, with several blocks, the
+# rounding of each block's share of a gradient.
 TOLERANCE = {DOUBLE: 1e-12, SINGLE: 3e-6, HALF: 6e-2}
 
 
@@ -169,7 +168,7 @@ MESH_BATCHES = {
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_context_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, Any]) -> None:
-    assert one_process().wide["grad_norm"][0] > 0.05  # clipping acts
+    assert one_process().wide["grad_norm"][0] > 0.05  # the norm is large enough to be clipped
     assert_same_sums(MESH_BATCHES[ranks_of(mesh)].numbers(str(mesh)), one_process())
 
 
@@ -185,7 +184,8 @@ def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> No
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
-    """A file of documents of so many tokens each; the bytes tokenizer adds one at the end."""
+    """Writes a file of documents with the given numbers of tokens. The bytes tokenizer adds one
+    token at the end."""
     letters = torch.randint(97, 123, (sum(lengths),), generator=torch.Generator().manual_seed(5)).tolist()
     lines = []
     for length in lengths:
@@ -196,8 +196,8 @@ def write_documents(path: Path, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])
 def test_a_microbatch_without_any_label_among_packed_documents_of_different_lengths(style: str, tmp_path: Path) -> None:
-    # A document one longer than a row leaves a piece of one token, which has nothing to predict,
-    # and no room behind it.
+    # A document one token longer than a row leaves a piece of one token, which has nothing to
+    # predict, and no room after it.
     write_documents(tmp_path / "a.jsonl", [30, 10, 49, 48, 20, 5, 23, 40, 7, 12, 33])
     data = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "seq_len": 48, "shuffle": False}
     job = document({"cp": 2, "cp_style": style}, data=data, train={"micro_batch_size": 1})
@@ -210,10 +210,10 @@ def test_a_microbatch_without_any_label_among_packed_documents_of_different_leng
 
 
 def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations() -> None:
-    # Measured: 0.8 % of a gradient's norm; bf16 itself differs from fp32 by 1.1 % here.
-    # AdamW's first steps divide each gradient by its own size: a gradient that is nearly 0 turns a
-    # rounding into a change of the weight. A large eps keeps the update proportional to the
-    # gradient, so that the second step compares.
+    # Measured: 0.8 % of a gradient's norm. bf16 itself differs from fp32 by 1.1 % here. AdamW's
+    # first steps divide each gradient by its own size, so where a gradient is nearly 0 a rounding
+    # becomes a change of the weight. A large eps keeps the update proportional to the gradient, so
+    # the second step can be compared too.
     bf16 = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": 1e-3}}
     assert_close(train(2, document({"cp": 2}, train=bf16)), train(1, document(train=bf16)), 2e-2)
 

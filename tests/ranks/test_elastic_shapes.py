@@ -1,5 +1,4 @@
-"""A run that loses half of its ranks and gets them back takes the steps of one that was never
-disturbed."""
+"""A run that loses half of its ranks and regains them takes the steps of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ PLAIN = CHAINS["fsdp 2, 1, 4"]
 
 
 def elastic_job(root: Path, steps: int, room: int) -> Sections:
-    """The job of 4 ranks, up to a step, as it is run where there is room for so many."""
+    """Returns the job of 4 ranks up to a step, as it runs with room for `room` ranks."""
     sections = job_of(PLAIN, root, steps, mesh(pp=2, dp_replicate=2)) | {"recovery": {"elastic": True}}
     job = parse_job(sections)
     shape = best_for(job, room)

@@ -1,4 +1,4 @@
-"""Evaluation: the same loss on every mesh, and training none the wiser."""
+"""Evaluation gives the same loss on every mesh and does not affect training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluated(*, every: int = 2, **settings: Any) -> dict[str, Any]:
 
 
 class Listener:
-    """Keeps what a rank tells."""
+    """Keeps what a rank reports."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
@@ -61,7 +61,8 @@ class Listener:
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
-    """A whole run; and the weights it ended with, as rank 0 loads them."""
+    """Runs a complete training. Returns the reports and, on rank 0, the final weights as loaded
+    from the store."""
     job, listener = parse_job(source), Listener()
     run_rank(job, seat_of(rank, world, port, job), listener)
     weights: dict[str, torch.Tensor] = {}
@@ -102,7 +103,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 }
 SPREAD = [name for name, mesh in WITH_EXPERTS.items() if "ep" in mesh]
 QUIET = ("one", "fsdp", "cp", "pp and cp", *WITH_EXPERTS)
-"""Runs that are also made without evaluation."""
+"""Runs that also run without evaluation."""
 EXPERTS = {
     "kind": "qwen3_moe", "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
     "z_loss_weight": 0.01,
@@ -122,8 +123,8 @@ def world_of(source: dict[str, Any]) -> int:
 
 @cache
 def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """All runs of so many ranks, one after another by the same processes: what each rank told, by
-    name and cadence."""
+    """Runs all jobs of `world` ranks one after another in the same processes. Returns each rank's
+    reports by name and cadence."""
     names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if world_of(source_of(name)) == world]
     keys = [(name, every) for name in names for every in ((2, 0) if name in QUIET else (2,))]
     with TemporaryDirectory() as folder:
@@ -134,7 +135,7 @@ def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 
 def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
-    """What rank 0 of a whole run told, and the weights it ended with."""
+    """Returns rank 0's reports of a complete run and the final weights."""
     results = runs_on(world_of(source_of(name)))[name, every]
     assert not any(result["evaluations"] for result in results[1:])
     assert all(("evaluate" in result["phases"]) == bool(every) for result in results)
@@ -168,7 +169,7 @@ def test_the_loss_is_the_mean_over_all_held_out_tokens() -> None:
                 total += float(F.cross_entropy(logits[0], batch.labels_BT[0], ignore_index=IGNORED, reduction="sum"))
                 tokens += int((batch.labels_BT != IGNORED).sum())
                 rows += 1
-    assert rows == 16  # two steps; the last rows of the second have no label
+    assert rows == 16  # two steps; the last rows of the second step have no labels
     step, loss, counted = losses(found)[-1]
     assert (step, counted) == (3, tokens)
     assert loss == pytest.approx(total / tokens, rel=1e-6)

@@ -1,8 +1,7 @@
-"""Experts: neither the mesh nor where they are spread changes the numbers. The reference is one
-process.
+"""Neither the mesh nor the placement of experts changes the numbers. The reference is one process.
 
-Which experts a token goes to can flip when two of them are equally likely to within a rounding, and
-then all numbers differ. The seeds here are such that none does.
+If two experts are equally likely for a token to within a rounding, the token's choice can flip, and
+then all numbers differ. The seeds here avoid that.
 """
 
 from __future__ import annotations
@@ -32,11 +31,12 @@ pytestmark = pytest.mark.ranks
 STEPS = 3
 MICROBATCHES = 4
 BLANK = (1,)
-"""Microbatches without a label."""
+"""Microbatches without labels."""
 
 
 def document(kind: str = "qwen3_moe", *, schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:
-    """Packed documents of 3 to 50 tokens; gradients ten times longer than they are clipped to."""
+    """Returns a job with packed documents of 3 to 50 tokens. Its gradients are ten times longer
+    than the clipping norm."""
     mesh = sections.get("mesh", {})
     replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
     model = {
@@ -76,7 +76,7 @@ def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
     found = trained(document(kind))
     assert min(found["grad_norm"]) > 0.05, "clipping is not active"
     for extras in found["extras"]:
-        # Perfect balance is experts_per_token; six equal logits of nearly 0 give log(6) squared.
+        # Perfect balance gives experts_per_token. Six equal logits of nearly 0 give log(6) squared.
         assert 2 <= extras["aux_loss"] < 2.5 and extras["z_loss"] == pytest.approx(math.log(6) ** 2, rel=0.1)
     return found
 
@@ -114,9 +114,9 @@ def batch(*meshes: dict[str, int]) -> dict[str, InBothTypes]:
     return dict.fromkeys(jobs, shared)
 
 
-# Meshes of four ranks have processes of their own: torch's DTensor remembers, for as long as a
-# process lives, the names of the groups it moved the parts of a tensor through, and a mesh of
-# another shape has other names.
+# Meshes of four ranks have separate processes: for the life of a process, torch's DTensor remembers
+# the names of the groups through which it moved a tensor's shards, and a mesh of another shape has
+# other names.
 BATCHES = batch(*(mesh for mesh in MESHES if ranks_of(mesh) == 2))
 for one in MESHES:
     if ranks_of(one) == 4:
@@ -168,8 +168,8 @@ def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_
     reference = trained(document(train=bf16), 1)
     assert_identical(trained(document(train=bf16, mesh={"pp": 2}), 1), reference)
     # An expert's gradient over the tokens of two ranks is rounded to bf16 (8 bits: 4e-3) once, not
-    # once per rank; 1.8e-3 was measured. Later steps are not compared: after a rounding, tokens may
-    # go to other experts.
+    # once per rank. Measured: 1.8e-3. Later steps are not compared, because a rounding may send
+    # tokens to other experts.
     assert_close(trained(document(train=bf16, mesh={"fsdp": 2, "ep": 2}), 1), reference, 4e-3)
 
 
@@ -222,7 +222,7 @@ def exchange_rows(rank: int, world: int, port: int) -> list[dict[str, Any]]:
                 parameter.copy_(getattr(everywhere, name)[2 * rank : 2 * rank + 2])
         rows = rows_of(counts[rank], rank)
         out = exchange(experts, rows, torch.tensor(counts[rank]))
-        # The gradient that arrives is not contiguous.
+        # The incoming gradient is not contiguous.
         (out.t() * torch.arange(6.0)[:, None]).sum().backward()
         gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
         results.append({"out": out.detach(), "rows": rows.grad, **gradients})

@@ -1,4 +1,4 @@
-"""NaN, corrupt weights and slow ranks: real ranks, injected faults, and what is told of them."""
+"""Tests the reports of NaN, corrupt weights and slow ranks: real ranks, injected faults."""
 
 from __future__ import annotations
 

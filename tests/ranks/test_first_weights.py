@@ -1,5 +1,5 @@
-"""When a run's first weights are drawn, and that nothing is drawn where something else gives every
-value."""
+"""Tests when a run's initial weights are drawn, and that none are drawn if another source provides
+every value."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.ranks
 
 
 def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, Any]) -> list[tuple[bool, bool]]:
-    """Of every parameter: whether it was left alone at first, and whether it has the same bits
-    either way.
+    """Returns for every parameter whether it stays unset without drawing, and whether drawing at
+    once and drawing later give the same bits.
 
-    torch fills new memory with NaN, so that a value which nothing gave is seen.
+    torch fills new memory with NaN, so a value that was never set is visible.
     """
     torch.use_deterministic_algorithms(True)
     job = parse_job(source)

@@ -1,5 +1,5 @@
-"""Gradient sums of sharded stages on CPUs begin within the last backward and are the sums of all
-ranks."""
+"""On CPUs, gradient sums of sharded stages begin during the last backward and equal the sums over
+all ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def batch(rank: int, microbatch: int) -> Tensor:
 
 
 def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any]:
-    """A step as torch's pipelining runs it; how many sums were under way after the last backward,
-    and the gradients."""
+    """Runs a step like torch's pipelining. Returns the number of sums in progress after the last
+    backward, and the gradients."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     stage: Any = model()

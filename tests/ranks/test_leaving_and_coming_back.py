@@ -1,5 +1,4 @@
-"""One process through several attempts: the real rank's life is left in the middle, and begins
-again."""
+"""One process serves several attempts: a real rank leaves an attempt midway and starts again."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def _document(root: Path) -> dict[str, Any]:
 
 
 class Standing(Told):
-    """Stands still before a step of an attempt, as a frozen rank does, until it is let go."""
+    """Stalls before a step of an attempt, like a frozen rank, until it is released."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -58,8 +57,7 @@ class Standing(Told):
 
 
 def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts: list[int | None]) -> dict[str, Any]:
-    """A life per port; rank 1 stands still in it before the step given, and both are made to leave
-    it."""
+    """Runs one life per port. Rank 1 stalls before the given step, then both ranks must leave."""
     job = parse_job(_document(Path(root)))
     seconds, left_over = [], []
     for attempt, (port, halt) in enumerate(zip(ports, halts, strict=True), start=1):
@@ -69,7 +67,7 @@ def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts
         thread = threading.Thread(target=_live, args=(job, seat, reporter, outcome))
         thread.start()
         if halt is not None:
-            while reporter.asked < halt:  # rank 0 then waits for rank 1, which stands
+            while reporter.asked < halt:  # rank 0 then waits for the stalled rank 1
                 time.sleep(0.01)
             time.sleep(0.3)
             started = time.monotonic()

@@ -1,5 +1,5 @@
-"""Depths of the warm-up change no bit; compressed messages repeat theirs, and stay near the exact
-ones."""
+"""The depth of the warm-up does not change a bit. Compressed messages give reproducible numbers
+that stay near the exact ones."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.ranks
 def steps_of(
     rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None
 ) -> dict[str, Any]:
-    """Trains some steps, with a program of another depth from the steps named in `depths` on, as
-    `lookahead: auto` does; keeps what is told."""
+    """Trains some steps and returns the reports. From each step in `depths` on, the program has
+    another depth, as with `lookahead: auto`."""
     parsed, told = parse_job(job), Told()
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -116,7 +116,7 @@ def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: P
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the checkpoint of step 4."""
+    """Returns weights and optimizer state of the checkpoint of step 4."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "numbers" / "step-00000004").glob("attempt-*/rank-*.safetensors")):
         found |= load_file(path)
@@ -130,7 +130,8 @@ def random_lengths(rank: int, world: int, port: int, job: dict[str, Any], steps:
 
 
 def stages_tried(schedule: str) -> list[int]:
-    """Numbers of stages per rank: the least, and of 2 and 4 those that it can do."""
+    """Returns the numbers of stages per rank to test: the minimum, and 2 and 4 if the schedule
+    supports them."""
     kind = schedule_named(schedule)
     return [stages for stages in sorted({kind.stages_per_rank[0], 2, 4}) if kind.allows_stages(stages)]
 

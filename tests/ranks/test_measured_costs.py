@@ -1,5 +1,5 @@
-"""`raypp plan --measure` on this machine: the parts of a small model, and a plan that rests on
-them."""
+"""Tests `raypp plan --measure` on this machine: the costs of a small model's parts, and a plan
+based on them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     assert run(["plan", str(job), "--measure", str(costs), "--json"]) == 0
     found = json.loads(costs.read_text())
     assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
-    assert found["last"]["forward"] > found["layer"]["forward"]  # 524 thousand weights, 41 in a layer
+    assert found["last"]["forward"] > found["layer"]["forward"]  # 524 thousand weights against 41 thousand in a layer
     assert found["input_share"] > 0.1 and found["weight_share"] > 0.1 and found["optimizer_s"] > 0
-    # Each is a few copies of some bytes: less than 0.1 ns no core does, more than 1 µs none needs.
+    # Each is the cost of a few copies of some bytes: any core needs between 0.1 ns and 1 µs.
     assert all(1e-10 < found[name] < 1e-6 for name in ("copy_s", "gather_s", "sum_s"))
     (prediction,) = json.loads(capsys.readouterr().out)["predictions"]
     assert "costs" in prediction["measured"]

@@ -1,5 +1,5 @@
-"""Snapshots in host memory: ranks are killed by real signals, and the run goes on at the step they
-had reached."""
+"""Tests snapshots in host memory: ranks are killed by real signals, and the run resumes at the step
+they had reached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def document(**checkpoint: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Losses and final state of a run that nothing happens to, without the memory tier."""
+    """Returns losses and final state of an undisturbed run without the memory tier."""
     root = tmp_path_factory.mktemp("undisturbed")
     lives = Lives(document(memory_tier=False), root, [root, root], [0, 0])
     told = lives.attempt_once()
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, flo
 
 @pytest.fixture
 def shared_memory() -> Iterator[Callable[[], Path]]:
-    """Makes a node's directory in shared memory; in the end each must be empty of files."""
+    """Creates nodes' directories in shared memory. At the end, asserts that they have no files."""
     made: list[Path] = []
 
     def make() -> Path:
@@ -81,7 +81,7 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     second = lives.attempt_once()
     assert second.restored() == "from memory: step 4 on all 2 ranks; nothing is committed"
     assert [result.step for result in second.results.values()] == [STEPS, STEPS]
-    assert second.steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the first four told again
+    assert second.steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the first four are reported again
     assert not first.left and not second.left
     losses, state = undisturbed
     assert second.losses == losses and same(lives.final_state(), state)
@@ -90,8 +90,8 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
 def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
-    """Three attempts: one byte wrong in one rank's newest snapshot; then every snapshot of a rank
-    gone."""
+    """Three attempts: first one byte of a rank's newest snapshot is wrong, then all snapshots of a
+    rank are gone."""
     folder = shared_memory()
     lives = Lives(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
     lives.attempt_once(Fate((0, 1), after=5, commit=3))
@@ -155,8 +155,8 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
 
 
 def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:
-    """Four ranks, pp across the nodes and fsdp inside; then both copies of one node are gone, too:
-    the store."""
+    """Four ranks, pp across the nodes and fsdp within them. Then both copies of one node are lost
+    as well, and the run resumes from the store."""
     job = {**document(every_steps=3), "mesh": {"pp": 2, "fsdp": 2}}
     reference = Lives(
         job | {"checkpoint": {"memory_tier": False}}, tmp_path / "reference", [tmp_path] * 4, [0, 0, 1, 1]

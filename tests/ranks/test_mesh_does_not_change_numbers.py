@@ -1,4 +1,4 @@
-"""The gate: the mesh does not change the numbers. The reference is always one process."""
+"""The main gate: the mesh does not change the numbers. The reference is always one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def document(
     }  # fmt: skip
 
 
-# A single stage: both schedules are then forwards and backwards in microbatch order.
+# With a single stage, both schedules run forwards and backwards in microbatch order.
 ONE = Batch(
     1,
     {
@@ -72,8 +72,8 @@ def sums_of_one_process() -> Numbers:
 
 
 def sizes_of(schedule: str) -> list[tuple[str, int, int]]:
-    """Pipeline ranks and stages per rank that a schedule is tried with: up to 8 stages, its least
-    on three ranks."""
+    """Returns the pipeline ranks and stages per rank to test a schedule with: up to 8 stages, and
+    the minimum on three ranks."""
     kind = schedule_named(schedule)
     tried = {(2, kind.nearest_stages(2)), (2, kind.nearest_stages(4)), (3, kind.stages_per_rank[0])}
     tried.add((4, kind.nearest_stages(2)))
@@ -117,7 +117,7 @@ SETTINGS = Batch(
     },
     STEPS,
 )
-"""One change each to a pipeline of two ranks."""
+"""Each job changes one setting of a pipeline with two ranks."""
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), AHEAD)
@@ -165,7 +165,7 @@ def test_recomputing_activations_gives_the_same_bits() -> None:
 
 
 def replicated(**mesh: int) -> dict[str, Any]:
-    """A job whose replicas have 8 microbatches among them."""
+    """Returns a job whose replicas share 8 microbatches."""
     return document(**mesh, microbatches=8 // (mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)))
 
 
@@ -195,8 +195,7 @@ def test_resharding_between_microbatches_changes_nothing() -> None:
 
 
 def test_bf16_under_a_pipeline_gives_the_bits_of_one_process_in_bf16() -> None:
-    # Activations cross in bf16, as they are computed: the cut rounds nothing that one process does
-    # not round.
+    # Activations are sent in bf16, the type they are computed in, so the cut adds no rounding.
     assert_identical(SETTINGS["bf16"], one_process("bf16"))
 
 
@@ -204,8 +203,8 @@ def test_gradients_summed_in_bf16_stay_near_those_summed_in_fp32() -> None:
     job = document(fsdp=2, microbatches=4, train={"precision": "bf16", "reduce_dtype": "bf16"})
     rough = merged(run_ranks(2, train_steps, job, STEPS))
     exact = one_process("bf16")
-    # bf16 keeps 8 bits, so a sum of 4 microbatches on 2 ranks is off by some 2^-9 of each gradient:
-    # 0.4 % measured.
+    # bf16 has 8 bits, so a sum of 4 microbatches on 2 ranks is off by about 2^-9 of each gradient.
+    # Measured: 0.4 %.
     for name, value in exact["gradients"][0].items():
         error = float((rough["gradients"][0][name] - value).norm() / value.norm())
         assert error <= 2e-2, f"{name}: {error:.1e}"

@@ -1,8 +1,8 @@
-"""CONTRIBUTING's recipe for a model family, followed to the letter in a copy of the project, and a
-user's own model.
+"""Follows CONTRIBUTING's recipe for a model family exactly in a copy of the project, and tests a
+user-defined model.
 
-The made-up kind is a family that transformers has and raypp has not: Seed-OSS, Llama with biases on
-queries, keys and values. Its file is all that is added.
+The example is a family that transformers has and raypp does not: Seed-OSS, which is Llama with
+biases on queries, keys and values. Only its file is added.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ resources: {{device: cpu}}
 
 
 def python_in(place: Path, *arguments: str) -> str:
-    """Runs Python with the raypp and the modules of a folder; its standard output."""
+    """Runs Python with the raypp package and the modules in a folder. Returns its output."""
     variables = {"PYTHONPATH": str(place), "COLUMNS": "120", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=place, env=os.environ | variables, capture_output=True, text=True, timeout=280
@@ -96,7 +96,7 @@ def python_in(place: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with one file more."""
+    """A copy of the project with one additional file."""
     place = tmp_path_factory.mktemp("family")
     for folder in ("raypp", "tests"):
         shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))

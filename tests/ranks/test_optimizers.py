@@ -1,4 +1,4 @@
-"""Every optimizer: the mesh does not change what it does, and its state goes from mesh to mesh."""
+"""For every optimizer: the mesh does not change its updates, and its state moves between meshes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def job(kind: str, **mesh: int) -> dict[str, Any]:
     replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
     found = document(**mesh, microbatches=4 // replicas, train={"optimizer": OPTIMIZERS[kind]})
-    # An odd width: the shards of two ranks are not alike.
+    # An odd width, so that the shards of two ranks differ in size.
     found["model"] |= {"num_layers": 4, "ffn_size": 45}
     return found
 
@@ -75,11 +75,10 @@ class Quiet:
 
 
 def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
-    """Goes on from the newest checkpoint, if there is one, and saves another if there was a step to
-    do.
+    """Resumes from the newest checkpoint, if there is one, and saves another if any step was taken.
 
     Returns:
-        The optimizer's state as it was loaded and at the end, and the weights, all whole.
+        The optimizer state as loaded and at the end, and the weights, all unsharded.
     """
     job = parse_job(source)
     seat = seat_of(rank, world, port, job)

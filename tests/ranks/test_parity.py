@@ -1,4 +1,4 @@
-"""`raypp parity`, from the job file to the table and the exit code."""
+"""Tests `raypp parity` from the job file to the table and the exit code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
     answer = run_parity(load_job(path).job, 1, 1e-12)
     assert not answer["passed"] and not answer["bitwise"] and 1e-12 < answer["max_error"] <= TOLERANCE["fp32"] == 1e-5
     assert answer["world"] == 2 and answer["compared"] == 21 and answer["steps"][0]["gradients"] == 21
-    # The command, given this answer by the process it asks.
+    # Runs the command with this answer from the process that it queries.
     monkeypatch.setattr(parity_command, "ask", lambda *request: answer)
     assert run(["parity", path, "--steps", "1", "--tolerance", "1e-12"]) == 1
     assert "outside the tolerance" in capsys.readouterr().out

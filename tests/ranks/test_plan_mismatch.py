@@ -1,5 +1,5 @@
-"""A tensor that is not as long as the step's plan says stops the step by name, on the rank where it
-shows."""
+"""A tensor whose length differs from the step's plan stops the step with an error that names it, on
+the rank that detects it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, ROWS, LENGTHS = 4, 2, [8, 16]
 
 
 class Layer(nn.Module):
-    """A stage whose output may be shorter than its input, or may not depend on it."""
+    """A stage whose output may be shorter than its input, or independent of it."""
 
     def __init__(self, *, shorter_by: int = 0, detached: bool = False) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ def step_of(
     stages_per_rank: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """What a step of a two-rank pipeline (or of two stages on one rank) ends with on this rank.
+    """Returns how a step of a two-rank pipeline (or of two stages on one rank) ends on this rank.
 
     Args:
         faulty: Stage that has the `fault`.
-        lengths: What each rank believes to be the plan.
+        lengths: The plan as each rank believes it to be.
     """
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

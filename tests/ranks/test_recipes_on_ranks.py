@@ -1,5 +1,4 @@
-"""CONTRIBUTING's recipes are true on real ranks: made-up kinds train, and the tests of ranks take
-them up."""
+"""CONTRIBUTING's recipes work on real ranks: the example kinds train, and rank tests cover them."""
 
 from __future__ import annotations
 

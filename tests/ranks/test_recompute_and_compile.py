@@ -1,4 +1,4 @@
-"""Activation checkpointing changes no bit; compiled blocks round otherwise, and say by how much."""
+"""Activation checkpointing changes no bit. Compiled blocks round differently, within a bound."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from training import merged, train_steps
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
-# Inductor fuses norms, rotary encoding and SiLU, and sums in another order: 1.1e-5 on the worst
-# gradient, measured.
+# Inductor fuses norms, rotary encoding and SiLU, and sums in another order. Measured: 1.1e-5 on the
+# worst gradient.
 COMPILED = 1e-4
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile on CPU needs a C++ compiler"

@@ -1,7 +1,8 @@
-"""Runs that go on with another mesh: the numbers go on as if nothing had happened.
+"""A run that resumes on another mesh continues with the same numbers.
 
-Every chain is a run of three steps on three meshes; the reference is one process that takes them at
-one go. Chains share their processes: all that needs so many ranks at that point runs in turn.
+Every chain is a run of three steps on three meshes. The reference is one process that takes the
+steps without interruption. Chains share processes: all jobs that need the same number of ranks at
+that point run one after another.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Chain:
     """A model, and the meshes of its three steps.
 
     Attributes:
-        model: What differs from the small Llama.
-        meshes: Of each step.
-        exact: Every bit must be that of one process; else to 1e-5.
+        model: Differences from the small Llama.
+        meshes: The mesh of each step.
+        exact: True if every bit must equal that of one process. Otherwise the bound is 1e-5.
     """
 
     model: Sections
@@ -71,20 +72,20 @@ CHAINS = {
     "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
 }  # fmt: skip
 QUICK = (TIED, "fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2")
-"""One chain of each kind of mesh; the others are slow tests."""
+"""One chain for each kind of mesh. The others are slow tests."""
 ROWS = 4
-"""Microbatches of a step, over all replicas."""
+"""Microbatches per step, over all replicas."""
 
 
 def job_of(chain: Chain, url: Path, step: int, sections: Sections) -> Sections:
-    """The chain's job up to a step, on that step's mesh."""
+    """Returns the chain's job up to a step, on that step's mesh."""
     found = expert_document() if chain.model.get("kind") == "qwen3_moe" else document()
     sizes = sections.get("mesh", {})
     replicas = sizes.get("fsdp", 1) * sizes.get("dp_replicate", 1)
     found["model"] |= chain.model
     found["mesh"] = sizes
     found["pipeline"] |= {"microbatches": ROWS // replicas, "schedule": "1f1b", **sections.get("pipeline", {})}
-    # The cosine would bend with train.steps.
+    # A cosine schedule would depend on train.steps.
     found["train"] |= {"steps": step, "lr_schedule": {"kind": "constant", "warmup_steps": 1}}
     found["checkpoint"] = {"url": str(url), "every_steps": 0, "memory_tier": False}
     return found
@@ -100,7 +101,8 @@ def live(rank: int, world: int, port: int, source: Sections, attempt: int) -> Se
 
 
 def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
-    """Runs jobs, those of one world by the same processes; results in the jobs' order."""
+    """Runs jobs, those with the same number of ranks in the same processes. Returns results in the
+    order of the jobs."""
     worlds = [parse_job(job).mesh.world for job, _ in jobs]
     results: dict[int, list[Sections]] = {}
     for world in sorted(set(worlds)):
@@ -114,10 +116,10 @@ def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
 def runs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[str, dict[int, tuple]]]:
-    """Where the runs are (each chain's, and each model's reference), and what their first ranks
-    told of each step.
+    """Returns where the runs are (each chain's, and each model's reference), and the reports of
+    their first ranks for each step.
 
-    Only the chains of the tests that were chosen are run.
+    Runs only the chains of the selected tests.
     """
     root = tmp_path_factory.mktemp("recut")
     mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
@@ -129,20 +131,19 @@ def runs(
         jobs = {
             name: (job_of(chain, root / name, step, chain.meshes[step - 1]), step) for name, chain in chains.items()
         }
-        if step == 2:  # most chains are on one process then: the references join them
+        if step == 2:  # most chains are on one process at this step, so the references run with them
             jobs |= {name: (job_of(chain, root / name, 3, ONE), 1) for name, chain in references.items()}
         for name, results in zip(jobs, run_all(list(jobs.values())), strict=True):
             assert all(result["committed"] == (3 if name in references else step) for result in results)
             assert ("resumed" in results[0]["kinds"]) == (step > 1 and name not in references)
-            # A run that goes on tells its last steps again, as they were: those must not have
-            # changed.
+            # A resumed run reports its last steps again. Their values must not have changed.
             for number, *rest in results[0]["numbers"]:
                 assert numbers[name].setdefault(number, tuple(rest)) == tuple(rest)
     return root, numbers
 
 
 def reference_of(chain: Chain) -> str:
-    """The name of one process's run of the chain's model."""
+    """Returns the name of the one-process run of the chain's model."""
     return f"one process {chain.model}"
 
 
@@ -168,8 +169,8 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
         return
     for step, (loss, norm, tokens) in expected.items():
         assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens)
-    # A step of Adam is lr = 3e-3 long whatever the gradient, so three of them may part tiny weights
-    # by 1e-5 of it.
+    # A step of Adam has length lr = 3e-3 whatever the gradient, so after three steps small weights
+    # may differ by 1e-5 of that.
     assert max(one.max_abs for one in comparison.different if not one.name.startswith("optim/")) < 1e-4
 
 
@@ -195,7 +196,7 @@ HF_MESHES = {
 
 
 def tuned(url: Path, folder: Path, steps: int, sections: Sections) -> Sections:
-    """A job that begins with a model's weights, and with lr 0 leaves them alone."""
+    """Returns a job that starts from a model's weights and, with lr 0, does not change them."""
     found = job_of(Chain(MOE, (), True), url, steps, sections)
     found["model"] |= {"from_hf": str(folder), "num_layers": 2}
     found["train"]["optimizer"] = {"kind": "sgd", "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0}
@@ -207,7 +208,7 @@ def test_weights_of_a_named_model_are_the_same_bits_on_any_mesh_and_read_once(tm
     sizes = {key: value for key, value in sizes.items() if key not in ("kind", "aux_loss_weight", "z_loss_weight")}
     before = write_hf_folder(tmp_path / "hf", kind="qwen3_moe", **sizes)
     jobs = [(tuned(tmp_path / name, tmp_path / "hf", 1, sections), 1) for name, sections in HF_MESHES.items()]
-    # The other way in: a checkpoint of step 0, which a run goes on from.
+    # The other way to use a model: import it as a checkpoint of step 0, and resume from that.
     imported, files = tuned(tmp_path / "imported", tmp_path / "hf", 1, mesh(pp=2)), HfFiles(str(tmp_path / "hf"))
     del imported["model"]["from_hf"]
     job = parse_job(imported)
@@ -217,7 +218,7 @@ def test_weights_of_a_named_model_are_the_same_bits_on_any_mesh_and_read_once(tm
     assert "resumed" in last[0]["kinds"] and last[0]["committed"] == 1
     for name in (*HF_MESHES, "imported"):
         _assert_holds(tensors(tmp_path / name, "experts"), before)
-    # Other weights in the same place: a run that goes on must not look at them.
+    # Puts other weights in the same place. A resumed run must not read them.
     write_hf_folder(tmp_path / "hf", 1, kind="qwen3_moe", **sizes)
     (results,) = run_all([(tuned(tmp_path / "pp 2", tmp_path / "hf", 2, ONE), 2)])
     assert "resumed" in results[0]["kinds"] and "loaded_from_hf" not in results[0]["kinds"]

@@ -1,4 +1,4 @@
-"""Whole lives of ranks whose saves take longer than the steps between them."""
+"""Tests complete lives of ranks whose saves take longer than the steps between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 8
 
 
 class Operator(Told):
-    """Wants a save or a stop from its n-th question on."""
+    """Requests a save or a stop from the n-th query on."""
 
     def __init__(self, stop_at: int) -> None:
         super().__init__()
@@ -42,8 +42,7 @@ def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) ->
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
-    """A job whose ranks need about half a second for each save at 10 Mbit/s, and far less for a
-    step."""
+    """Returns a job whose saves take about half a second at 10 Mbit/s, and whose steps far less."""
     checkpoint = {
         "url": str(root), "every_steps": 1, "keep": 99, "if_busy": if_busy, "max_upload_mbps": mbps,
         "memory_tier": False,
@@ -70,7 +69,7 @@ def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp
         assert verify_checkpoint(store, "numbers", step) == []
     for kind, _, details in events:
         if kind == "committed":
-            # Two ranks, half of the node's cap each.
+            # Two ranks, each with half of the node's cap.
             assert details["upload_mb_per_s"] < 1.1 * 10 / 8
             assert details["stall_s"] < details["upload_s"]
 

@@ -1,4 +1,4 @@
-"""Tied embeddings: wherever the two ends are, they are one matrix."""
+"""Tied embeddings are one matrix, wherever the first and the last stage are."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def one_process(precision: str = "fp32") -> dict[str, Any]:
 
 
 def trained(world: int, **settings: Any) -> dict[str, Any]:
-    """The merged result, after a look at both ends."""
+    """Returns the merged result after checking both ends."""
     results = run_ranks(world, train_steps, tied(**settings), STEPS)
     assert_one_matrix(results)
     return merged(results)
 
 
 def assert_one_matrix(results: list[dict[str, Any]]) -> None:
-    """Wherever the matrix is held, it and its gradients have the same bits."""
+    """Asserts that the matrix and its gradients have the same bits on all ranks that hold them."""
     holders = [result for result in results if MATRIX in result["weights"]]
     assert not any("lm_head.weight" in result["weights"] for result in results)
     for holder in holders[1:]:
@@ -82,10 +82,10 @@ def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None
 
 
 def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:
-    # One process goes through FSDP, where autograd adds the two gradients of a microbatch in bf16
-    # (8 bits: 4e-3) before they are gathered in fp32; a pipeline never adds them in bf16. Measured:
-    # 1.4e-3 on the shared matrix at the first step, 8e-6 on the rest, which only see it through the
-    # clip; then the weights differ.
+    # One process uses FSDP, where autograd adds the two gradients of a microbatch in bf16 (8 bits:
+    # 4e-3) before they accumulate in fp32. A pipeline never adds them in bf16. Measured at the
+    # first step: 1.4e-3 on the shared matrix, and 8e-6 on the rest, which only the clipping
+    # affects. After that the weights differ.
     found, reference = trained(2, pp=2, train={"precision": "bf16"}), one_process("bf16")
     assert found["loss"] == pytest.approx(reference["loss"], rel=1e-4)
     for name, value in reference["gradients"][0].items():

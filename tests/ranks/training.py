@@ -1,5 +1,4 @@
-"""A few training steps of a job on one rank, without store or control: what the numerics tests
-compare."""
+"""Trains a few steps of a job on one rank, without store or controller, to compare numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ __all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "train_steps"
 
 
 class Unlabelled:
-    """A loader with no label left in some microbatches of every step.
+    """A loader that removes all labels from some microbatches of every step.
 
     Args:
         loader: The replica's loader.
@@ -59,13 +58,13 @@ def train_steps(
 
     Args:
         rank: This rank.
-        world: How many there are.
-        port: Where they meet.
+        world: Number of ranks.
+        port: Port of the rendezvous.
         document: The job.
-        steps: How many.
-        device_type: Where it computes.
+        steps: Number of steps.
+        device_type: Device of the computation.
         blank: Microbatches, counted through all replicas, that have no label.
-        dtype: What is computed in where the job says fp32.
+        dtype: Type of the computation where the job says fp32.
     """
     job = parse_job(document)
     seat = seat_of(rank, world, port, job, device=device_type)
@@ -98,8 +97,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result from those of all ranks: every rank has part of the names, and all must report the
-    same sums."""
+    """Merges the ranks' results. Each rank has some of the names, and all must report the same
+    sums."""
     first = results[0]
     for other in results[1:]:
         same = all(other[key] == first[key] for key in ("loss", "grad_norm", "extras"))
@@ -113,15 +112,15 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Batch:
-    """Jobs that are trained by the same processes, one after another: starting four costs as much
-    as a small job.
+    """Jobs that the same processes train one after another, because starting four processes costs
+    as much as a small job.
 
     Args:
         world: Ranks of every job.
-        jobs: By name; the first that is asked for runs them all.
-        steps: Of every job.
-        device_type: Where it computes.
-        blank: As `train_steps` takes it.
+        jobs: Jobs by name. The first request runs them all.
+        steps: Steps of every job.
+        device_type: Device of the computation.
+        blank: As for `train_steps`.
     """
 
     def __init__(
@@ -136,11 +135,11 @@ class Batch:
         self._results: dict[Any, list[dict[str, Any]]] = {}
 
     def _cases(self) -> dict[Any, tuple[Any, ...]]:
-        """By what `ranks` is asked for: the arguments of `train_steps`."""
+        """Returns the arguments of `train_steps`, by the key that `ranks` takes."""
         return {name: (job, self._steps, self._device_type, self._blank) for name, job in self._jobs.items()}
 
     def ranks(self, name: Any) -> list[dict[str, Any]]:
-        """What each rank found."""
+        """Returns what each rank found."""
         if not self._results:
             cases = self._cases()
             results = run_in_turn(self._world, train_steps, list(cases.values()))
@@ -148,20 +147,19 @@ class Batch:
         return self._results[name]
 
     def __getitem__(self, name: Any) -> dict[str, Any]:
-        """The merged result of a job."""
+        """Returns the merged result of a job."""
         return merged(self.ranks(name))
 
 
 class Numbers(NamedTuple):
-    """What `comparison.assert_same_sums` compares: all steps in fp64, and the first in fp32."""
+    """Input of `comparison.assert_same_sums`: all steps in fp64, and the first in fp32."""
 
     wide: dict[str, Any]
     first: dict[str, Any]
 
 
 class InBothTypes(Batch):
-    """Jobs that are trained in fp64, and for one step in fp32. `ranks` is asked for `(name,
-    dtype)`."""
+    """Jobs that are trained in fp64 and, for one step, in fp32. `ranks` takes `(name, dtype)`."""
 
     def _cases(self) -> dict[Any, tuple[Any, ...]]:
         lengths = {torch.float64: self._steps, torch.float32: 1}

@@ -1,4 +1,4 @@
-"""One embedded cluster for all tests of this directory, with a home of its own."""
+"""Provides one embedded cluster, with its own home directory, to all tests in this directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
 
 _HERE = Path(__file__).parent
-_PATIENCE_S = 240.0  # a loaded machine starts a run in minutes, not seconds
+_PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def cluster(
 
 @dataclass
 class Started:
-    """A run of stand-in ranks."""
+    """A started run whose ranks are stand-ins."""
 
     name: str
     cluster: Cluster
@@ -94,7 +94,7 @@ class Started:
         return client.command_run(self.cluster, self.name, command)
 
     def end_controller_for_good(self) -> None:
-        """As if Ray had started it again as often as it may."""
+        """Kills the controller as if Ray had used up all its restarts."""
         code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{self.name}'), no_restart=True)"
         assert self.cluster.embedded is not None
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
@@ -105,7 +105,7 @@ class Started:
         return [event.kind for event in self.reader.events()]
 
     def taken(self) -> list[tuple[int, int]]:
-        """Attempt and step of every step that rank 0 took, in order, repeated ones too."""
+        """Returns attempt and step of every step rank 0 took, in order and with repetitions."""
         lines = (self.place / "taken").read_text().splitlines()
         return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
 
@@ -116,13 +116,13 @@ class Started:
         return {actor["name"] for actor in self.actors() if actor["state"] != "DEAD"}
 
     def groups(self) -> set[str]:
-        """States of the run's placement groups, spares included."""
+        """Returns the states of the run's placement groups, including those of spares."""
         groups = self.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
         own = (f"raypp/{self.name}", f"raypp/{self.name}/spares")
         return {group["state"] for group in groups if group["name"] in own}
 
     def assert_nothing_left(self) -> None:
-        """No process, no actor and no placement group of the run, standbys included."""
+        """Asserts that no process, actor or placement group is left, standby workers included."""
         self.wait(lambda: not self.living_actors(), "the end of every actor")
         self.wait(lambda: self.groups() <= {"REMOVED"}, "the end of the placement groups")
         pids = [actor["pid"] for actor in self.actors() if actor["pid"]]
@@ -145,7 +145,7 @@ def start_run(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
 
 @contextlib.contextmanager
 def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
-    """Starts runs of stand-ins on a cluster, and ends those that have not ended."""
+    """Starts runs of stand-ins on a cluster. On exit, ends the runs that are still active."""
     started: list[Started] = []
 
     def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:

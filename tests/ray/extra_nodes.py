@@ -1,5 +1,4 @@
-"""More nodes for the embedded cluster: raylets on this machine, each with a loopback address of its
-own."""
+"""Adds nodes to the embedded cluster: local raylets, each with its own loopback address."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from raypp.clusters.local import LocalCluster
 from raypp.errors import UnreachableError
 
 CPUS = 40
-"""Of each: ranks that ask for 20 CPUs fit twice, and never on the head."""
+"""CPUs per node. Two ranks that ask for 20 CPUs each fit on a node, and none fits on the head."""
 _PATIENCE_S = 300.0
 
 
 def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """A command of Ray's own command line, and the environment in which it is one of this
-    cluster."""
+    """Returns a Ray CLI command, and the environment that makes it act on this cluster."""
     program = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
     environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -37,14 +35,14 @@ def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dic
 
 @dataclass
 class Node:
-    """One raylet and its agents."""
+    """A raylet and its agents."""
 
     address: str
     process: subprocess.Popen[bytes]
     node_id: str = ""
 
     def kill(self) -> None:
-        """Ends the raylet, its agents and its workers at once, as a power cut would."""
+        """Kills the raylet, its agents and its workers at once, like a power failure."""
         with contextlib.suppress(psutil.NoSuchProcess):
             start = psutil.Process(self.process.pid)
             for process in [start, *start.children(recursive=True)]:
@@ -54,7 +52,7 @@ class Node:
 
 
 class ExtraNodes:
-    """Adds nodes and ends them again; use as a context."""
+    """Context manager that adds nodes and ends them on exit."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -73,9 +71,9 @@ class ExtraNodes:
         self._directory.cleanup()
 
     def add(self, *hosts: int) -> list[Node]:
-        """Starts nodes 127.0.0.HOST and waits until the cluster has them."""
+        """Starts nodes with the addresses 127.0.0.HOST and waits until the cluster lists them."""
         started = []
-        for host in hosts:  # one after the other: started at once they take each other's ports
+        for host in hosts:  # one at a time: nodes that start together take each other's ports
             before: set[str] = set()
             self._wait(lambda before=before: before.update(self._alive()) or True, "an answer of the dashboard")
             node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
@@ -89,7 +87,7 @@ class ExtraNodes:
             if address == node.address and name not in before:
                 node.node_id = name
                 return True
-        if node.process.poll() is not None:  # Ray gives a node 30 s to start, which a loaded machine may exceed
+        if node.process.poll() is not None:  # Ray gives a node 30 s to start, and a loaded machine may need longer
             node.process = self._start(node.address)
         return False
 
@@ -104,7 +102,7 @@ class ExtraNodes:
             f"--node-ip-address={address}",
             f"--num-cpus={CPUS}",
             "--object-store-memory=100000000",
-            f"--temp-dir={directory}",  # nodes that share the head's would share its unpacked packages too
+            f"--temp-dir={directory}",  # nodes that share the head's directory would also share its unpacked packages
             "--dashboard-agent-listen-port=0",
             "--min-worker-port=0",
             "--max-worker-port=0",
@@ -113,7 +111,7 @@ class ExtraNodes:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def _alive(self) -> dict[str, str]:
-        """The address of each living node, by id."""
+        """Returns the address of each living node, by node ID."""
         answer = self._cluster.dashboard.get_json("/api/v0/nodes?detail=1")
         nodes: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return {str(node["node_id"]): str(node["node_ip"]) for node in nodes if node["state"] == "ALIVE"}
@@ -121,7 +119,7 @@ class ExtraNodes:
     def _wait(self, condition: Any, what: str) -> None:
         end = time.monotonic() + _PATIENCE_S
         while True:
-            with contextlib.suppress(UnreachableError):  # a busy dashboard breaks off connections
+            with contextlib.suppress(UnreachableError):  # a busy dashboard drops connections
                 if condition():
                     return
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""A user's own recovery policy, as `own_policy:build`."""
+"""A user-defined recovery policy, referenced as `own_policy:build`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def build(recovery: RecoverySection) -> Policy:
 
 @dataclass(frozen=True)
 class OneLife:
-    """Restarts only what does not count, such as a preemption; says so with an exit code of its
-    own."""
+    """Restarts a run only for causes that do not count, such as a preemption. Gives up with its own
+    exit code at the first cause that counts."""
 
     usual: Policy
 

@@ -1,4 +1,4 @@
-"""A stand-in that takes as long to import as torch does on a loaded machine."""
+"""A stand-in whose import takes as long as importing torch does on a loaded machine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A rank that trains nothing: it takes steps, commits and faults on command, without torch.
+"""A rank without torch that does not train: it takes steps, commits, and fails on command.
 
-The ranks of a run share a directory (`STAND_IN_DIR` of `resources.env`): rank 0 writes how far it
-is, `commit` holds the newest committed step, `over-N` ends attempt N. `STAND_IN_FAULT` is
-`kind:rank:step:times`. Every step is also put down in `taken`, one line each: whoever repeats one
-shows.
+The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0 writes its progress
+there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
+`kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from raypp.spec.job import Job
 _STEP_S = 0.05
 _VICTIM_S = 30.0
 _left: set[int] = set()
-"""Attempts this process was asked to leave."""
+"""Attempts that this process was asked to leave."""
 
 
 def leave(seat: Seat) -> None:
-    """What closes the connections of a real rank."""
+    """Stands in for the function that closes a real rank's connections."""
     _left.add(seat.attempt)
 
 
@@ -41,7 +40,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
 def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
     step = committed = _read(place / "commit")
     stopped = False
-    for old in range(max(1, committed - 20), committed + 1):  # as checkpoints do, which hold the newest reports
+    for old in range(max(1, committed - 20), committed + 1):  # like a checkpoint, which holds the newest reports
         reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt - 1))
     while step < job.train.steps and not stopped:
         _stay(seat)
@@ -56,7 +55,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
                 taken.write(f"{seat.attempt} {step}\n")
             _fault(seat, step, place)
             if _faulty_rank(step, seat.attempt) not in (None, seat.rank):
-                _wait_for_the_end(seat)  # as real ranks do, which wait for one that is gone until they are ended
+                _wait_for_the_end(seat)  # like a real rank, which waits for a lost peer until it is ended
             reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
         due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
         if step > committed and (
@@ -95,7 +94,7 @@ def _wait_for_the_end(seat: Seat) -> None:
 
 
 def _faulty_rank(step: int, attempt: int) -> int | None:
-    """The rank that is to fail at this step of this attempt, if one is."""
+    """Returns the rank that must fail at this step of this attempt, or None."""
     if "STAND_IN_FAULT" not in os.environ:
         return None
     _, rank, at, times = os.environ["STAND_IN_FAULT"].split(":")
@@ -122,7 +121,7 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
 
 
 def _write(path: Path, step: int) -> None:
-    """Whole or not at all: others read it at any time."""
+    """Writes the file atomically, because other processes read it at any time."""
     fresh = path.with_suffix(".new")
     fresh.write_text(str(step))
     fresh.replace(path)

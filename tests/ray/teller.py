@@ -1,8 +1,8 @@
-"""Ranks that only report: each sends an event and a line of output twenty times a second, until
+"""Ranks that only report: each sends an event and a line of output 20 times a second until the file
 `finish` exists.
 
-They share a directory (`STAND_IN_DIR` of `resources.env`), into which each writes how much it told
-at the end.
+The ranks share a directory (`STAND_IN_DIR` in `resources.env`). At the end, each writes the number
+of its reports there.
 """
 
 from __future__ import annotations

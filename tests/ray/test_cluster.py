@@ -1,4 +1,4 @@
-"""The embedded cluster and what a command learns of it before anything is started."""
+"""Tests the embedded cluster, and what a command finds out about it before anything is started."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(clu
 
 
 def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
-    """Ray knows the node before it has heard from the node's own agent."""
+    """Ray lists a node before the node's agent has reported."""
     with ExtraNodes(cluster) as extra:
         extra.add(77)
         seen: set[str] = set()
@@ -83,7 +83,7 @@ def test_a_state_file_whose_processes_are_gone_counts_for_nothing(
 ) -> None:
     document = json.loads((local.directory() / "state.json").read_text())
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
-    document["ray"]["started"] -= 3600  # another process has the pid now
+    document["ray"]["started"] -= 3600  # simulates a pid that another process has taken over
     document["ray_dir"] = str(tmp_path / "gone")
     document["s3"]["started"] -= 3600
     write_private(raypp_home() / "local" / "state.json", json.dumps(document))
@@ -102,7 +102,7 @@ def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_
     up = subprocess.Popen([*raypp, "up"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         frozen = None
-        while frozen is None and up.poll() is None:  # before it has registered: then nobody hears of the node
+        while frozen is None and up.poll() is None:  # freeze it before it registers: the cluster never sees the node
             for child in psutil.Process(up.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if child.name() == "raylet":

@@ -1,5 +1,5 @@
-"""A run under a real Ray: seats, faults, commands, and what remains afterwards. The ranks are
-stand-ins."""
+"""Tests a run on a real Ray cluster: seats, faults, commands, and what is left afterwards. The
+ranks are stand-ins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     run.wait_step(2)
     pids = run.pids()
 
-    def titles() -> list[str]:  # a rank that has only begun may carry Ray's own for a moment
+    def titles() -> list[str]:  # a rank that has just started may still have Ray's own title
         return [" ".join(psutil.Process(pid).cmdline()).strip() for pid in pids]
 
     expected = [f"ray::raypp/plain/pp{pp}-fsdp{fsdp}" for pp in range(2) for fsdp in range(2)]
@@ -39,7 +39,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
     assert run.exit_code() == 0
-    assert run.job()["metadata"]["job_name"] == "plain"  # what the dashboard's Jobs page shows as Name
+    assert run.job()["metadata"]["job_name"] == "plain"  # the Name column of the dashboard's Jobs page
     assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
     run.assert_nothing_left()
     assert run.groups() == {"REMOVED"}

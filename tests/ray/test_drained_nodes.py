@@ -1,5 +1,5 @@
-"""Ray drains a node, as autoscalers and clouds request: a last checkpoint, and the run continues
-elsewhere."""
+"""Ray drains a node, as autoscalers and clouds do: the run saves a last checkpoint and continues on
+another node."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Under a real Ray: what killed a rank is named, a notice to go is heeded, and no secret is written
-down."""
+"""Tests on a real Ray cluster that the cause of a rank's death is identified, that a preemption
+notice is obeyed, and that no secret is recorded."""
 
 from __future__ import annotations
 

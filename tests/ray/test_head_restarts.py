@@ -1,4 +1,4 @@
-"""The cluster's head dies and restarts from its storage: runs on other nodes continue."""
+"""The cluster's head dies and restarts from its storage, and runs on other nodes continue."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _PATIENCE_S = 180.0
 
 
 class Head:
-    """A head without devices that keeps its state in a directory, as `docs/control.md`
-    describes."""
+    """A head without devices that keeps its state in a directory (see `docs/control.md`)."""
 
     def __init__(self, beside: Cluster, directory: Path) -> None:
         assert beside.embedded is not None
@@ -75,7 +74,7 @@ class Head:
             return False
 
     def kill(self) -> None:
-        """Everything of it at once, as a power cut would."""
+        """Kills all processes of the head at once, like a power failure."""
         if self._process is None:
             return
         start = psutil.Process(self._process.pid)
@@ -84,8 +83,8 @@ class Head:
                 process.kill()
         self._process.wait()
         self._process = None
-        # With it Ray would take the raylets of the other nodes, which are on this machine too, for
-        # a head that runs.
+        # If this file existed, Ray would mistake the raylets of the other nodes, which run on this
+        # machine too, for a running head.
         (self.directory / "ray_current_cluster").unlink(missing_ok=True)
 
 

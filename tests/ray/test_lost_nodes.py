@@ -1,5 +1,5 @@
-"""A node of several is lost: spares, smaller meshes, larger ones again. The ranks are stand-ins,
-the nodes raylets."""
+"""One of several nodes is lost: tests spares, smaller meshes, and the return to larger meshes. The
+ranks are stand-ins, the nodes are raylets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ray.extra_nodes import ExtraNodes, Node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 _CPUS = 20
-"""Of a rank: two on each of the extra nodes, none on the head."""
+"""CPUs per rank. Two ranks fit on each extra node, none on the head."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def _start(start_run: StartRun, name: str, **more: Any) -> Started:
 
 
 def _places(run: Started) -> set[str]:
-    """The nodes of the present ranks."""
+    """Returns the nodes of the current ranks."""
     return {rank["node"] for rank in run.status()["ranks"]}
 
 

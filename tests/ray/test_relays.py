@@ -1,5 +1,5 @@
-"""Ranks that report through a relay: when the relay or the controller dies, every report is
-written, once."""
+"""Ranks report through a relay: every report is written exactly once when the relay or the
+controller dies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.ray.conftest import Started, StartRun
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 FROM_RANKS = 4
-"""So that runs as small as these have relays."""
+"""Number of ranks from which a run has relays. Low enough for the small runs of these tests."""
 
 
 def _relays(run: Started) -> dict[str, int]:
-    """Returns the process id of every living relay, by name."""
+    """Returns the process ID of every living relay, by name."""
     return {one["name"]: one["pid"] for one in run.actors() if "/relay-" in one["name"] and one["state"] == "ALIVE"}
 
 
@@ -31,7 +31,7 @@ def _kill_relay(run: Started) -> None:
 
 
 def _wait_for_relay_reports(run: Started) -> dict[str, Any]:
-    """Waits until the relay reports to the current controller process; returns that one's facts."""
+    """Waits until the relay reports to the current controller process. Returns its facts."""
     facts: dict[str, Any] = {}
 
     def spoken() -> bool:

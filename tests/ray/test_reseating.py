@@ -1,4 +1,4 @@
-"""Processes that outlive an attempt, and attempts that outlive a controller. The ranks are
+"""Tests processes that outlive an attempt, and attempts that outlive a controller. The ranks are
 stand-ins."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranks end while the controller is down: the restarted controller records the truth about the
-run."""
+"""Ranks end while the controller is down: the restarted controller records the correct outcome."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def _controller(run: Started) -> int:
 
 
 def _freeze_and_run_out(run: Started) -> int:
-    """Freezes the controller after a few steps, and waits until its ranks have taken all; returns
-    its pid."""
+    """Freezes the controller after a few steps and waits until its ranks have taken all steps.
+    Returns the controller's pid."""
     run.wait_step(3)
     controller = _controller(run)
     os.kill(controller, signal.SIGSTOP)
@@ -45,7 +44,7 @@ def _all(run: Started, number: int) -> None:
 
 
 def _assert_all_agree(run: Started, status: dict[str, Any], end: str, step: int) -> None:
-    """Status, history, events, and what the driver said last."""
+    """Asserts that the status, the history, the events and the driver's last output agree."""
     history, events = run.reader.history(), run.reader.events()
     assert [row["step"] for row in history] == list(range(1, step + 1))
     told = (status["state"], status["step"], status["loss"], status["tokens_per_s"], status["attempt"])
@@ -88,8 +87,8 @@ def test_when_no_rank_is_left_checkpoints_tell_of_the_last_steps(start_run: Star
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
-    """The controller dies before the ranks know of the request: they keep running, or are gone,
-    too."""
+    """The controller dies before the ranks learn of the stop request: some cases keep the ranks
+    running, others end them too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
     controller = _controller(run)
@@ -103,13 +102,14 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     asking.join()
     _assert_all_agree(run, status, "stopped", status["step"])
     assert run.kinds().count("stop_requested") == 1
-    if number == signal.SIGCONT:  # the stand-ins' commits are words only; the last one is of the last step
+    if number == signal.SIGCONT:  # the stand-ins' commits hold no data; the last one is always that of the last step
         assert status["checkpoint"].endswith(f"step-{status['step']:08d}")
     run.assert_nothing_left()
 
 
 def test_an_end_that_was_decided_is_carried_out_by_the_next_life(start_run: StartRun) -> None:
-    """The controller dies after it wrote the event, before the processes and the status."""
+    """The controller dies after it writes the event and before it ends the processes and writes the
+    status."""
     run = start_run("decided", steps=100_000, every=0)
     run.wait_step(3)
     os.kill(_controller(run), signal.SIGSTOP)

@@ -1,5 +1,5 @@
-"""Real S3 servers, one of each kind for all tests here, and a proxy of faults before one of
-them."""
+"""Provides real S3 servers, one of each kind for all tests here, and a fault proxy in front of one
+of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RUNS = (f"run-{number}" for number in itertools.count())
 
 @pytest.fixture(scope="session")
 def seaweed_server() -> Iterator[SeaweedServer]:
-    """SeaweedFS, the server of laptops."""
+    """SeaweedFS, the server that raypp starts on a laptop."""
     from seaweed import seaweed
 
     with seaweed() as running:
@@ -32,8 +32,7 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 
 @pytest.fixture(scope="session", params=["seaweed", pytest.param("ceph", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest):
-    """Each kind of server. They disagree about conditions and checksums, as servers in the wild
-    do."""
+    """Each kind of server. As in production, they differ in conditional writes and checksums."""
     if request.param == "seaweed":
         yield request.getfixturevalue("seaweed_server")
         return
@@ -49,13 +48,13 @@ def server(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def run() -> str:
-    """A run's name that no other test has."""
+    """Returns a run name that no other test uses."""
     return next(_RUNS)
 
 
 @pytest.fixture
 def proxy(seaweed_server: SeaweedServer) -> Iterator[FaultProxy]:
-    """A proxy before SeaweedFS, without a rule yet."""
+    """A proxy in front of SeaweedFS, without rules."""
     from fault_proxy import fault_proxy
 
     with fault_proxy(seaweed_server.endpoint) as running:

@@ -1,5 +1,5 @@
-"""A rank that saves and loads through a store, for tests of the store's faults: a real saver, a
-world of one."""
+"""A rank that saves and loads through a store, for tests of store faults: a real saver in a world
+of one rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raypp.records import Coordinates, Seat
 from raypp.storage import ObjectStore
 
 PART = 5 << 20
-"""The smallest part S3 allows; a state here is four of them."""
+"""Part size: the smallest that S3 allows. A state in these tests has four parts."""
 
 
 class Together:
-    """Announcements of several savers in one process."""
+    """Exchanges the announcements of several savers in one process."""
 
     def __init__(self) -> None:
         self.said: dict[tuple[int, int], dict[str, Any]] = {}
@@ -43,12 +43,12 @@ class Together:
 
 
 class OneRank:
-    """Trains a little model and saves it.
+    """Trains a small model and saves it.
 
     Args:
-        store: Where to.
-        run: The run's name; a next attempt of it is claimed.
-        keep: Committed checkpoints to keep.
+        store: Where the model is saved.
+        run: The run's name. Its next attempt is claimed.
+        keep: Number of committed checkpoints to keep.
     """
 
     def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
@@ -62,23 +62,23 @@ class OneRank:
         self.saver = CheckpointSaver(store, run, {}, seat, Together(), self.told, keep=keep)
 
     def save(self, step: int) -> None:
-        """One step of training, and the begin of its save."""
+        """Takes one training step and starts to save it."""
         self.stage(torch.ones(2, 1024)).sum().backward()
         self.optimizer.step()
         self.weights[step] = self.stage.weight.detach().clone()
         self.saver.save(step, [self.stage], self.optimizer, {"data_position": {"row": step}})
 
     def save_and_wait(self, step: int) -> bool:
-        """Whether the step was committed."""
+        """Returns whether the step was committed."""
         self.save(step)
         return self.saver.wait() == step
 
     def failures(self) -> str:
-        """What save_failed said, all of it."""
+        """Returns the messages of all save_failed events."""
         return "\n".join(event.message for event in self.told.events if event.kind == "save_failed")
 
     def loads(self, store: ObjectStore, step: int) -> bool:
-        """Whether a fresh model filled from that step has the weights it had then."""
+        """Returns whether a fresh model that loads this step gets the weights of that step."""
         fresh = nn.Linear(1024, 1500)
         loaded = load_checkpoint(store, self.run, step, [fresh], torch.optim.AdamW(fresh.parameters()))
         return loaded is not None and loaded.step == step and torch.equal(fresh.weight, self.weights[step])
@@ -89,7 +89,7 @@ def committed(store: ObjectStore, run: str) -> list[int]:
 
 
 def newest(store: ObjectStore, run: str) -> tuple[int | None, list[str]]:
-    """The newest step that verifies, and the objects for which newer ones were rejected."""
+    """Returns the newest step that verifies, and the objects that invalidate newer steps."""
     found = newest_usable(store, run)
     objects = [problem.key for rejected in found.rejected for problem in rejected.problems]
     return None if found.commit is None else found.commit.step, objects

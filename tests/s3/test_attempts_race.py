@@ -1,5 +1,5 @@
-"""Two attempts of one run at once, and one that dies at any request: on a real server, through the
-real saver."""
+"""Two concurrent attempts of one run, and an attempt that dies at any of its requests: on a real
+server, with the real saver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not
     def live() -> None:
         store = server.store(BUCKET, "race", part_bytes=PART)
         start.wait()
-        rank = OneRank(store, "run")  # claims
+        rank = OneRank(store, "run")  # claims the attempt
         ranks.append(rank)
         start.wait()
         for step in (1, 2, 3):
@@ -58,16 +58,16 @@ def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not
 
 
 class Died(BaseException):
-    """The process is gone."""
+    """Stands for the death of the process."""
 
 
 class Mortal:
-    """Kills a process, so to speak, at its n-th request: that one and all later ones raise.
+    """Simulates a process that dies at its n-th request: that request and all later ones raise.
 
     Args:
-        store: Whose requests count from now on.
+        store: The store whose requests count from now on.
         at: n.
-        answered: Whether the server carried the n-th one out.
+        answered: Whether the server carries out the n-th request.
     """
 
     def __init__(self, store: S3Store, at: int, answered: bool) -> None:
@@ -90,8 +90,8 @@ class Mortal:
 @pytest.mark.slow
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(server: SeaweedServer, answered: bool) -> None:
-    """Between the parts of an upload, at its completion, at the claim's check, at COMMIT, and while
-    old ones go."""
+    """The death falls between the parts of an upload, at its completion, at the check of the claim,
+    at COMMIT, and while old checkpoints are removed."""
     seen, at = set(), 0
     while True:
         at += 1

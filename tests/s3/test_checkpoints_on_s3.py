@@ -1,5 +1,5 @@
-"""Saving, verifying, loading and pruning on a real S3 server, with objects large enough to travel
-in parts."""
+"""Tests saving, verifying, loading and pruning on a real S3 server, with objects large enough for
+multipart uploads."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str
 
 
 def test_a_sum_that_the_server_let_pass_is_found_by_our_own(store: S3Store, run: str) -> None:
-    """Ceph takes bodies whose sum is wrong; what is read is compared with what was committed all
-    the same."""
+    """Ceph accepts bodies with a wrong checksum. raypp checks what it reads against the commit."""
     rank = OneRank(store, run)
     assert rank.save_and_wait(1), rank.failures()
     assert rank.save_and_wait(2), rank.failures()

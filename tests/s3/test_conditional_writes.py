@@ -1,5 +1,5 @@
-"""Creating an object once: on servers that honour If-None-Match, and on a real one that ignores
-it."""
+"""Tests that an object is created only once: on servers that honour If-None-Match, and on a real
+one that ignores it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ignoring() -> Iterator[RcloneServer]:
 
 
 def race(writers: list[S3Store], key: str) -> tuple[list[int], list[BaseException]]:
-    """Who of several won one key, and what else happened."""
+    """Lets several writers race for one key. Returns the winners and the errors."""
     start, won, wrong = threading.Barrier(len(writers)), [], []
 
     def write(number: int) -> None:

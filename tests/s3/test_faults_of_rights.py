@@ -1,4 +1,4 @@
-"""Keys that end, are taken back or lose rights in the middle; clocks that go wrong."""
+"""Keys that expire, are revoked or lose permissions during a run, and hosts with wrong clocks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ ALL = ["Admin", "Read", "Write", "List", "Tagging"]
 
 
 class Identities:
-    """A server whose identities can be changed while it runs: it reads its file again on SIGHUP."""
+    """A server whose identities can change while it runs: it reads its file again on SIGHUP."""
 
     def __init__(self, directory: Path) -> None:
         self.server = SeaweedServer.start(directory, buckets=(BUCKET,))
         self._file = directory / "s3.json"
 
     def set(self, *, taken_back: str = "", **actions: list[str]) -> None:
-        """These access keys are good from now on; secret keys are `secret-of-NAME`."""
+        """Makes exactly these access keys valid from now on. Secret keys are `secret-of-NAME`."""
         own = {"accessKey": self.server.access_key, "secretKey": self.server.secret_key}
         identities = [{"name": "raypp", "credentials": [own], "actions": ALL}]
         for name, allowed in actions.items():
             keys = {"accessKey": name, "secretKey": f"secret-of-{name}"}
             identities.append({"name": name, "credentials": [keys], "actions": allowed})
         if taken_back:
-            # The server keeps identities that its file no longer has: it must be told of another
-            # secret.
+            # The server keeps identities that its file drops, so a revoked key gets another secret.
             keys = {"accessKey": taken_back, "secretKey": "another"}
             identities.append({"name": taken_back, "credentials": [keys], "actions": ALL})
         self._file.write_text(json.dumps({"identities": identities}))
@@ -51,7 +50,7 @@ class Identities:
             self.wait(lambda name=name: self.may(name, "list_objects_v2"))
 
     def may(self, name: str, operation: str, **request: Any) -> bool:
-        """Whether that key's request succeeds."""
+        """Returns whether a request with that key succeeds."""
         client = self.store(name)._clients.current
         try:
             getattr(client, operation)(Bucket=BUCKET, **request)
@@ -108,8 +107,7 @@ def test_a_bucket_that_turns_read_only_fails_saves_in_words_and_loads_as_before(
 def test_keys_that_are_replaced_in_the_middle_are_asked_for_anew(
     identities: Identities, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The profile's program hands out keys that say nothing of their end; then the server takes the
-    first ones back."""
+    """The profile's program returns keys without an expiry. Then the server revokes the first."""
     identities.set(first=ALL, second=ALL)
     handed_out = tmp_path / "keys.json"
     _hand_out(handed_out, "first")
@@ -121,7 +119,7 @@ def test_keys_that_are_replaced_in_the_middle_are_asked_for_anew(
     identities.set(second=ALL, taken_back="first")
     identities.wait(lambda: identities.may("first", "list_objects_v2"), False)
     with pytest.raises(AccessRefused, match="rejects the signature"):
-        store.get("x")  # the program still hands out the old ones
+        store.get("x")  # the program still returns the old keys
     _hand_out(handed_out, "second")
     assert rank.save_and_wait(2), rank.failures()
     assert rank.loads(store, 2)
@@ -172,8 +170,7 @@ def _use_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str, en
     monkeypatch.setenv("AWS_PROFILE", "short")
 
 
-# Clocks
-# ---------------------------------------------------------------------------------------------
+# Clocks ---------------------------------------------------------------------------------------
 
 _OTHER_CLOCK = r"""
 #define _GNU_SOURCE
@@ -220,8 +217,8 @@ print(rank.attempt, committed(store, run), newest(store, run), int(time.time()))
 
 @pytest.fixture(scope="module")
 def other_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that shifts the clock of a whole process by CLOCK_SHIFT_S: what a host with a wrong
-    clock sees."""
+    """Builds a library that shifts the clock of a whole process by CLOCK_SHIFT_S, as on a host with
+    a wrong clock."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to make another clock with")
@@ -236,7 +233,7 @@ def other_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_elsewhere(
     url: str, run: str, steps: str, shift_s: int, clock: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Saves in a process whose clock is off."""
+    """Saves in a process whose clock is wrong."""
     here = Path(__file__).parent
     program = _SAVE.format(paths=[str(here), str(here.parent / "servers")])
     return subprocess.run(
@@ -258,8 +255,8 @@ def save_elsewhere(
 def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_newest(
     kind: str, identities: Identities, run: str, other_clock: Path, tmp_path: Path
 ) -> None:
-    """The first attempt's host is 10 minutes ahead, the second's 10 minutes behind: its commits
-    look older."""
+    """The clock of the first attempt's host is 10 minutes ahead, the second's 10 minutes behind:
+    its commits look older."""
     url = f"s3://{BUCKET}/clocks" if kind == "s3" else str(tmp_path / "clocks")
     environment = identities.server.environment()
     ahead = save_elsewhere(url, run, "1,2", +600, other_clock, **environment)

@@ -1,5 +1,4 @@
-"""Saves and loads while the way to a real server loses, delays, damages and refuses what it
-carries."""
+"""Saves and loads while the network to a real server drops, delays, corrupts or refuses data."""
 
 from __future__ import annotations
 
@@ -43,13 +42,13 @@ def store_at(
 
 @pytest.fixture
 def store(proxy: FaultProxy, seaweed_server: SeaweedServer) -> S3Store:
-    """Through the proxy."""
+    """A store that goes through the proxy."""
     return store_at(proxy, seaweed_server)
 
 
 @pytest.fixture
 def beside(seaweed_server: SeaweedServer) -> S3Store:
-    """The same objects, past the proxy."""
+    """A store with the same objects that bypasses the proxy."""
     return store_at(seaweed_server, seaweed_server)
 
 
@@ -161,8 +160,8 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
 
 
 def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
-    """This server does not compare a part with its signature, but with the sum that goes with
-    it."""
+    """This server does not compare a part with its signature. It compares the part with the
+    checksum that is sent along."""
     assert store.sums.compared()
     flip = proxy.add(is_part, times=2, flip_request_at=12_345)
     rank = OneRank(store, run)

@@ -1,5 +1,4 @@
-"""A real server that is killed (SIGKILL) in the middle of things and started again elsewhere, with
-the same data."""
+"""A real server is killed (SIGKILL) mid-operation and restarted elsewhere with the same data."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 class Mortal:
-    """A server behind a fixed address: killed at a request, started again a second later."""
+    """A server behind a fixed address, killed at a chosen request and restarted a second later."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -30,7 +29,7 @@ class Mortal:
         self.returning: threading.Thread | None = None
 
     def kill_at(self, wanted: Callable[[Request], bool], after_it: bool) -> None:
-        """Kills the server before or after it has carried out the next such request."""
+        """Kills the server before or after it carries out the next such request."""
         if after_it:
             self.proxy.add(wanted, then=self._kill, lose_answer=True)
         else:
@@ -56,7 +55,7 @@ class Mortal:
         )
 
     def back(self) -> None:
-        """Waits until it is there again."""
+        """Waits until the server is back."""
         assert self.returning is not None, "it was not killed"
         self.returning.join()
 

@@ -1,5 +1,5 @@
-"""A Hugging Face model in a bucket: imported, compared, exported and named by a job, all by the
-command line."""
+"""Tests a Hugging Face model in a bucket: imported, compared, exported and used by a job, all
+through the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_model_in_a_bucket_is_imported_and_exported_to_a_bucket(
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 96, "vocab_size": 20_000}
-    before = write_hf_folder(tmp_path / "hf", **sizes)  # 10 MB: more than a part
+    before = write_hf_folder(tmp_path / "hf", **sizes)  # 10 MB: more than one part
     bucket = seaweed_server.store(BUCKET, f"{run}-hf")
     for path in (tmp_path / "hf").iterdir():
         bucket.put(path.name, path.read_bytes())

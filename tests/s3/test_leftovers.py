@@ -1,4 +1,4 @@
-"""What broke off is found and goes; what may be under way stays."""
+"""Interrupted uploads are found and removed. Uploads that may still be in progress stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.s3
 
 
 def begin_upload(store: S3Store, key: str) -> None:
-    """An upload of which one part arrived, and whose writer is then gone."""
+    """Starts an upload of which one part arrives and whose writer then disappears."""
     client, name = store._clients.current, store.name_of(key)
     upload = client.create_multipart_upload(Bucket=store.bucket, Key=name)["UploadId"]
     client.upload_part(Bucket=store.bucket, Key=name, UploadId=upload, PartNumber=1, Body=bytes(PART))
@@ -54,7 +54,7 @@ def test_unfinished_uploads_and_uncommitted_objects_of_older_attempts_go_and_not
 
 
 def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Store, run: str) -> None:
-    """Objects that the attempt right before may be about to commit stay until the next."""
+    """Objects that the previous attempt may be about to commit stay until the next attempt."""
     claim_next_attempt(store, run)
     begin_upload(store, rank_key(run, 5, 1, 3))
     store.put(rank_key(run, 5, 1, 0), b"1234")

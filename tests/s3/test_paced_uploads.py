@@ -1,4 +1,5 @@
-"""How a save goes out: at its cap, with low priority, without copies; against a real server."""
+"""Tests how a save is uploaded to a real server: within its bandwidth cap, at low priority, without
+copies."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def random_bytes(size: int) -> memoryview:
 
 
 def source_of(data: memoryview, pace: Pace | None = None) -> MemorySource:
-    """Two buffers, the first of which is there a little later, as a header is."""
+    """Returns a source of two buffers. The first is available a little later, like a header."""
     ready = threading.Event()
     threading.Timer(0.05, ready.set).start()
 
@@ -63,7 +64,7 @@ def test_the_cap_holds_within_a_tenth(store: S3Store, tmp_path: Path, kind: str)
     cap = size / 1.5
     place: ObjectStore = DirectoryStore(tmp_path) if kind == "directory" else store
     data, rates = random_bytes(size), []
-    for _ in range(6):  # a server that is slow for a moment is not the cap's failure, one that is fast is
+    for _ in range(6):  # a server that is slow for a moment does not violate the cap, a fast one does
         started = time.monotonic()
         place.put_stream("paced", source_of(data, Pace(cap)), size)
         rates.append(size / (time.monotonic() - started) / cap)

@@ -1,4 +1,4 @@
-"""The settings people have for AWS, against a real server on loopback."""
+"""Tests common AWS settings against a real server on loopback."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ def test_aws_region_counts_and_is_what_requests_are_signed_for(
 
 @pytest.fixture
 def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names below localhost are this machine's (RFC 6761), also where the resolver does not know
-    that."""
+    """Resolves names below localhost to this machine (RFC 6761), as some resolvers do not."""
     try:
         socket.getaddrinfo(f"{BUCKET}.localhost", 80)
     except OSError:
@@ -103,8 +102,8 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://localhost:{port}")
     monkeypatch.setenv("RAYPP_S3_ADDRESSING_STYLE", "virtual")
     store = open_store(f"s3://{BUCKET}/virtual")
-    # The server would have to know its own domain to look at the name; what is sent is what
-    # matters.
+    # The server ignores the host name unless its own domain is configured, so the test checks what
+    # is sent.
     proxy.add(lambda _request: True, times=None, status=403, code="AccessDenied")
     with pytest.raises(Exception, match="access denied"):
         store.get("a/b")

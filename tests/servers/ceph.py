@@ -1,10 +1,10 @@
-"""A second real S3 server for tests: one Ceph of one monitor, one OSD and one radosgw, on loopback
-and in a temporary directory. It honours and ignores other things than SeaweedFS does, as servers in
-the wild do.
+"""A second real S3 server for tests: a Ceph with one monitor, one OSD and one radosgw, on loopback
+and in a temporary directory. It honours and ignores different features than SeaweedFS, like servers
+in production.
 
-Several may run at once: nothing of a cluster lies in a place that another one uses. Its ports are
-below those that the system hands out, and claimed for as long as it lives, because a client that
-finds another cluster's monitor at its port talks to it without a doubt until "wrong fsid".
+Several clusters may run at once, because no two of them share a path. A cluster's ports are below
+those that the system assigns, and it claims them for its lifetime: a client that finds another
+cluster's monitor at its port talks to it until it fails with "wrong fsid".
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ debug ms = 0
 
 
 def missing_programs() -> list[str]:
-    """The programs of Ceph that this machine lacks."""
+    """Returns the Ceph programs that this machine lacks."""
     return [name for name in _PROGRAMS if shutil.which(name) is None]
 
 
 class CephServer:
-    """A running Ceph. The same surface as the SeaweedFS one, as far as tests need it.
+    """A running Ceph with the interface of the SeaweedFS server, as far as tests need it.
 
     Args:
-        directory: For its data, sockets and logs.
-        buckets: Made at start.
+        directory: Directory of its data, sockets and logs.
+        buckets: Buckets that are created at start.
     """
 
     name = "ceph"
@@ -105,7 +105,7 @@ class CephServer:
         return f"http://127.0.0.1:{self._port}"
 
     def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
-        """A store on this server, with its keys."""
+        """Returns a store on this server, with its keys."""
         return S3Store(
             bucket,
             prefix,
@@ -121,7 +121,7 @@ class CephServer:
         }
 
     def stop(self) -> None:
-        """Ends every process it started. Nothing is kept."""
+        """Ends every process that it started. Keeps no data."""
         for process in reversed(self._processes):
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -132,8 +132,8 @@ class CephServer:
         self._claims.clear()
 
     def _start_somewhere(self) -> None:
-        """Starts; once more with other ports and an empty directory when a program that claims
-        nothing took a port."""
+        """Starts the cluster. If a program that claims no ports took one of its ports, starts once
+        more with other ports and an empty directory."""
         above = self.directory
         for number in range(1, _TRIES + 1):
             self.directory = above / f"try-{number}"
@@ -213,11 +213,11 @@ class CephServer:
             time.sleep(0.2)
 
     def _claim_port(self) -> int:
-        """A free port that no other cluster of these tests takes, until `stop`."""
+        """Returns a free port that no other cluster of these tests takes until `stop`."""
         for port in random.Random().sample(_PORTS, len(_PORTS)):
             claim = socket.socket(socket.AF_UNIX)
             try:
-                claim.bind(f"\0raypp-ceph-port-{port}")  # a name without a file; gone with this process
+                claim.bind(f"\0raypp-ceph-port-{port}")  # abstract: has no file, ends with this process
                 with socket.socket() as listener:
                     listener.bind(("127.0.0.1", port))
             except OSError:
@@ -237,7 +237,7 @@ class CephServer:
 
 @contextmanager
 def ceph(*buckets: str) -> Iterator[CephServer]:
-    """A running server with these buckets, gone at the end."""
+    """Runs a server with these buckets, and ends it on exit."""
     with tempfile.TemporaryDirectory(prefix="raypp-ceph-", ignore_cleanup_errors=True) as directory:
         server = CephServer(Path(directory), buckets)
         try:
@@ -247,5 +247,6 @@ def ceph(*buckets: str) -> Iterator[CephServer]:
 
 
 def _environment() -> dict[str, str]:
-    """Without the variables that would make Ceph's programs read another cluster's settings."""
+    """Returns the environment without the variables that make Ceph's programs read another
+    cluster's settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}

@@ -1,8 +1,7 @@
-"""A proxy that makes faults on purpose: the bytes of a real server pass through it, except where a
-rule says otherwise.
+"""A fault-injecting proxy: passes the bytes of a real server through, except where a rule applies.
 
-It speaks HTTP/1.1 as far as S3 clients and servers use it (bodies with a length or in chunks), one
-thread for each connection. Requests keep their Host and their signature.
+It speaks HTTP/1.1 as far as S3 clients and servers use it (bodies with a length or in chunks), with
+one thread per connection. Requests keep their Host header and their signature.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _REASONS = {500: "Internal Server Error", 503: "Service Unavailable", 403: "Forb
 
 @dataclass(frozen=True)
 class Request:
-    """What a rule may look at.
+    """The part of a request that rules can check.
 
     Attributes:
         method: PUT, GET …
@@ -45,17 +44,18 @@ class Fault:
     """A rule: what happens to the requests that match.
 
     Attributes:
-        wanted: Which requests.
-        times: How many of them; None: all.
-        status, code: Answer with these instead of asking the server.
-        cut_request_at: Reset both connections after so many bytes of the request's body.
-        cut_answer_at: Reset the client's connection after so many bytes of the answer's body.
-        end_answer_at: Close it in order there instead: the body is shorter than announced.
+        wanted: Selects the requests.
+        times: Number of requests it applies to. None: all.
+        status, code: Answers with these instead of asking the server.
+        cut_request_at: Resets both connections after this many bytes of the request's body.
+        cut_answer_at: Resets the client's connection after this many bytes of the answer's body.
+        end_answer_at: Closes the connection normally after this many bytes: the body is shorter
+            than announced.
         lose_answer: The server carries the request out; the client gets a reset.
-        flip_request_at, flip_answer_at: Flip a bit of this byte of the body.
-        stall_s: Say nothing for so long before the answer's body.
-        then: Called once the request has been passed on and before the answer is.
-        hits: How often it struck.
+        flip_request_at, flip_answer_at: Flips a bit of this byte of the body.
+        stall_s: Waits this many seconds before the answer's body.
+        then: Called after the request has been passed on and before the answer is.
+        hits: How often the rule applied.
     """
 
     wanted: Wanted
@@ -77,7 +77,7 @@ class FaultProxy:
     """Listens on a free loopback port until `close`.
 
     Args:
-        upstream: The real server's URL; may be set anew when that was started again elsewhere.
+        upstream: The real server's URL. Can be changed when the server restarts at another address.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -87,7 +87,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        self._port = free_port()  # so that it is still free when it comes up again
+        self._port = free_port()  # stays free while the proxy is down
         self.up()
 
     @property
@@ -95,19 +95,19 @@ class FaultProxy:
         return f"http://127.0.0.1:{self._port}"
 
     def add(self, wanted: Wanted, **what: object) -> Fault:
-        """Adds a rule; of several that match, the first one strikes."""
+        """Adds a rule. If several match, the first one applies."""
         fault = Fault(wanted, **what)  # type: ignore[arg-type]
         with self._lock:
             self._faults.append(fault)
         return fault
 
     def clear(self) -> None:
-        """No rule any more."""
+        """Removes all rules."""
         with self._lock:
             self._faults.clear()
 
     def up(self) -> None:
-        """Listens (again), on the same port as before."""
+        """Starts to listen, on the same port as before."""
         if self._listener is not None:
             return
         listener = socket.socket()
@@ -118,10 +118,10 @@ class FaultProxy:
         threading.Thread(target=self._accept, args=(listener,), daemon=True, name="fault-proxy").start()
 
     def down(self) -> None:
-        """Nothing listens any more; what is under way is reset."""
+        """Stops listening and resets open connections."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            # close() alone does not wake the thread in accept(), which would take one more
+            # close() alone does not wake the thread in accept(): it would accept another
             # connection.
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -157,7 +157,7 @@ class FaultProxy:
                 client.close()
 
     def _one_request(self, client: socket.socket, reader: _Reader) -> bool:
-        """Passes one request and its answer; False when the connection is at its end."""
+        """Forwards one request and its answer. Returns False when the connection is finished."""
         try:
             head = reader.head()
         except EOFError:
@@ -240,7 +240,7 @@ class FaultProxy:
 
 @contextmanager
 def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
-    """A proxy before a server, gone at the end."""
+    """Runs a proxy in front of a server, and closes it on exit."""
     proxy = FaultProxy(upstream)
     try:
         yield proxy
@@ -249,7 +249,7 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
 
 
 class _Reader:
-    """Reads a connection by heads and bodies."""
+    """Reads a connection as HTTP heads and bodies."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -262,7 +262,7 @@ class _Reader:
         return head + b"\r\n\r\n"
 
     def body(self, headers: dict[str, str], answer: bool = False) -> Iterator[bytes]:
-        """The body as it is on the wire (chunk sizes included)."""
+        """Yields the body as it is on the wire (chunk sizes included)."""
         if "chunked" in headers.get("transfer-encoding", "").lower():
             yield from self._chunks()
         elif "content-length" in headers:
@@ -335,10 +335,10 @@ def _flipped(piece: bytes, begin: int, at: int | None) -> bytes:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends a connection with RST instead of FIN: what was on its way is lost."""
+    """Ends a connection with RST instead of FIN, which drops data in flight."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # Wakes a thread that reads from it; close() alone would not.
+        # Wakes a thread that reads from the connection. close() alone does not.
         connection.shutdown(socket.SHUT_RD)
     with suppress(OSError):
         connection.close()

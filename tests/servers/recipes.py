@@ -1,5 +1,4 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter with made-up kinds in a copy of the
-project."""
+"""Follows the recipes of CONTRIBUTING.md exactly, with example kinds in a copy of the project."""
 
 from __future__ import annotations
 
@@ -106,12 +105,12 @@ FILES = {
     "raypp/train/signs.py": OPTIMIZER,
     "tests/unit/data/samples/lines.lines": "one line\nanother line\n\na third line\n",
 }
-"""What the recipes ask for: the file of each kind, and the sample that a data source's contract
+"""The files that the recipes ask for: one per kind, and the sample that a data source's contract
 test reads."""
 
 
 def tree_with_recipes(place: Path) -> Path:
-    """A copy of the project with the made-up kinds."""
+    """Creates a copy of the project with the example kinds."""
     for folder in ("raypp", "tests", "jobs"):
         shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", place)
@@ -122,7 +121,7 @@ def tree_with_recipes(place: Path) -> Path:
 
 
 def python_in(place: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the raypp and the modules of a folder."""
+    """Runs Python with the raypp package and the modules in a folder."""
     variables = os.environ | {"PYTHONPATH": str(place), "COLUMNS": "120", "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
         [sys.executable, *arguments], cwd=place, env=variables, capture_output=True, text=True, timeout=300
@@ -130,7 +129,7 @@ def python_in(place: Path, *arguments: str, **environment: str) -> subprocess.Co
 
 
 def job_text(place: Path, *, schedule: str = "pairs", data: str = "lines", optimizer: str = "signs") -> str:
-    """A job of two ranks that uses all of them."""
+    """Returns a job of two ranks that uses all example kinds."""
     (place / "words.lines").write_text("".join(f"line {number} of some\n" for number in range(200)), encoding="utf-8")
     return f"""
 name: recipes

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: one SeaweedFS on free loopback ports, gone when the tests are."""
+"""A real S3 server for tests: SeaweedFS on free loopback ports, ended with the tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BUCKET = "raypp-tests"
 
 @contextmanager
 def seaweed(directory: Path | None = None) -> Iterator[SeaweedServer]:
-    """A running server with the bucket `raypp-tests`; its data are removed with it when no
-    directory is given."""
+    """Runs a server with the bucket `raypp-tests`. Without a given directory, its data is removed
+    on exit."""
     with tempfile.TemporaryDirectory(prefix="raypp-seaweed-") as temporary:
         server = SeaweedServer.start(directory or temporary, buckets=(BUCKET,))
         try:

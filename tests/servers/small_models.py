@@ -1,5 +1,4 @@
-"""A small model of any family: what the tests that run over the registry build. Nothing here knows
-a family by name."""
+"""Builds a small model of any family, for tests over the registry. Names no family."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied, wide heads": {"tie_embeddings": True, "head_dim": 12, "rope_theta": 5e5, "norm_eps": 1e-6},
 }
-"""Settings that every family has, beside the sizes."""
+"""Settings that every family has, in addition to the sizes."""
 
 
 def small_options(kind: str, **changed: Any) -> DecoderOptions:
-    """The `model:` section of a small model; sizes that the family does not have are left out."""
+    """Returns the `model:` section of a small model. Omits sizes that the family does not have."""
     cls = FAMILIES[kind].options
     sizes = {name: value for name, value in SIZES.items() if name in cls.model_fields}
     return cls(kind=kind, **{**sizes, **changed})
 
 
 def their_model(options: DecoderOptions, **changed: Any) -> Any:
-    """The random model that transformers makes of the config.json of a section.
+    """Returns the random model that transformers builds from the config.json of a section.
 
-    Its weights are large enough that every part shows in the logits.
+    Its weights are large enough that every part affects the logits.
     """
     import torch
     import transformers

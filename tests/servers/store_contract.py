@@ -1,5 +1,5 @@
-"""What every store must do. A new store is tested by a class that inherits this and gives it a
-`store` fixture."""
+"""The contract of every store. The tests of a new store are a class that inherits this one and has
+a `store` fixture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 
 def assert_one_of_eight_writers_wins(store: ObjectStore) -> None:
-    """Eight writers race for one key, and what is there is the one winner's."""
+    """Asserts that one of eight racing writers wins a key, and that the key holds its data."""
     start, won = threading.Barrier(8), []
 
     def race(number: int) -> None:
@@ -34,7 +34,7 @@ def assert_one_of_eight_writers_wins(store: ObjectStore) -> None:
 
 class StoreContract:
     large = 300_000
-    """Bytes of what counts as a large object for this store."""
+    """Size in bytes of a large object for this store."""
 
     def test_what_was_put_is_got_back_whole_and_in_part(self, store: ObjectStore) -> None:
         store.put("run/a", b"0123456789")

@@ -1,4 +1,4 @@
-"""A reporter for tests: it keeps what it is told and wants nothing."""
+"""A reporter for tests: it keeps all reports and makes no requests."""
 
 from __future__ import annotations
 
