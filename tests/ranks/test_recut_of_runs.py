@@ -170,7 +170,7 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
     for step, (loss, norm, tokens) in expected.items():
         assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens)
     # A step of Adam has length lr = 3e-3 whatever the gradient, so after three steps small weights
-    # may differ by 1e-5 of that.
+    # may differ by 1e-4 of that.
     assert max(one.max_abs for one in comparison.different if not one.name.startswith("optim/")) < 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import stat
@@ -28,15 +29,25 @@ def s3_store(server: Any) -> S3Store:
     return server.store(BUCKET, next(_PREFIXES), part_bytes=_PART)
 
 
-class TestEveryStoreWithAServer(StoreContract):
-    """A store with scheme `x` is opened by the fixture `x_store`."""
+def _contract_of(scheme: str) -> type:
+    """Returns the contract's tests for the store that the fixture `<scheme>_store` opens.
 
-    large = 3 * _PART
+    The fixture is named in a signature, not asked for by `getfixturevalue`: it may have parameters
+    of its own, such as the kinds of servers.
+    """
 
-    @pytest.fixture(params=[kind.name for kind in STORES.usable() if not kind.local])
-    def store(self, request: pytest.FixtureRequest) -> ObjectStore:
-        found: ObjectStore = request.getfixturevalue(f"{request.param}_store")
-        return found
+    def store(self: StoreContract, **fixtures: ObjectStore) -> ObjectStore:
+        return fixtures[f"{scheme}_store"]
+
+    names = ("self", f"{scheme}_store")
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    store.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return type(f"TestStore{scheme.title()}", (StoreContract,), {"large": 3 * _PART, "store": pytest.fixture(store)})
+
+
+for _kind in STORES.usable():
+    if not _kind.local:
+        globals()[f"TestStore{_kind.name.title()}"] = _contract_of(_kind.name)
 
 
 def test_open_store_takes_the_servers_place_and_keys_from_the_environment(
