@@ -73,6 +73,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
 
     reporter.phase("load")
     with start.part("load"):
+        # Before the ranks agree on what they load: none ends, and rank 0's server with it, before
+        # all have connected, even if no step is left.
+        announcements = StoreAnnouncements(rank.rendezvous, seat.attempt)
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
         if injection is not None:
             store = cast(ObjectStore, FaultyStore(store, injection))
@@ -90,7 +93,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         job.name,
         job_document(job),
         seat,
-        StoreAnnouncements(rank.rendezvous, seat.attempt),
+        announcements,
         reporter,
         job.checkpoint.keep,
         keep_every=job.checkpoint.keep_every,

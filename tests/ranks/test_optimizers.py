@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
@@ -112,6 +113,7 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
         saver.close()
         weights = {name: whole(p) for module in built.modules for name, p in module.named_parameters()}
         after = state()
+        dist.barrier()  # rank 0 serves the announcements: it leaves when all have connected
     return {"loaded": before, "state": after, "weights": weights}
 
 
