@@ -24,8 +24,6 @@ E2E := tests/e2e tests/chaos tests/hosts
 TESTS ?=
 # Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
 WORKERS ?= logical
-# Two clusters side by side want two cores each.
-CLUSTERS ?= $(if $(filter 1 2 3,$(shell getconf _NPROCESSORS_ONLN)),0,2)
 PYTEST := $(BIN)/python -m pytest -m 'not slow'
 
 venv: $(STAMP)
@@ -66,9 +64,9 @@ test-ray: venv
 test-e2e: venv
 	@$(PYTEST) $(E2E)
 
-# Both of them side by side: each has one cluster, and waits more than it computes.
+# Both tiers in one process: their tests share the clusters.
 test-clusters: venv
-	@$(PYTEST) -n $(CLUSTERS) --dist loadgroup $(RAY) $(E2E)
+	@$(PYTEST) $(RAY) $(E2E)
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)

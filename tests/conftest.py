@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from laptop import Laptop, Run
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one cluster on one worker of pytest-xdist (`--dist loadgroup`), which
-    holds the cluster for its session."""
-    for item in items:
-        for cluster in {"laptop", "cluster", "office"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(cluster))
-
-
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractContextManager[None]]:
     """Returns a context that only one worker of pytest-xdist can be in at a time.
