@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -59,13 +57,3 @@ class OwnProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(stubborn, timeout=5)
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, interval_s: float = 0.1) -> bool:
-    """Polls `condition()` until it is true; returns False on timeout."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(interval_s)
-    return True

@@ -15,10 +15,10 @@ import pytest
 from raypp.clusters import known_runs, local
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, find_cluster
-from raypp.clusters.processes import wait_until
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
+from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from tests.ray.extra_nodes import ExtraNodes
 
@@ -63,7 +63,8 @@ def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
     with ExtraNodes(cluster) as extra:
         extra.add(77)
         seen: set[str] = set()
-        assert wait_until(lambda: seen.update(node.ip for node in cluster.dashboard.nodes()) or len(seen) > 1, 30)
+        every = Backoff(30, first_s=0.1, longest_s=0.1)
+        assert every.wait(lambda: bool(seen.update(node.ip for node in cluster.dashboard.nodes()) or len(seen) > 1))
     assert seen == {"127.0.0.2", "127.0.0.77"}
 
 
