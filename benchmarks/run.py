@@ -49,6 +49,7 @@ BENCHMARKS = (
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
     Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),
+    Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
 PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")

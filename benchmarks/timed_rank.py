@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
@@ -118,6 +119,8 @@ def main() -> None:
     if os.environ.get("BENCH_OUT"):
         with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            if seat.device == "cuda":
+                peak = torch.cuda.max_memory_reserved() / 2**20
             figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens, "peak_mib": peak}
             json.dump({**figures, "bytes": timer.bytes, "events": timer.events}, out)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,7 +183,9 @@ class Ordeal:
             blamed = {event.rank for event in told if event.details["kind"] != "lost_peer"}
             # All ranks agree that a step is not finite, and it ends all of them.
             assert strike.kind == "nan" or blamed <= {strike.rank, *strike.also}, _rows(told)
-            assert 0 <= own[0].time - fact["time"] < _known_within(strike), own[0].time - fact["time"]
+            told_s = own[0].time - fact["time"]
+            within_s = _known_within(strike, own[0].message)
+            assert 0 <= told_s < within_s, f"due within {within_s:.1f} s: {self._since(fact)}"
         elif not any(other.ends_attempt for other in self._in_attempt(fact["attempt"])):
             assert not told, _rows(told)
         if strike.outside == "controller":
@@ -234,6 +237,14 @@ class Ordeal:
         first = [e.time for e in self.events if e.kind == "first_step" and e.attempt == fact["attempt"] + 1]
         return min(first) - fact["time"] if first else None
 
+    def _since(self, fact: dict[str, Any]) -> list[str]:
+        """Returns the events after a fault, each with its seconds since the fault, and how long the
+        steps before it took."""
+        steps = [f"step {row['step']}: {row['step_s']:.2f} s" for row in self.reader.history()]
+        events = [event for event in self.events if event.time >= fact["time"]][:20]
+        late = [f"{event.time - fact['time']:.1f} s {event.kind} {event.rank}: {event.message}" for event in events]
+        return [*steps[: fact["in_step"]], *late]
+
     def _last_words(self) -> str:
         told = [f"{event.kind}: {event.message}"[:300] for event in self.events[-6:]]
         return f"{(self.reader.status() or {}).get('error')}; {told}"
@@ -249,9 +260,17 @@ def _rows(events: list[Any]) -> list[str]:
     return [f"rank {e.rank} pid {e.details['pid']} step {e.step} {e.details['kind']}: {e.message}" for e in events]
 
 
-def _known_within(strike: Strike) -> float:
-    """Returns the seconds within which a failure must be reported on a machine with other load."""
-    return 3 * HANG_S + 15 if strike.kind in ("freeze", "hang") else 10.0
+def _known_within(strike: Strike, message: str) -> float:
+    """Returns the seconds within which a failure must be reported on a machine with other load.
+
+    A hang is known after the time that the controller allowed, which grows with slow steps (the
+    message tells it), the wait for a heartbeat, and the collection of stacks.
+    """
+    if strike.kind not in ("freeze", "hang"):
+        return 10.0
+    allowed = re.search(r"\(allowed: (\d+) s\)", message)
+    assert allowed is not None, message
+    return float(allowed[1]) + 2 * HANG_S + 15
 
 
 def _known_late(strike: Strike) -> int:

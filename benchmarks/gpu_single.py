@@ -1,0 +1,202 @@
+"""Speed, memory and MFU of one device: `python -m benchmarks.gpu_single`.
+
+Trains Llama models of 1B and 8B parameters in bf16 on one device, with every mode of recomputation,
+with and without torch.compile, on one long document per row and on packed short ones. Needs
+neither Ray nor S3. Without a CUDA device it trains a toy model on the CPU, which shows that the
+benchmark runs, not how fast a GPU is.
+
+MFU is the share of the device's peak that a run's model FLOPs take. Recomputation does not count.
+Three formulas are in use, and all three are printed, per token of a row of T tokens:
+
+- `6N`: 6 per parameter that is in a product, so without the input embedding.
+- `causal`: 6N, and 6 T per layer and head width for attention to half of the row on average
+  (12 T of PaLM, arXiv:2204.02311, appendix B, halved).
+- `full`: 6N, and 12 T per layer and head width, as if attention read the whole row. PaLM's formula.
+
+The peak is the data sheet's. `of matmul` is the causal formula as a share of the rate that this
+device reaches in a square product of matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.surroundings import describe
+from benchmarks.timed_rank import job_of
+from raypp.planning.costs import DEVICES
+from raypp.planning.flops import head_flops
+from raypp.planning.sizes import sizes_of
+from raypp.ports import free_port
+from raypp.spec.job import Job
+
+WARM = 3
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336,
+           "vocab_size": 128256, "rope_theta": 500000.0},
+    "1b": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192,
+           "vocab_size": 128256, "rope_theta": 500000.0, "tie_embeddings": True},
+    "toy": {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 688,
+            "vocab_size": 4096},
+}  # fmt: skip
+"""Sizes of Llama 3.1 8B and Llama 3.2 1B (their config.json), and of a model for CPUs."""
+BATCH = {"8b": (1, 4), "1b": (1, 8), "toy": (2, 4)}
+"""Rows of a microbatch and microbatches of a step."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run.
+
+    Attributes:
+        name: What differs, for the table.
+        model: Key of MODELS.
+        seq_len: T, tokens of a row.
+        settings: Keys of the job.
+    """
+
+    name: str
+    model: str
+    seq_len: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, precision: str) -> list[str]:
+        """Returns the `--set` arguments of `benchmarks.timed_rank`."""
+        rows, microbatches = BATCH[self.model]
+        keys: dict[str, Any] = {
+            "model": {"kind": "llama", **MODELS[self.model]},
+            "data.seq_len": self.seq_len,
+            "data.document_len": [self.seq_len, self.seq_len],
+            "train.micro_batch_size": rows,
+            "pipeline.microbatches": microbatches,
+            "train.precision": precision,
+            **self.settings,
+        }
+        return [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
+    """Returns the runs of the table, the reference of each model and length first."""
+    found = []
+    for model in models:
+        for seq_len in seq_lens:
+            modes = [(compiled, kept) for compiled in (True, False) for kept in ("full", "selective", "none")]
+            for compiled, kept in modes:
+                name = f"recomputation {kept}{', compiled' if compiled else ''}"
+                settings = {"train.compile": compiled, "train.activation_checkpointing": kept}
+                found.append(Variant(name, model, seq_len, settings))
+            packed = {"train.compile": True, "train.activation_checkpointing": "full",
+                      "data.document_len": [seq_len // 16, seq_len // 2]}  # fmt: skip
+            found.append(Variant("recomputation full, compiled, packed documents", model, seq_len, packed))
+    return found
+
+
+def run(variant: Variant, precision: str, steps: int) -> dict[str, Any] | str:
+    """Runs a variant in a process of its own; returns its figures, or why it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/out"
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
+             "--master-port", str(free_port()), "-m", "benchmarks.timed_rank", "--steps", str(steps),
+             *variant.arguments(precision)],
+            check=False, capture_output=True, text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out, "BENCH_STORE": f"{folder}/store"},
+        )  # fmt: skip
+        if done.returncode == 0:
+            return dict(json.loads(Path(f"{out}.0").read_text()))
+        if "out of memory" in done.stderr:
+            return "out of memory"
+        errors = [line for line in done.stderr.splitlines() if re.match(r"\[rank0\]: \S*Error: ", line)]
+        return errors[-1].removeprefix("[rank0]: ")[:120] if errors else f"exit code {done.returncode}"
+
+
+def model_flops(job: Job) -> dict[str, float]:
+    """Returns the FLOPs of forward and backward per token, by formula."""
+    model = job.model
+    products = sum(layer.multiplied for layer in sizes_of(model).layers) + head_flops(model) / 2
+    six_n = 6.0 * products
+    attention = 6.0 * model.num_layers * model.num_heads * model.dim_per_head * job.data.seq_len
+    return {"6N": six_n, "causal": six_n + attention, "full": six_n + 2 * attention}
+
+
+def matmul_rate(device: str, precision: str) -> float:
+    """Measures the FLOP/s of a square product of matrices: the best of several."""
+    size = 8192 if device == "cuda" else 1024
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        wait(device)
+        start = time.perf_counter()
+        one @ other
+        wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def data_sheet_rate(precision: str) -> tuple[str, float]:
+    """Returns the device's name and its FLOP/s by the data sheet; 0.0 if it is unknown."""
+    if not torch.cuda.is_available():
+        return "cpu", 0.0
+    name = torch.cuda.get_device_name()
+    words = name.lower().replace("rtx ", "rtx").split()
+    known = next((known for known in DEVICES.values() if known.name in words), None)
+    return name, known.tflops[precision] * 1e12 if known is not None else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1b", "8b"] if cuda else ["toy"])
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=[4096, 32768] if cuda else [256])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="only variants whose name contains this")
+    options = parser.parse_args()
+    device, precision = ("cuda", "bf16") if cuda else ("cpu", "fp32")
+    name, sheet = data_sheet_rate(precision)
+    measured = matmul_rate(device, precision)
+    print(describe())
+    print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
+          + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
+    print("\n| model | T | variant | tokens/s | × first | peak GiB | MFU 6N | causal | full | of matmul |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    first: dict[tuple[str, int], float] = {}
+    for variant in variants(options.models, options.seq_lens):
+        if options.only not in variant.name:
+            continue
+        begin = f"| {variant.model} | {variant.seq_len} | {variant.name} |"
+        found = run(variant, precision, options.steps)
+        if isinstance(found, str):
+            print(f"{begin} {found} | | | | | | |", flush=True)
+            continue
+        rate = statistics.median(t / s for t, s in list(zip(found["tokens"], found["wall"], strict=True))[WARM:])
+        reference = first.setdefault((variant.model, variant.seq_len), rate)
+        settings = variant.arguments(precision)[1::2]
+        flops = model_flops(job_of(settings, world=1, steps=1))
+        shares = [f"{rate * each / sheet:.1%}" if sheet else "" for each in flops.values()]
+        print(
+            f"{begin} {rate:,.0f} | {rate / reference:.2f} | {found['peak_mib'] / 1024:.2f} | {' | '.join(shares)} "
+            f"| {rate * flops['causal'] / measured:.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
