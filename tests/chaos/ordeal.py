@@ -33,6 +33,9 @@ PATIENCE_S = 900.0
 STILL_S = 120.0
 """Timeout for a new report. After it the run is given up, and its ranks' stacks are printed."""
 STORE_SILENT_S = 3.0
+_REPORT_S = 60.0
+_SLOW_STEPS = 10.0
+"""A step may stall for this many times the median of the steps before (docs/reliability.md)."""
 _HERE = Path(__file__).parent
 KINDS = {
     "kill": ("killed",),
@@ -184,7 +187,8 @@ class Ordeal:
             # All ranks agree that a step is not finite, and it ends all of them.
             assert strike.kind == "nan" or blamed <= {strike.rank, *strike.also}, _rows(told)
             told_s = own[0].time - fact["time"]
-            within_s = _known_within(strike, own[0].message)
+            slowest_s = max((row["step_s"] for row in self.reader.history()), default=0.0)
+            within_s = _known_within(strike, own[0].message, slowest_s)
             assert 0 <= told_s < within_s, f"due within {within_s:.1f} s: {self._since(fact)}"
         elif not any(other.ends_attempt for other in self._in_attempt(fact["attempt"])):
             assert not told, _rows(told)
@@ -228,6 +232,11 @@ class Ordeal:
         """Returns every tensor of the last commit."""
         return weights(self.store, self.name)
 
+    def known_s(self, strike: Strike) -> float | None:
+        """Returns the seconds from a strike to the first report of a failure in its attempt."""
+        told = self.failures_after(strike) if strike.number in self.fallen and strike.ends_attempt else []
+        return min(event.time for event in told) - self.fallen[strike.number]["time"] if told else None
+
     def recovery_s(self, strike: Strike) -> float | None:
         """Returns the seconds from a strike to the first step of the next attempt, or None if that
         attempt was hit before its first step."""
@@ -260,17 +269,18 @@ def _rows(events: list[Any]) -> list[str]:
     return [f"rank {e.rank} pid {e.details['pid']} step {e.step} {e.details['kind']}: {e.message}" for e in events]
 
 
-def _known_within(strike: Strike, message: str) -> float:
-    """Returns the seconds within which a failure must be reported on a machine with other load.
+def _known_within(strike: Strike, message: str, slowest_step_s: float) -> float:
+    """Returns the seconds within which a failure must be reported, on any machine.
 
-    A hang is known after the time that the controller allowed, which grows with slow steps (the
-    message tells it), the wait for a heartbeat, and the collection of stacks.
+    A hang is known after the time that the controller allowed (the message tells it), which grows
+    with slow steps. How fast a failure is known is measured by `benchmarks.recovery`.
     """
     if strike.kind not in ("freeze", "hang"):
-        return 10.0
+        return _REPORT_S
     allowed = re.search(r"\(allowed: (\d+) s\)", message)
     assert allowed is not None, message
-    return float(allowed[1]) + 2 * HANG_S + 15
+    assert float(allowed[1]) <= max(HANG_S, _SLOW_STEPS * slowest_step_s + 1), message
+    return max(HANG_S, _SLOW_STEPS * slowest_step_s) + _REPORT_S
 
 
 def _known_late(strike: Strike) -> int:

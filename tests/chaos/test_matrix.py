@@ -41,8 +41,10 @@ def table() -> Iterator[list[dict[str, object]]]:
     names, if set."""
     rows: list[dict[str, object]] = []
     yield rows
-    lines = ["| what | when | run | comes of it | next step after |", "|---|---|---|---|---|"]
-    lines += [f"| {r['what']} | {r['when']} | {r['run']} | {r['outcome']} | {r['seconds']} |" for r in rows]
+    lines = ["| what | when | run | comes of it | known after | next step after |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r['what']} | {r['when']} | {r['run']} | {r['outcome']} | {r['known']} | {r['seconds']} |" for r in rows
+    ]
     print("\n" + "\n".join(lines))
     if "CHAOS_TABLE" in os.environ:
         Path(os.environ["CHAOS_TABLE"]).write_text("\n".join(lines) + "\n" + json.dumps(rows) + "\n")
@@ -59,17 +61,21 @@ def test_a_fault_is_told_truthfully_and_survived(
 ) -> None:
     chain, strike = case
     ordeal = survived(chain)
-    seconds = ordeal.recovery_s(strike)
     row: dict[str, object] = {
         "what": title(chain, strike),
         "when": _when(ordeal, strike),
         "run": chain.name,
         "outcome": "FAILS",
-        "seconds": "–" if seconds is None else f"{seconds:.1f} s",
+        "known": _in_seconds(ordeal.known_s(strike)),
+        "seconds": _in_seconds(ordeal.recovery_s(strike)),
     }
     table.append(row)
     ordeal.judge_strike(strike)
     row["outcome"] = "the same"
+
+
+def _in_seconds(duration: float | None) -> str:
+    return "–" if duration is None else f"{duration:.1f} s"
 
 
 def _when(ordeal: Ordeal, strike: Strike) -> str:
