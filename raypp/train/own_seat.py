@@ -14,7 +14,18 @@ from raypp.spec.job import Job
 
 
 def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
-    """Returns the seat of a rank on this machine; the ranks meet at a loopback port."""
+    """Returns the seat of a rank on this machine; the ranks meet at a loopback port.
+
+    Args:
+        rank: The rank.
+        world: Number of ranks.
+        port: The port.
+        job: The job; its mesh has `world` ranks.
+        attempt: The attempt.
+        device: `cpu`, `cuda` (each rank has the device of its number), or for example `cuda:0` (all
+            ranks share that one).
+    """
+    kind, _, index = device.partition(":")
     mesh = Mesh.of(job.mesh)
     if mesh.world != world:
         raise ValueError(f"{world} processes for a mesh of {mesh.world}")
@@ -28,8 +39,8 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
         local_rank=rank,
         local_world_size=world,
         master_port=port,
-        device=device,
-        device_index=rank,
+        device=kind,
+        device_index=int(index) if index else rank,
     )
 
 
