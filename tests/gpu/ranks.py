@@ -19,13 +19,14 @@ before it meets a GPU:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from harness import run_ranks
+from harness import _in_turn, run_ranks
 from training import merged, train_steps
 
+from raypp import ports
 from raypp.mesh.geometry import Mesh
 from raypp.spec.load import parse_job
 
@@ -41,6 +42,15 @@ def run_on_one_device(world: int, function: Callable[..., Any], *arguments: Any)
     return run_ranks(world, _as_a_host_of_its_own, function, arguments)
 
 
+def run_in_turn_on_one_device(world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Like `run_on_one_device` for several cases, which the same processes run one after another.
+
+    Returns, for each case, the results in rank order.
+    """
+    results = run_on_one_device(world, _in_turn, ports.free_ports(len(cases)), function, list(cases))
+    return [list(case) for case in zip(*results, strict=True)]
+
+
 def train(document: dict[str, Any], steps: int, device: str = DEVICE) -> dict[str, Any]:
     """Trains some steps of a job, all ranks on one device; returns what `training.merged`
     returns: losses, norms, gradients of every step and final weights."""
@@ -48,9 +58,8 @@ def train(document: dict[str, Any], steps: int, device: str = DEVICE) -> dict[st
     return merged(run_on_one_device(world, train_steps, document, steps, device))
 
 
-def _as_a_host_of_its_own(
-    rank: int, world: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+def share_the_device(rank: int, world: int, port: int) -> None:
+    """Prepares a rank's process to use the same GPU as other ranks. Does nothing without a GPU."""
     if torch.cuda.is_available():
         os.environ.update(
             NCCL_HOSTID=f"raypp-{port}-{rank}",
@@ -58,5 +67,12 @@ def _as_a_host_of_its_own(
             NCCL_NET="Socket",
             NCCL_SOCKET_IFNAME="lo",
         )
-        torch.cuda.set_per_process_memory_fraction(0.9 / world, 0)  # no rank takes the others' memory
+        # No rank takes the others' memory.
+        torch.cuda.set_per_process_memory_fraction(0.9 / world, 0)
+
+
+def _as_a_host_of_its_own(
+    rank: int, world: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    share_the_device(rank, world, port)
     return function(rank, world, port, *arguments)

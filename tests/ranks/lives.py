@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,13 @@ def _live(
     directories: list[str],
     environment: dict[str, str],
     stay: bool,
+    prepare: Callable[[int, int, int], None] | None,
 ) -> None:
     """Runs a rank's process. With `stay`, a rank that lost a peer waits for its next seat in the
     same process."""
     os.environ.update(environment)
+    if prepare is not None:
+        prepare(first.rank, first.world_size, first.master_port)
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
     job, seat = parse_job(document), first
     while True:
@@ -175,6 +179,8 @@ class Lives:
         directories: For each rank, where its node keeps snapshots.
         nodes: The node of each rank.
         environment: Environment variables for every process.
+        device: Device of every rank: `cpu`, or for example `cuda:0`.
+        prepare: Called first in each rank's process, with its rank, the world size and the port.
     """
 
     def __init__(
@@ -184,8 +190,12 @@ class Lives:
         directories: list[Path],
         nodes: list[int],
         environment: dict[str, str] | None = None,
+        device: str = "cpu",
+        prepare: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        self.environment = environment or {}
+        self.environment, self._prepare = environment or {}, prepare
+        self._device, _, index = device.partition(":")
+        self._device_index = int(index or 0)
         self.document = {**document, "checkpoint": {"url": str(root), "every_steps": 0, **document["checkpoint"]}}
         self.store, self.nodes = DirectoryStore(root), nodes
         self.directories = [str(folder) for folder in directories]
@@ -209,7 +219,7 @@ class Lives:
                 here, there = _context.Pipe(duplex=True)
                 process = _context.Process(
                     target=_live,
-                    args=(there, self.document, seat, fate, self.directories, self.environment, stay),
+                    args=(there, self.document, seat, fate, self.directories, self.environment, stay, self._prepare),
                     daemon=True,
                 )
                 process.start()
@@ -247,7 +257,7 @@ class Lives:
         return Seat(
             self.document["name"], self.attempt, rank, mesh.world, mesh.coordinates(rank), mesh.sizes,
             local_rank=here.index(rank), local_world_size=len(here), node_rank=node, node="127.0.0.1",
-            master_port=port,
+            master_port=port, device=self._device, device_index=self._device_index,
         )  # fmt: skip
 
     def end(self) -> None:

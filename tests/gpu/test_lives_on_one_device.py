@@ -1,0 +1,106 @@
+"""Whole lives of ranks that share one device: evaluation, checkpoints, snapshots in host memory.
+
+NCCL on a GPU, gloo without one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lives import Fate, Lives, same
+from ranks import DEVICE, run_on_one_device, share_the_device
+from told import Told
+
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.own_seat import local_seat
+from raypp.train.rank import run_rank
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 6
+ROUNDING = 1e-4
+"""Bound on a loss's relative error: a GPU's kernels add in another order than the CPU's."""
+
+
+def document(name: str, root: Path, **sections: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": name,
+        "model": {
+            "kind": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 96,
+            "vocab_size": 128, "tie_embeddings": True,
+        },
+        "data": {
+            "kind": "synthetic", "num_documents": 120, "document_len": [3, 40], "seq_len": 64,
+            "eval": {"fraction": 0.2},
+        },
+        "mesh": {"pp": 2},
+        "pipeline": {"microbatches": 4, "lookahead": 0},
+        "train": {"steps": STEPS, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "eval_every_steps": 3},
+        "checkpoint": {"url": str(root), "every_steps": 2, "keep": 9, "memory_tier": False},
+    }  # fmt: skip
+    return found | {key: found[key] | value for key, value in sections.items()}
+
+
+def life(rank: int, world: int, port: int, job: dict[str, Any], device: str, attempt: int = 1) -> dict[str, Any]:
+    told, parsed = Told(), parse_job(job)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed, device=device, attempt=attempt), told)
+    return {
+        "step": result.step,
+        "losses": {report.step: report.loss for report in told.reports},
+        "resumed": [event.step for event in told.events if event.kind == "resumed"],
+        "evaluated": {event.step: event.details["loss"] for event in told.events if event.kind == "evaluated"},
+    }
+
+
+def test_a_run_saves_evaluates_and_resumes_as_on_the_cpu(tmp_path: Path) -> None:
+    on_cpu = run_on_one_device(2, life, document("whole", tmp_path / "cpu"), "cpu")[0]
+    whole = run_on_one_device(2, life, document("whole", tmp_path / "whole"), DEVICE)[0]
+    for key in ("losses", "evaluated"):
+        assert whole[key] == pytest.approx(on_cpu[key], rel=ROUNDING)
+    assert sorted(whole["evaluated"]) == [3, 6]
+    store = DirectoryStore(tmp_path / "whole")
+    assert [commit.step for commit in list_checkpoints(store, "whole")] == [2, 4, 6]
+    assert all(verify_checkpoint(store, "whole", step) == [] for step in (2, 4, 6))
+
+    half = tmp_path / "half"
+    first = run_on_one_device(2, life, document("half", half, train={"steps": 4}), DEVICE)[0]
+    second = run_on_one_device(2, life, document("half", half), DEVICE, 2)[0]
+    assert (first["resumed"], second["resumed"]) == ([], [4])
+    # The reports of the first four steps are in the checkpoint and are reported again.
+    assert second["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="raypp-test-", dir="/dev/shm"))
+    yield folder
+    left = [path.name for path in folder.iterdir()]
+    shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"left in shared memory: {left}"
+
+
+def test_a_killed_rank_resumes_from_snapshots_in_host_memory(tmp_path: Path, shared_memory: Path) -> None:
+    tier = {"memory_tier": True, "memory_every_steps": 1, "every_steps": 0}
+    killed = document("killed", tmp_path / "killed", checkpoint=tier, train={"eval_every_steps": 0})
+    lives = Lives(killed, tmp_path / "killed", [shared_memory] * 2, [0, 0], device=DEVICE, prepare=share_the_device)
+    first = lives.attempt_once(Fate((1,), after=3))
+    assert first.steps == [1, 2, 3], first
+    second = lives.attempt_once()
+    assert second.restored() == "from memory: step 3 on all 2 ranks; nothing is committed"
+    assert not first.left and not second.left
+    lives.end()
+
+    calm = document("calm", tmp_path / "calm", train={"eval_every_steps": 0})
+    undisturbed = Lives(calm, tmp_path / "calm", [tmp_path] * 2, [0, 0], device=DEVICE, prepare=share_the_device)
+    told = undisturbed.attempt_once()
+    assert second.losses == pytest.approx(told.losses, rel=1e-6)
+    if DEVICE == "cpu":
+        assert same(lives.final_state(), undisturbed.final_state())
