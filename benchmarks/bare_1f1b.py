@@ -29,7 +29,7 @@ class FixedShapes(torch.nn.Module):
         super().__init__()
         self.stage = stage
         self.positions = torch.arange(SEQ_LEN).expand(ROWS, SEQ_LEN)
-        self.documents = PackedDocuments((SEQ_LEN,) * ROWS, torch.device("cpu"))
+        self.documents = PackedDocuments.of_lengths((SEQ_LEN,) * ROWS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Runs the stage: token ids `[B, T]` or activations `[B, T, C]`, to `[B, T, C or V]`."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from raypp.data.loader import open_loader
 from raypp.data.packing import Row
 from raypp.models.documents import PackedDocuments
@@ -69,7 +67,7 @@ def balance(microbatches: Sequence[tuple[Row, ...]], size: int, layout: Layout) 
     even = slowest = by_hop = 0.0
     for rows in microbatches:
         length = padded_length(longest_row(rows), cp=size, multiple=8)
-        documents = PackedDocuments.of_rows([row.documents for row in rows], length, torch.device("cpu"))
+        documents = PackedDocuments.of_rows([row.documents for row in rows], length)
         plans = [plan_ring(documents.lengths, length, rank, size, layout) for rank in range(size)]
         pairs = [[sum(block.pairs for block in hop) for hop in plan.blocks] for plan in plans]
         even += sum(map(sum, pairs)) / size

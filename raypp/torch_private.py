@@ -30,8 +30,10 @@ __all__ = [
     "add_unshard_reshard",
     "backends_on",
     "compute_local_shape_and_global_offset",
+    "flash_attention_backward",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
+    "flash_attention_forward",
     "foreach_mul_",
     "foreach_norm",
     "fsspec_writer",
@@ -150,13 +152,23 @@ class ChunkStage(PipelineStage):
 # `tensor._utils.compute_local_shape_and_global_offset`: the position of this rank's part of a
 # DTensor within the whole. At this path since 2.5.
 
-# Operators (parallel.attention_blocks, parallel.recompute, train.reduce).
+# Operators (parallel.attention_blocks, models.varlen_attention, parallel.recompute, train.reduce).
 
 flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch's attention kernel on CPUs, which also returns the log-sum-exp (lse). Since 2.4."""
 
 flash_attention_for_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Its backward, which takes the lse over all blocks. Since 2.4."""
+
+flash_attention_forward = torch.ops.aten._flash_attention_forward
+"""torch's variable-length attention kernel on CUDA, which also returns the lse. Since 2.4.
+
+`varlen_attn` is the public way to it, with a backward of its own. Ring attention needs the lse over
+all hops in the backward, and so calls both operators itself.
+"""
+
+flash_attention_backward = torch.ops.aten._flash_attention_backward
+"""Its backward, which takes the lse over all blocks. Since 2.4; these arguments since 2.7."""
 
 ATTENTION_OPERATORS = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 """Prefixes of attention operators' names, as selective checkpointing sees them. Since 2.4."""

@@ -6,7 +6,7 @@ on this rank, H query heads, K key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -14,6 +14,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from raypp.models.attention_kernel import AttentionKernel
+
+Move = Callable[[Tensor], Tensor]
+"""Returns a tensor's copy elsewhere, of the same shape."""
 
 
 def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
@@ -50,6 +55,10 @@ class AttentionAcross(Protocol):
         """
         ...
 
+    def moved(self, move: Move) -> AttentionAcross:
+        """Returns the same with all its tensors moved, always in the same order."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
@@ -58,27 +67,41 @@ class PackedDocuments:
     Attributes:
         lengths: Document lengths in tokens. They sum to B · T, and no document crosses the end of a
             row. They are always those of whole rows.
-        device: The device of `cu_seqlens`.
+        cu_seqlens: Cumulative lengths, int32 `[N + 1]`, where attention runs.
+        kernel: Computes attention over whole rows. None: the plain version.
         across: Computes attention over the cp group when this rank holds a share of every row.
             None: this rank holds whole rows.
     """
 
     lengths: tuple[int, ...]
-    device: torch.device
+    cu_seqlens: Tensor
+    kernel: AttentionKernel | None = None
     across: AttentionAcross | None = None
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[int]], target: int, device: torch.device) -> PackedDocuments:
-        """Builds it from the document lengths of each row, padded to `target` tokens."""
+    def of_lengths(cls, lengths: Sequence[int], *, kernel: AttentionKernel | None = None) -> PackedDocuments:
+        """Builds it from the lengths of all documents, on the host."""
+        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), kernel)
+
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[Sequence[int]], target: int, *, kernel: AttentionKernel | None = None
+    ) -> PackedDocuments:
+        """Builds it from the document lengths of each row, padded to `target`, on the host."""
         lengths: list[int] = []
         for documents in rows:
             ends = grow_last([0, *accumulate(documents)], target)
             lengths.extend(b - a for a, b in pairwise(ends))
-        return cls(tuple(lengths), device)
+        return cls.of_lengths(lengths, kernel=kernel)
 
     def reaching(self, across: AttentionAcross) -> PackedDocuments:
         """Returns the same documents for a rank that holds a share of every row."""
         return replace(self, across=across)
+
+    def moved(self, move: Move) -> PackedDocuments:
+        """Returns the same documents with all tensors moved, always in the same order."""
+        across = None if self.across is None else self.across.moved(move)
+        return replace(self, cu_seqlens=move(self.cu_seqlens), across=across)
 
     @cached_property
     def uniform(self) -> int | None:
@@ -89,8 +112,3 @@ class PackedDocuments:
     def max_len(self) -> int:
         """The length of the longest document, in tokens."""
         return max(self.lengths)
-
-    @cached_property
-    def cu_seqlens(self) -> torch.Tensor:
-        """Cumulative lengths, int32 `[N + 1]`, on the device."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)

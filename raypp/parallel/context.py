@@ -9,17 +9,20 @@ Legend: B rows, T tokens of a padded row, R ranks of the cp group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
-from raypp.models.documents import PackedDocuments
+from raypp.models.attention import PLAIN
+from raypp.models.attention_kernel import AttentionKernel
+from raypp.models.documents import Move, PackedDocuments
+from raypp.parallel.hop_segments import hop_segments
 from raypp.parallel.ring import Ring, ring_attention
+from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops
 from raypp.parallel.ulysses import ulysses_attention
 from raypp.parallel.zigzag import plan_ring, zigzag
 
@@ -39,13 +42,16 @@ class ContextShare(Protocol):
         """
         ...
 
-    def documents(self, rows: Sequence[Sequence[int]], length: int, device: torch.device) -> PackedDocuments:
+    def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
         """Returns the documents of whole rows padded to `length`, with attention across the ranks.
 
         Args:
             rows: The document lengths of each of the B rows, in tokens.
             length: T.
-            device: The device of `cu_seqlens`.
+            kernel: Computes the attention.
+
+        Returns:
+            The documents, with all tensors on the host.
         """
         ...
 
@@ -59,8 +65,22 @@ class WholeRows:
     def columns(self, length: int) -> NDArray[np.int64]:
         return np.arange(length)
 
-    def documents(self, rows: Sequence[Sequence[int]], length: int, device: torch.device) -> PackedDocuments:
-        return PackedDocuments.of_rows(rows, length, device)
+    def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
+        return PackedDocuments.of_rows(rows, length, kernel=kernel)
+
+
+@dataclass(frozen=True)
+class _RingAcross:
+    """Ring attention of one microbatch."""
+
+    ring: Ring
+    hops: RingHops
+
+    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+        return ring_attention(q_SHD, k_SKD, v_SKD, self.ring, self.hops)
+
+    def moved(self, move: Move) -> _RingAcross:
+        return replace(self, hops=self.hops.moved(move))
 
 
 @dataclass(frozen=True)
@@ -82,10 +102,27 @@ class RingShare:
         chunks = np.arange(length).reshape(2 * self.size, -1)
         return chunks[list(zigzag(self.ring.rank, self.size))].reshape(-1)
 
-    def documents(self, rows: Sequence[Sequence[int]], length: int, device: torch.device) -> PackedDocuments:
-        whole = PackedDocuments.of_rows(rows, length, device)
+    def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
+        whole = PackedDocuments.of_rows(rows, length, kernel=kernel)
         plan = plan_ring(whole.lengths, length, self.ring.rank, self.size)
-        return whole.reaching(partial(ring_attention, ring=self.ring, plan=plan))
+        blocks = kernel.blocks
+        hops = BlockHops(plan) if blocks is None else FlashHops(hop_segments(plan), blocks)
+        return whole.reaching(_RingAcross(self.ring, hops))
+
+
+@dataclass(frozen=True)
+class _UlyssesAcross:
+    """Ulysses attention of one microbatch of `rows` rows."""
+
+    rows: int
+    group: dist.ProcessGroup
+    whole: PackedDocuments
+
+    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+        return ulysses_attention(q_SHD, k_SKD, v_SKD, self.rows, self.group, self.whole)
+
+    def moved(self, move: Move) -> _UlyssesAcross:
+        return replace(self, whole=self.whole.moved(move))
 
 
 @dataclass(frozen=True)
@@ -103,6 +140,6 @@ class UlyssesShare:
         part = length // self.size
         return np.arange(self.rank * part, (self.rank + 1) * part)
 
-    def documents(self, rows: Sequence[Sequence[int]], length: int, device: torch.device) -> PackedDocuments:
-        whole = PackedDocuments.of_rows(rows, length, device)
-        return whole.reaching(partial(ulysses_attention, rows=len(rows), group=self.group, whole=whole))
+    def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
+        whole = PackedDocuments.of_rows(rows, length, kernel=kernel)
+        return whole.reaching(_UlyssesAcross(len(rows), self.group, whole))

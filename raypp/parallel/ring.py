@@ -3,8 +3,8 @@
 In hop h, a rank works on the keys of the rank h places to its left, while those of the next hop
 arrive. In the backward, the keys travel round again. Their gradients follow one hop behind, each
 rank adds its contribution, and the last rank sends them back to their owner (Ring Attention,
-arXiv:2310.01889). Sums over blocks are kept in fp32. Keys and values travel with K heads; each rank
-repeats them for the query heads only where it uses them.
+arXiv:2310.01889). Sums over hops are kept in fp32. Keys and values travel with K heads. What a rank
+computes in a hop is in `ring_hops`.
 
 Legend: S this rank's tokens of a microbatch, H query heads, K key/value heads, D head width.
 """
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypp.parallel.attention_blocks import attend_block, block_gradients
-from raypp.parallel.zigzag import Block, RingPlan
+from raypp.parallel.ring_hops import RingHops
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Ring:
             current = arriving
 
 
-def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, plan: RingPlan) -> Tensor:
+def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, hops: RingHops) -> Tensor:
     """Computes causal attention within documents over whole rows.
 
     This rank holds two chunks of each row.
@@ -93,12 +92,12 @@ def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, plan
         k_SKD: This rank's keys `[S, K, D]`, rotary encoding applied.
         v_SKD: This rank's values `[S, K, D]`.
         ring: The ranks.
-        plan: This rank's blocks of the microbatch.
+        hops: This rank's work on the microbatch, hop by hop.
 
     Returns:
         The output `[S, H, D]`.
     """
-    out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, plan)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, hops)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -106,17 +105,15 @@ class _RingAttention(torch.autograd.Function):
     """`ring_attention` with its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, plan: RingPlan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, hops: RingHops) -> Tensor:
         """Attends to the keys of each hop: q `[S, H, D]`, k, v `[S, K, D]`, result `[S, H, D]`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out_SHD = torch.empty(q.shape, dtype=wide, device=q.device)
         lse_SH = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-        for blocks, (k_hop, v_hop) in zip(plan.blocks, ring.travelling(torch.stack((k, v)), plan.hops), strict=False):
-            for block in blocks:
-                out, lse = attend_block(q[block.queries], k_hop[block.keys], v_hop[block.keys], causal=block.causal)
-                _add(out_SHD, lse_SH, block, out, lse)
+        for hop, kv in enumerate(ring.travelling(torch.stack((k, v)), hops.count)):
+            hops.attend(hop, q, kv, out_SHD, lse_SH)
         result = out_SHD.to(q.dtype)
-        ctx.ring, ctx.plan = ring, plan
+        ctx.ring, ctx.hops = ring, hops
         ctx.save_for_backward(q, k, v, result, lse_SH)
         return result
 
@@ -124,52 +121,25 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Returns the gradients of q `[S, H, D]`, k and v `[S, K, D]`, given that of the output."""
         q, k, v, out, lse = ctx.saved_tensors
-        ring, plan = ctx.ring, ctx.plan
+        ring, hops = ctx.ring, ctx.hops
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         coming: tuple[Tensor, list[dist.Work]] | None = None
         sent = dkv = torch.empty(0)
-        for hop, kv in enumerate(ring.travelling(torch.stack((k, v)), plan.hops)):
+        for hop, kv in enumerate(ring.travelling(torch.stack((k, v)), hops.count)):
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
-            for block in plan.blocks[hop]:
-                at = block.queries
-                k_block, v_block = kv[:, block.keys]
-                shares = block_gradients(grad[at], q[at], k_block, v_block, out[at], lse[at], causal=block.causal)
-                for total, share in zip((dq[at], dkv[0, block.keys], dkv[1, block.keys]), shares, strict=True):
-                    total += share
+            hops.add_gradients(hop, grad, q, kv, out, lse, dq, dkv)
             if coming is not None:
                 arrived, works = coming
                 _finish(works)
                 dkv += arrived
-            if hop + 1 < plan.hops:
+            if hop + 1 < hops.count:
                 sent = dkv  # keep it alive until it is sent
                 coming = ring.exchange(sent, 1)
-        if plan.hops > 1:
-            dkv, works = ring.exchange(dkv, 1 - plan.hops)
+        if hops.count > 1:
+            dkv, works = ring.exchange(dkv, 1 - hops.count)
             _finish(works)
         del sent
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None, None
-
-
-def _add(out_SHD: Tensor, lse_SH: Tensor, block: Block, out: Tensor, lse: Tensor) -> None:
-    """Adds the output and lse of a block to the running ones, in place.
-
-    The causal block of a query comes first, so it overwrites instead of adding.
-
-    Args:
-        out_SHD: Running output `[S, H, D]`.
-        lse_SH: Running lse `[S, H]`.
-        block: The block.
-        out: Output of its Q queries, `[Q, H, D]`.
-        lse: Their lse, `[Q, H]`.
-    """
-    so_far, lse_so_far = out_SHD[block.queries], lse_SH[block.queries]
-    if block.causal:
-        so_far.copy_(out)
-        lse_so_far.copy_(lse)
-        return
-    both = torch.logaddexp(lse_so_far, lse)
-    so_far.mul_((lse_so_far - both).exp()[..., None]).add_(out * (lse - both).exp()[..., None])
-    lse_so_far.copy_(both)
 
 
 def _finish(works: list[dist.Work]) -> None:

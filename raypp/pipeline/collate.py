@@ -1,4 +1,4 @@
-"""Collates a replica's rows into padded tensors and document borders.
+"""Collates a replica's rows into padded tensors and document borders, and moves them.
 
 Legend: B rows of a microbatch, T its agreed length in tokens, t this rank's share of T.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from raypp.data.packing import Row
-from raypp.models.documents import PackedDocuments
+from raypp.models.attention import PLAIN
+from raypp.models.attention_kernel import AttentionKernel
+from raypp.models.documents import Move, PackedDocuments
 from raypp.parallel.context import ContextShare
 
 IGNORED = -100
+ALIGNMENT = 16
+"""Each tensor of a joint copy begins at a multiple of this many bytes, as kernels expect."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,13 @@ class StageBatch:
             "labelled_BT": self.labels_BT != IGNORED,
         }
 
+    def moved(self, move: Move) -> StageBatch:
+        """Returns the same batch with all tensors moved, always in the same order."""
+        tokens, labels, positions = (move(t) for t in (self.tokens_BT, self.labels_BT, self.positions_BT))
+        return replace(
+            self, tokens_BT=tokens, labels_BT=labels, positions_BT=positions, documents=self.documents.moved(move)
+        )
+
 
 def longest_row(rows: Sequence[Row]) -> int:
     """Returns the number of tokens in the longest row of a microbatch."""
@@ -64,18 +75,18 @@ def rows_digest(rows: Sequence[Row]) -> int:
     return digest
 
 
-def collate(rows: Sequence[Row], length: int, device: torch.device, share: ContextShare) -> StageBatch:
+def collate(rows: Sequence[Row], length: int, share: ContextShare, kernel: AttentionKernel = PLAIN) -> StageBatch:
     """Pads the rows of one microbatch to the agreed length and takes this rank's share of each.
 
     Args:
         rows: B rows.
         length: T, in tokens; no row is longer.
-        device: The device of the returned tensors.
         share: This rank's share of the tokens. Labels and positions are computed for the whole row
             and cut like its tokens.
+        kernel: Computes attention within the documents.
 
     Returns:
-        Tensors `[B, t]` on `device`.
+        Tensors `[B, t]` on the host. `on_device` moves those of a step.
     """
     tokens = np.zeros((len(rows), length), dtype=np.int64)
     labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
@@ -90,8 +101,48 @@ def collate(rows: Sequence[Row], length: int, device: torch.device, share: Conte
         positions[index, start:] = np.arange(length - start)  # the last document includes the padding
     columns = share.columns(length)
     return StageBatch(
-        tokens_BT=torch.from_numpy(tokens[:, columns]).to(device),
-        labels_BT=torch.from_numpy(labels[:, columns]).to(device),
-        positions_BT=torch.from_numpy(positions[:, columns]).to(device),
-        documents=share.documents([row.documents for row in rows], length, device),
+        tokens_BT=torch.from_numpy(tokens[:, columns]),
+        labels_BT=torch.from_numpy(labels[:, columns]),
+        positions_BT=torch.from_numpy(positions[:, columns]),
+        documents=share.documents([row.documents for row in rows], length, kernel),
     )
+
+
+def on_device(batches: Sequence[StageBatch], device: torch.device) -> list[StageBatch]:
+    """Moves the batches of a step to the device in one copy, which does not wait for the device.
+
+    On a CPU the batches are returned as they are.
+    """
+    if device.type == "cpu":
+        return list(batches)
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    for batch in batches:
+        batch.moved(collect)
+    arrived = iter(copied_together(tensors, device))
+    return [batch.moved(lambda _: next(arrived)) for batch in batches]
+
+
+def copied_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies host tensors `[...]` of any dtype to the device as one piece of pinned memory.
+
+    The copies are views of one tensor, so its memory is free when all of them are.
+    """
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    # torch's allocator of pinned memory keeps this memory until the copy is done.
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def view(of: Tensor, start: int, like: Tensor) -> Tensor:
+        return of[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    for tensor, start in zip(tensors, starts, strict=True):
+        view(packed, start, tensor).copy_(tensor)
+    moved = packed.to(device, non_blocking=True)
+    return [view(moved, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]

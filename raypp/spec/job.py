@@ -194,6 +194,11 @@ class TrainSection(Section):
     """Recompute activations in the backward to save memory."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    attention: Literal["auto", "flash3", "varlen", "flex", "plain"] = "auto"
+    """Attention kernel. auto: the first that suits the device, the dtype and the head width, in the
+    order given; the run reports it | flash3: FlashAttention 3 | varlen: torch's variable-length
+    kernel | flex: FlexAttention | plain: torch's scaled_dot_product_attention, document by
+    document, the only one on CPUs."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on the held-out part. Also evaluates at the end. 0: never."""
 

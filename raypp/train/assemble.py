@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader
+from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.stage import parameter_names
+from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import RankGroups, make_groups
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
@@ -19,6 +22,8 @@ from raypp.train.build import BuiltStages, build_stages
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class AssembledRank:
         optimizer: The optimizer over the parameters of these stages.
         reducer: The gradient reducer over the same parameters.
         loader: The loader of this replica's rows.
+        attention: The kernel that computes attention on this rank.
     """
 
     job: Job
@@ -48,6 +54,7 @@ class AssembledRank:
     optimizer: torch.optim.Optimizer
     reducer: GradientReducer
     loader: Loader
+    attention: AttentionKernel
 
 
 @contextmanager
@@ -74,7 +81,7 @@ def assemble(
         draw: True: initialise the weights. False: the caller must set every weight.
         part: Called with `rendezvous`, `build` and `data`; returns a context entered around it.
         mark: Called with each action of the schedule as it begins.
-        tell: Called with the event that describes the network.
+        tell: Called with the events that describe the network and the attention kernel.
 
     Raises:
         UnreachableError: Two nodes cannot reach each other.
@@ -86,6 +93,7 @@ def assemble(
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
             groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
         with part("build"):
+            attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
@@ -93,4 +101,22 @@ def assemble(
         with part("data"):
             loader = open_loader(job, seat.replica, job.mesh.replicas)
         stack.callback(loader.close)
-        yield AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader)
+        yield AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention)
+
+
+def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:
+    """Chooses this rank's attention kernel, and reports it if there was a choice.
+
+    Rank 0 reports for all. Another rank does so if a kernel failed there.
+
+    Raises:
+        JobError: The device cannot compute what the job asks for.
+    """
+    choice = choose_attention(job, device)
+    if device.type == "cuda":
+        log.info("rank %d: %s", seat.rank, choice)
+        if seat.rank == 0 or choice.failed:
+            details = {"kernel": choice.kernel.name, "against": choice.against}
+            event = Event("attention", str(choice), attempt=seat.attempt, rank=seat.rank, node=seat.node)
+            tell(replace(event, details=details))
+    return choice.kernel

@@ -14,7 +14,7 @@ import torch
 
 from raypp.data.packing import Row
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
-from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, rows_digest
+from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.records import Event, Requests, StepReport
 from raypp.train.assemble import AssembledRank
 from raypp.train.fault_injection import Injection
@@ -90,6 +90,7 @@ class StepRunner:
             self.lookahead = LookaheadTuner(rank)
         self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer.names)
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
+        self.attention = rank.attention
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
         """Reads the next rows and agrees on them. Collective over the world."""
@@ -146,10 +147,11 @@ class StepRunner:
 
     def batches(self, read: ReadStep) -> list[StageBatch]:
         """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`."""
-        return [
-            collate(rows, length, self.device, self.share)
+        batches = [
+            collate(rows, length, self.share, self.attention)
             for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
         ]
+        return on_device(batches, self.device)
 
     def own_lengths(self, read: ReadStep) -> list[int]:
         """Returns t of every microbatch: the tokens of each row that this rank holds."""

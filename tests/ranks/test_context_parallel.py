@@ -14,10 +14,12 @@ import torch.distributed as dist
 from comparison import assert_close, assert_same_sums
 from harness import run_ranks
 from training import InBothTypes, Numbers, merged, seat_of, train_steps
+from varlen_reference import reference_kernel
 
 from raypp.checkpoint.state import gather_state
 from raypp.data.loader import open_loader
-from raypp.models.attention import packed_attention
+from raypp.models.attention import PLAIN, packed_attention
+from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
 from raypp.parallel.ring import Ring
@@ -27,7 +29,6 @@ from raypp.train.assemble import assemble
 
 pytestmark = pytest.mark.ranks
 
-CPU = torch.device("cpu")
 STEPS = 2
 
 
@@ -40,26 +41,37 @@ def attention_errors(rank: int, world: int, port: int, cases: list[tuple[Any, ..
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     up, down = (dist.new_group(list(range(world))) for _ in range(2))
-    shares = {"ring": RingShare(Ring(rank, world, up, down)), "ulysses": UlyssesShare(rank, up)}
-    errors = [attention_error(shares[style], *case) for style, *case in cases]
+    ring, ulysses = RingShare(Ring(rank, world, up, down)), UlyssesShare(rank, up)
+    varlen = reference_kernel()
+    ways = {
+        "ring": (ring, PLAIN), "ring by varlen": (ring, varlen),
+        "ulysses": (ulysses, PLAIN), "ulysses by varlen": (ulysses, varlen),
+    }  # fmt: skip
+    errors = [attention_error(*ways[way], *case) for way, *case in cases]
     dist.barrier()
     dist.destroy_process_group()
     return errors
 
 
 def attention_error(
-    share: ContextShare, rows: list[list[int]], length: int, heads: int, kv_heads: int, dtype: torch.dtype
+    share: ContextShare,
+    kernel: AttentionKernel,
+    rows: list[list[int]],
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
 ) -> float:
     torch.manual_seed(1)
     shapes = [(len(rows), length, count, 8) for count in (heads, kv_heads, kv_heads, heads)]
     q, k, v, gradient = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes)
     whole = [x.flatten(0, 1).double().requires_grad_() for x in (q, k, v)]
-    expected = packed_attention(*whole, PackedDocuments.of_rows(rows, length, CPU))
+    expected = packed_attention(*whole, PackedDocuments.of_rows(rows, length))
     expected.backward(gradient.flatten(0, 1).double())
 
     columns = torch.from_numpy(share.columns(length))
     mine = [x[:, columns].flatten(0, 1).requires_grad_() for x in (q, k, v)]
-    found = packed_attention(*mine, share.documents(rows, length, CPU))
+    found = packed_attention(*mine, share.documents(rows, length, kernel))
     found.backward(gradient[:, columns].flatten(0, 1))
 
     def difference(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
@@ -79,15 +91,21 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
         ("ring", PACKED, 48, 4, 2, SINGLE), ("ring", PACKED, 48, 4, 2, HALF),
         ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
         ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
+        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48]], 48, 4, 4, DOUBLE),
+        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 2, SINGLE),
+        ("ring by varlen", PACKED, 48, 4, 2, HALF), ("ulysses by varlen", PACKED, 48, 4, 1, DOUBLE),
     ],
     3: [
         ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[40]], 42, 2, 2, DOUBLE),
         ("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE),
+        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[40]], 42, 2, 2, DOUBLE),
     ],
     4: [
         ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48], [48]], 48, 4, 2, DOUBLE),
         ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
         ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
+        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48], [48]], 48, 4, 2, DOUBLE),
+        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 4, SINGLE),
     ],
 }  # fmt: skip
 # Bounds for outputs and gradients of order 1. In bf16 both sides get the same rounded inputs, so

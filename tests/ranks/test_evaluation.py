@@ -163,7 +163,7 @@ def test_the_loss_is_the_mean_over_all_held_out_tokens() -> None:
     for microbatches in loader.held_out():
         for microbatch in microbatches:
             for row in microbatch.rows:
-                batch = collate([row], len(row.tokens), torch.device("cpu"), WholeRows())
+                batch = collate([row], len(row.tokens), WholeRows())
                 with torch.no_grad():
                     logits = whole(batch.tokens_BT, batch.positions_BT, batch.documents)
                 total += float(F.cross_entropy(logits[0], batch.labels_BT[0], ignore_index=IGNORED, reduction="sum"))

@@ -111,7 +111,7 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape, options, 7))
     ids = torch.randint(0, 97, (rows, tokens), generator=torch.Generator().manual_seed(0))
-    documents = PackedDocuments.of_rows([[tokens]] * rows, tokens, torch.device("cpu"))
+    documents = PackedDocuments.of_rows([[tokens]] * rows, tokens)
     positions = torch.arange(tokens).expand(rows, tokens)
     # torch counts FLOPs on every device only for the attention kernel of plain products.
     with FlopCounterMode(display=False) as forward, sdpa_kernel(SDPBackend.MATH):

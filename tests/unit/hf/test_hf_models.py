@@ -49,7 +49,7 @@ def loss_and_logits(model: torch.nn.Module, ours: bool) -> torch.Tensor:
     tokens = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
     if ours:
         positions = torch.arange(17)[None].expand_as(tokens)
-        logits = model(tokens, positions, PackedDocuments.of_rows([[17]] * 2, 17, torch.device("cpu")))
+        logits = model(tokens, positions, PackedDocuments.of_rows([[17]] * 2, 17))
     else:
         logits = model(tokens).logits
     F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()

@@ -32,7 +32,7 @@ def whole_model(options: DecoderOptions, seed: int = 7) -> torch.nn.Module:
 
 def run(model: torch.nn.Module, tokens: torch.Tensor, documents: list[int], **other: Any) -> torch.Tensor:
     positions = torch.cat([torch.arange(n) for n in documents])[None].expand_as(tokens)
-    packed = PackedDocuments.of_rows([documents] * len(tokens), tokens.shape[1], torch.device("cpu"))
+    packed = PackedDocuments.of_rows([documents] * len(tokens), tokens.shape[1])
     return model(tokens, positions, packed, **other)
 
 

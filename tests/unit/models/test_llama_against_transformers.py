@@ -35,7 +35,7 @@ def whole_model(options: DecoderOptions) -> torch.nn.Module:
 
 def run(model: torch.nn.Module, tokens: torch.Tensor, documents: list[int]) -> torch.Tensor:
     positions = torch.cat([torch.arange(n) for n in documents])[None].expand_as(tokens)
-    packed = PackedDocuments.of_rows([documents] * len(tokens), tokens.shape[1], torch.device("cpu"))
+    packed = PackedDocuments.of_rows([documents] * len(tokens), tokens.shape[1])
     return model(tokens, positions, packed)
 
 
@@ -77,7 +77,7 @@ def test_padding_changes_no_real_token() -> None:
     tokens = torch.randint(0, 97, (1, 20), generator=torch.Generator().manual_seed(2))
     padded = F.pad(tokens, (0, 12))
     positions = torch.cat([torch.arange(8), torch.arange(24)])[None]
-    documents = PackedDocuments.of_rows([[8, 12]], 32, torch.device("cpu"))
+    documents = PackedDocuments.of_rows([[8, 12]], 32)
     torch.testing.assert_close(
         model(padded, positions, documents)[:, :20], run(model, tokens, [8, 12]), rtol=1e-5, atol=1e-5
     )
@@ -90,7 +90,7 @@ def test_padding_changes_no_real_token() -> None:
 def test_padding_grows_the_last_document(cu_seqlens: list[int], target: int, grown: list[int], longest: int) -> None:
     assert grow_last(cu_seqlens, target) == grown
     rows = [[b - a for a, b in itertools.pairwise(cu_seqlens)]]
-    documents = PackedDocuments.of_rows(rows, target, torch.device("cpu"))
+    documents = PackedDocuments.of_rows(rows, target)
     assert documents.max_len == longest
     assert documents.cu_seqlens.tolist() == grown
 

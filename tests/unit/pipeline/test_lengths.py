@@ -32,7 +32,7 @@ def test_a_bucket_rounds_up_before_the_multiple() -> None:
 
 
 def test_rows_are_padded_with_positions_that_restart_at_every_document() -> None:
-    batch = collate([row(3, 2), row(4)], 8, torch.device("cpu"), WholeRows())
+    batch = collate([row(3, 2), row(4)], 8, WholeRows())
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
     assert batch.labels_BT.tolist()[0] == [2, 3, 4, 5, -100, -100, -100, -100]
@@ -40,9 +40,9 @@ def test_rows_are_padded_with_positions_that_restart_at_every_document() -> None
 
 
 def test_cp_ranks_share_out_every_row_with_the_positions_and_labels_of_the_whole() -> None:
-    rows, cpu = [row(3, 2), row(4, 4)], torch.device("cpu")
-    whole = collate(rows, 8, cpu, WholeRows())
-    one, other = (collate(rows, 8, cpu, ring_share(rank, 2)) for rank in range(2))
+    rows = [row(3, 2), row(4, 4)]
+    whole = collate(rows, 8, WholeRows())
+    one, other = (collate(rows, 8, ring_share(rank, 2)) for rank in range(2))
     assert one.positions_BT.tolist() == [[0, 1, 3, 4], [0, 1, 2, 3]]  # first and last quarter of each row
     assert other.positions_BT.tolist() == [[2, 0, 1, 2], [2, 3, 0, 1]]
     for name in ("tokens_BT", "labels_BT", "positions_BT"):

@@ -1,0 +1,110 @@
+"""Attention by torch's variable-length flash kernels: one call for all documents of a microbatch.
+
+CUDA only. FlashAttention 3 is the same calls: torch puts its kernels in place of its own. The
+kernels take fewer key/value heads than query heads in torch 2.11 and 2.13; only the latter's public
+function asks for it to be said.
+
+Legend: S tokens of a microbatch, Q queries, N keys, H query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+
+from raypp.models.attention_kernel import AttentionKernel, Segments
+from raypp.models.documents import PackedDocuments
+from raypp.torch_private import flash_attention_backward, flash_attention_forward
+
+CAUSAL, ALL = (-1, 0), (-1, -1)
+"""Windows of keys, to the left and to the right of a query; -1 is without a limit."""
+
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def varlen_kernel(name: str) -> AttentionKernel:
+    """Returns the kernel `varlen` (torch's own) or `flash3` (FlashAttention 3).
+
+    Sets, for this process, which of both torch's flash operators run.
+
+    Raises:
+        ImportError: `flash3`: `flash_attn_interface` cannot be imported.
+        RuntimeError: `flash3`: that package does not have the kernels that torch looks for.
+    """
+    if name == "flash3":
+        activate_flash_attention_impl("FA3")
+    elif current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+    return AttentionKernel(name, _attend, FlashKernel())
+
+
+def _attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments) -> Tensor:
+    """Computes attention within documents: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`."""
+    cu, longest = documents.cu_seqlens, documents.max_len
+    out = varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=CAUSAL, **_GROUPED)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class FlashKernel:
+    """torch's flash kernels by parts; see `FlashBlocks`."""
+
+    def forward(self, q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        left, right = CAUSAL if segments.causal else ALL
+        out, lse, *_ = flash_attention_forward(
+            q_QHD,
+            k_NKD,
+            v_NKD,
+            segments.cu_queries,
+            segments.cu_keys,
+            *_bounds(segments),
+            0.0,
+            segments.causal,
+            False,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_QHD: Tensor,
+        q_QHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        out_QHD: Tensor,
+        lse_HQ: Tensor,
+        segments: Segments,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        left, right = CAUSAL if segments.causal else ALL
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
+            grad_QHD,
+            q_QHD,
+            k_NKD,
+            v_NKD,
+            out_QHD,
+            lse_HQ,
+            segments.cu_queries,
+            segments.cu_keys,
+            *_bounds(segments),
+            0.0,
+            segments.causal,
+            no_dropout,
+            torch.empty(0, device=q_QHD.device),
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return gradients
+
+
+def _bounds(segments: Segments) -> tuple[int, int]:
+    """Returns bounds of the lengths of segments of queries and of keys."""
+    # With a bound of one query and grouped heads the kernel takes a path for decoding, which orders
+    # the lse differently.
+    return max(2, segments.longest_queries), segments.longest_keys

@@ -1,0 +1,191 @@
+"""What a rank computes in each hop of ring attention: block by block, or in one kernel call.
+
+`BlockHops` is the reference and what CPUs use. `FlashHops` computes a hop by one call of a
+variable-length kernel, on CUDA. Both add a hop to the running output and log-sum-exp (lse), and to
+the running gradients.
+
+Legend: S this rank's tokens of a microbatch, H query heads, K key/value heads, D head width, Q
+queries of a block or hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raypp.models.attention_kernel import FlashBlocks
+from raypp.models.documents import Move
+from raypp.parallel.attention_blocks import attend_block, block_gradients
+from raypp.parallel.hop_segments import HopSegments
+from raypp.parallel.zigzag import RingPlan
+
+
+class RingHops(Protocol):
+    """A rank's work on one microbatch, hop by hop."""
+
+    @property
+    def count(self) -> int:
+        """The number of hops, at least 1; the same on all ranks."""
+        ...
+
+    def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
+        """Adds a hop's attention in place. Hop 0 overwrites: every query sees itself there.
+
+        Args:
+            hop: The hop, in ascending order.
+            q_SHD: This rank's queries `[S, H, D]`.
+            kv: Keys and values of the hop, `[2, S, K, D]`.
+            out_SHD: Running output `[S, H, D]`, at least fp32.
+            lse_SH: Running lse `[S, H]`, of the same dtype.
+        """
+        ...
+
+    def add_gradients(
+        self,
+        hop: int,
+        grad_SHD: Tensor,
+        q_SHD: Tensor,
+        kv: Tensor,
+        out_SHD: Tensor,
+        lse_SH: Tensor,
+        dq_SHD: Tensor,
+        dkv: Tensor,
+    ) -> None:
+        """Adds a hop's share of the gradients in place.
+
+        Args:
+            hop: The hop.
+            grad_SHD: Gradient of the output, `[S, H, D]`.
+            q_SHD: This rank's queries `[S, H, D]`.
+            kv: Keys and values of the hop, `[2, S, K, D]`.
+            out_SHD: Output over all hops, `[S, H, D]`.
+            lse_SH: Lse over all hops, `[S, H]`.
+            dq_SHD: Running gradient of the queries, `[S, H, D]`.
+            dkv: Running gradients of the hop's keys and values, `[2, S, K, D]`.
+        """
+        ...
+
+    def moved(self, move: Move) -> RingHops:
+        """Returns the same with all its tensors moved, always in the same order."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockHops:
+    """Each block of the plan by itself, with `attention_blocks`."""
+
+    plan: RingPlan
+
+    @property
+    def count(self) -> int:
+        return self.plan.hops
+
+    def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
+        for block in self.plan.blocks[hop]:
+            k, v = kv[:, block.keys]
+            out, lse = attend_block(q_SHD[block.queries], k, v, causal=block.causal)
+            if block.causal:  # the causal block of a query comes first
+                out_SHD[block.queries], lse_SH[block.queries] = out, lse
+            else:
+                _add(out_SHD[block.queries], lse_SH[block.queries], out, lse)
+
+    def add_gradients(
+        self,
+        hop: int,
+        grad_SHD: Tensor,
+        q_SHD: Tensor,
+        kv: Tensor,
+        out_SHD: Tensor,
+        lse_SH: Tensor,
+        dq_SHD: Tensor,
+        dkv: Tensor,
+    ) -> None:
+        for block in self.plan.blocks[hop]:
+            at = block.queries
+            k, v = kv[:, block.keys]
+            shares = block_gradients(grad_SHD[at], q_SHD[at], k, v, out_SHD[at], lse_SH[at], causal=block.causal)
+            for total, share in zip((dq_SHD[at], dkv[0, block.keys], dkv[1, block.keys]), shares, strict=True):
+                total += share
+
+    def moved(self, move: Move) -> BlockHops:
+        return self
+
+
+@dataclass(frozen=True)
+class FlashHops:
+    """All segments of a hop in one call of a variable-length kernel.
+
+    Attributes:
+        hops: The segments of each hop, as many as all ranks need.
+        kernel: The kernel.
+    """
+
+    hops: tuple[HopSegments, ...]
+    kernel: FlashBlocks
+
+    @property
+    def count(self) -> int:
+        return len(self.hops)
+
+    def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
+        at = self.hops[hop]
+        if not at.queries:
+            return
+        k, v = (_taken(x, at.keys) for x in kv)
+        out, lse_HQ = self.kernel.forward(_taken(q_SHD, at.queries), k, v, at.segments)
+        if hop == 0:
+            out_SHD.copy_(out)
+            lse_SH.copy_(lse_HQ.T)
+            return
+        for span, part, lse in _parts(at.queries, out, lse_HQ.T):
+            _add(out_SHD[span], lse_SH[span], part, lse)
+
+    def add_gradients(
+        self,
+        hop: int,
+        grad_SHD: Tensor,
+        q_SHD: Tensor,
+        kv: Tensor,
+        out_SHD: Tensor,
+        lse_SH: Tensor,
+        dq_SHD: Tensor,
+        dkv: Tensor,
+    ) -> None:
+        at = self.hops[hop]
+        if not at.queries:
+            return
+        grad, q, out = (_taken(x, at.queries) for x in (grad_SHD, q_SHD, out_SHD))
+        k, v = (_taken(x, at.keys) for x in kv)
+        lse_HQ = _taken(lse_SH, at.queries).T.contiguous()
+        dq, dk, dv = self.kernel.backward(grad, q, k, v, out, lse_HQ, at.segments)
+        for span, share in _parts(at.queries, dq):
+            dq_SHD[span] += share
+        for span, dk_part, dv_part in _parts(at.keys, dk, dv):
+            dkv[0, span] += dk_part
+            dkv[1, span] += dv_part
+
+    def moved(self, move: Move) -> FlashHops:
+        return FlashHops(tuple(hop.moved(move) for hop in self.hops), self.kernel)
+
+
+def _add(so_far_QHD: Tensor, lse_so_far_QH: Tensor, out_QHD: Tensor, lse_QH: Tensor) -> None:
+    """Adds output `[Q, H, D]` and lse `[Q, H]` of a part to the running ones, in place."""
+    both = torch.logaddexp(lse_so_far_QH, lse_QH)
+    share = out_QHD * (lse_QH - both).exp()[..., None]
+    so_far_QHD.mul_((lse_so_far_QH - both).exp()[..., None]).add_(share)
+    lse_so_far_QH.copy_(both)
+
+
+def _taken(x_S: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Returns the spans of `[S, ...]` end to end; a view if there is one."""
+    return x_S[spans[0]] if len(spans) == 1 else torch.cat([x_S[span] for span in spans])
+
+
+def _parts(spans: Sequence[slice], *tensors: Tensor) -> list[tuple[Any, ...]]:
+    """Undoes `_taken`: returns each span with its part of each tensor `[Q, ...]`."""
+    sizes = [span.stop - span.start for span in spans]
+    return list(zip(spans, *(torch.split(tensor, sizes) for tensor in tensors), strict=True))

@@ -1,0 +1,56 @@
+"""The calls of torch's variable-length kernels on the meta device: arguments, shapes, dtypes.
+
+Nothing is computed; `tests/gpu` compares the numbers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+from raypp.models.attention import packed_attention
+from raypp.models.documents import PackedDocuments
+from raypp.models.varlen_attention import varlen_kernel
+from raypp.parallel.hop_segments import hop_segments
+from raypp.parallel.ring_hops import FlashHops
+from raypp.parallel.zigzag import plan_ring
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def heads(tokens: int, count: int) -> Tensor:
+    return torch.empty(tokens, count, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+def test_packed_documents_with_fewer_key_value_heads_are_one_call() -> None:
+    documents = PackedDocuments.of_rows([[5, 20, 3], [28]], 30, kernel=varlen_kernel("varlen")).moved(on_meta)
+    q, k, v = heads(60, 8), heads(60, 2), heads(60, 2)
+    out = packed_attention(q, k, v, documents)
+    out.sum().backward()
+    assert (out.shape, out.dtype) == ((60, 8, 64), torch.bfloat16)
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_every_hop_of_a_ring_and_its_gradients_are_one_call(rank: int) -> None:
+    blocks = varlen_kernel("varlen").blocks
+    assert blocks is not None
+    hops = FlashHops(hop_segments(plan_ring([5, 91, 40, 56], 96, rank, 2)), blocks).moved(on_meta)
+    q, kv = heads(96, 8).detach(), torch.stack((heads(96, 2), heads(96, 2))).detach()
+    out, dq = (torch.empty(96, 8, 64, device="meta") for _ in range(2))
+    lse, dkv = torch.empty(96, 8, device="meta"), torch.empty(2, 96, 2, 64, device="meta")
+    assert hops.count == 2
+    for hop in range(hops.count):
+        hops.attend(hop, q, kv, out, lse)
+        hops.add_gradients(hop, q, q, kv, q, lse, dq, dkv)
+    assert (dq.dtype, dkv.dtype) == (torch.float32, torch.float32)
+
+
+def test_flash_attention_3_that_is_not_installed_leaves_torchs_kernels_in_place() -> None:
+    with pytest.raises(ImportError, match="flash_attn_interface"):
+        varlen_kernel("flash3")
+    assert current_flash_attention_impl() is None
