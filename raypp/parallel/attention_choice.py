@@ -126,10 +126,9 @@ def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
     """Chooses the kernel, and runs it once on CUDA, which also loads it.
 
     Raises:
-        JobError: The device is too old for bf16, or the kernel that the job names cannot be used.
+        JobError: The kernel that the job names cannot be used.
     """
     setting, wanted = Setting.of(job, device), job.train.attention
-    check_precision(setting)
     against: dict[str, str] = {}
     failed: list[str] = []
     for name in KERNELS if wanted == "auto" else (wanted,):
@@ -151,18 +150,6 @@ def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
         against[name] = reason
     what = f"{wanted} cannot be used here ({setting}): {against[wanted]}"
     raise JobError(Problem("train.attention", what, "train.attention: auto"))
-
-
-def check_precision(setting: Setting) -> None:
-    """Refuses bf16 on a card that does not compute in it.
-
-    Raises:
-        JobError: With the settings that work.
-    """
-    if setting.device == "cuda" and setting.dtype == torch.bfloat16 and setting.capability < (8, 0):
-        card = f"{setting.capability[0]}.{setting.capability[1]}"
-        what = f"bf16 needs a GPU of compute capability 8.0 (Ampere) or higher, this one has {card}"
-        raise JobError(Problem("train.precision", what, "train.precision: fp32, or newer GPUs"))
 
 
 def _kernel(name: str) -> AttentionKernel:

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from raypp.errors import JobError
-from raypp.parallel.attention_choice import (
-    FLASH3_PACKAGE,
-    KERNELS,
-    Setting,
-    check_precision,
-    choose_attention,
-    reason_against,
-)
+from raypp.parallel.attention_choice import FLASH3_PACKAGE, KERNELS, Setting, choose_attention, reason_against
 from raypp.spec.load import parse_job
 
 CPU = torch.device("cpu")
@@ -46,6 +39,7 @@ def usable(**changes: Any) -> list[str]:
         ({"head_dim": 264}, ["flex", "plain"]),
         ({"head_dim": 36}, ["flex", "plain"]),
         ({"head_dim": 12}, ["plain"]),
+        ({"capability": (7, 5)}, ["flex", "plain"]),
         ({"dtype": torch.float32}, ["flex", "plain"]),
         ({"dtype": torch.float32, "capability": (7, 5)}, ["flex", "plain"]),
         ({"dtype": torch.float32, "capability": (6, 1)}, ["plain"]),
@@ -55,18 +49,6 @@ def usable(**changes: Any) -> list[str]:
 )
 def test_the_kernels_that_suit_a_setting(changes: dict[str, Any], expected: list[str]) -> None:
     assert usable(**changes) == expected
-
-
-def test_bf16_on_a_card_before_ampere_is_refused_with_the_fix() -> None:
-    with pytest.raises(JobError) as refused:
-        check_precision(setting(capability=(7, 5)))
-    assert str(refused.value).splitlines() == [
-        "train.precision: bf16 needs a GPU of compute capability 8.0 (Ampere) or higher, this one has 7.5",
-        "  fix: train.precision: fp32, or newer GPUs",
-    ]
-    check_precision(setting(capability=(8, 0)))
-    check_precision(setting(capability=(7, 5), dtype=torch.float32))
-    check_precision(setting(device="cpu", capability=(0, 0)))
 
 
 def test_a_cpu_uses_the_plain_version_and_says_why_not_the_others() -> None:
