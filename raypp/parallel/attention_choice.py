@@ -36,6 +36,7 @@ class Setting:
         dtype: The dtype of queries, keys and values.
         head_dim: The head width.
         selective: The job uses selective activation checkpointing.
+        ring: The job uses ring attention.
         packages: Those of `flash_attn_interface` and `triton` that are installed.
     """
 
@@ -44,6 +45,7 @@ class Setting:
     dtype: torch.dtype
     head_dim: int
     selective: bool
+    ring: bool
     packages: frozenset[str]
 
     @classmethod
@@ -56,6 +58,7 @@ class Setting:
             compute_dtype(job),
             job.model.dim_per_head,
             job.train.activation_checkpointing == "selective",
+            job.mesh.cp > 1 and job.mesh.cp_style == "ring",
             found,
         )
 
@@ -83,7 +86,9 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         reasons = "".join(f"; not {name}: {reason}" for name, reason in self.against.items())
-        return f"attention by {self.kernel.name} ({self.setting}){reasons}"
+        written_out = self.setting.ring and self.setting.device == "cuda" and self.kernel.blocks is None
+        hops = ", the ring's blocks written out" if written_out else ""
+        return f"attention by {self.kernel.name}{hops} ({self.setting}){reasons}"
 
 
 def reason_against(kernel: str, setting: Setting) -> str | None:
@@ -109,6 +114,8 @@ def reason_against(kernel: str, setting: Setting) -> str | None:
 
 
 def _against_flex(setting: Setting) -> str | None:
+    if setting.ring:
+        return "ring attention cannot use it; mesh.cp_style: ulysses can"
     if setting.selective:
         return "selective activation checkpointing cannot keep the results of its compiled kernel"
     if "triton" not in setting.packages:
@@ -180,7 +187,7 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
         documents = PackedDocuments.of_lengths(lengths, kernel=kernel).moved(lambda t: t.to(device))
         out = kernel.attend(q, k, v, documents)
         torch.autograd.grad(out.sum(), (q, k, v))
-        if kernel.blocks is not None and job.mesh.cp > 1:
+        if kernel.blocks is not None and Setting.of(job, device).ring:
             with torch.no_grad():
                 whole = Segments(documents.cu_seqlens, documents.cu_seqlens, max(lengths), max(lengths), causal=False)
                 out, lse = kernel.blocks.forward(q, k, v, whole)

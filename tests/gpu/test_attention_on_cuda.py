@@ -37,11 +37,11 @@ CASES = [(8, 2, 64, (5, 20, 3, 17)), (4, 4, 128, (300, 1, 211)), (6, 1, 32, (129
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
-def job_of(heads: int, kv_heads: int, width: int, dtype: torch.dtype, kernel: str) -> Job:
+def job_of(heads: int, kv_heads: int, width: int, dtype: torch.dtype, kernel: str, cp: int = 1) -> Job:
     model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width, "hidden_size": heads * width}
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     train = {"precision": precision, "attention": "auto" if kernel == "reference" else kernel}
-    return parse_job({"name": "kernels", "model": model, "train": train, "mesh": {"cp": 2}})
+    return parse_job({"name": "kernels", "model": model, "train": train, "mesh": {"cp": cp}})
 
 
 def kernel_for(device: str, name: str, job: Job) -> AttentionKernel:
@@ -120,7 +120,7 @@ RINGS = [(2, (48,)), (2, (5, 20, 3, 20)), (3, (11, 37, 48)), (4, (1, 160, 31, 19
 @pytest.mark.parametrize(("device", "name"), WITH_BLOCKS)
 def test_hops_of_a_ring_add_up_to_whole_rows(device: str, name: str, size: int, lengths: tuple[int, ...]) -> None:
     heads, kv_heads, width, row_len = 8, 2, 64, max(48, 192 * (size == 4))
-    kernel = kernel_for(device, name, job_of(heads, kv_heads, width, torch.bfloat16, name))
+    kernel = kernel_for(device, name, job_of(heads, kv_heads, width, torch.bfloat16, name, cp=size))
     assert kernel.blocks is not None
     tensors = inputs(sum(lengths), heads, kv_heads, width, torch.bfloat16)
     plans = [plan_ring(lengths, row_len, rank, size) for rank in range(size)]
@@ -145,7 +145,7 @@ def test_blocks_of_a_ring_add_up_to_whole_rows_in_fp32(device: str) -> None:
 
 def test_the_example_that_every_kernel_must_run_is_run_in_full() -> None:
     kernel = reference_kernel()
-    try_kernel(kernel, job_of(4, 2, 16, torch.bfloat16, "reference"), CPU)
+    try_kernel(kernel, job_of(4, 2, 16, torch.bfloat16, "reference", cp=2), CPU)
     assert (kernel.blocks.forwards, kernel.blocks.backwards) == (4, 4)  # type: ignore[union-attr]
 
 

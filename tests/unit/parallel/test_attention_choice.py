@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from raypp.errors import JobError
-from raypp.parallel.attention_choice import FLASH3_PACKAGE, KERNELS, Setting, choose_attention, reason_against
+from raypp.models.attention import PLAIN
+from raypp.parallel.attention_choice import (
+    FLASH3_PACKAGE,
+    KERNELS,
+    AttentionChoice,
+    Setting,
+    choose_attention,
+    reason_against,
+)
 from raypp.spec.load import parse_job
 
 CPU = torch.device("cpu")
@@ -18,7 +26,7 @@ BOTH = frozenset({FLASH3_PACKAGE, "triton"})
 def setting(**changes: Any) -> Setting:
     given: dict[str, Any] = {
         "device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 128, "selective": False,
-        "packages": BOTH, **changes,
+        "ring": False, "packages": BOTH, **changes,
     }  # fmt: skip
     return Setting(**given)
 
@@ -35,6 +43,7 @@ def usable(**changes: Any) -> list[str]:
         ({"capability": (8, 6)}, ["varlen", "flex", "plain"]),
         ({"capability": (10, 0)}, ["varlen", "flex", "plain"]),
         ({"selective": True}, ["flash3", "varlen", "plain"]),
+        ({"ring": True}, ["flash3", "varlen", "plain"]),
         ({"head_dim": 256, "packages": frozenset()}, ["varlen", "plain"]),
         ({"head_dim": 264}, ["flex", "plain"]),
         ({"head_dim": 36}, ["flex", "plain"]),
@@ -63,6 +72,14 @@ def test_a_cpu_uses_the_plain_version_and_says_why_not_the_others() -> None:
 def test_a_named_kernel_that_cannot_be_used_is_refused_with_the_reason(kernel: str) -> None:
     with pytest.raises(JobError, match=rf"train.attention: {kernel} cannot be used here \(cpu.*it needs CUDA"):
         choose_attention(parse_job({"name": "a", "train": {"attention": kernel}}), CPU)
+
+
+def test_the_choice_says_that_a_ring_has_no_kernel_for_its_hops() -> None:
+    choice = AttentionChoice(PLAIN, setting(ring=True, dtype=torch.float32))
+    expected = (
+        "attention by plain, the ring's blocks written out (cuda, compute capability 9.0, float32, head width 128)"
+    )
+    assert str(choice) == expected
 
 
 def test_an_unknown_kernel_is_refused() -> None:
