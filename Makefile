@@ -2,9 +2,10 @@
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
 # make test-slow   the rest: every fault, several hosts
+# make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow lint docs bench chaos clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow test-torch211 lint docs bench chaos clean
 .NOTPARALLEL:
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -26,16 +27,29 @@ TESTS ?=
 WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest -m 'not slow'
 
+# The oldest supported torch, in an environment of its own.
+VENV211 := .venv-torch211
+STAMP211 := $(VENV211)/.installed
+
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# $(call install,ENVIRONMENT,TORCH): torch, then the rest at the versions of constraints.txt.
+define install
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): install Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "raypp needs Python 3.11 or newer; use: make venv PYTHON=python3.11"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned versions into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
-	@touch $(STAMP)
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@echo "installing the pinned versions into $(1) (some minutes the first time)"
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(2)
+	@grep -v '^torch==' constraints.txt > $(1)/constraints.txt
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(1)/constraints.txt $(2) -e '.[local,dev]'
+	@touch $(1)/.installed
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,$(VENV),"$$(grep '^torch==' constraints.txt)")
+
+$(STAMP211): pyproject.toml constraints.txt
+	$(call install,$(VENV211),torch==2.11.0)
 
 demo: venv
 	@$(BIN)/raypp local up
@@ -71,6 +85,12 @@ test-clusters: venv
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
 
+# With the oldest supported torch: types, the first tier, and the ranks, whose numbers and checkpoints are compared with
+# those of the pinned torch. CONTRIBUTING.md says when it must be run.
+test-torch211: venv $(STAMP211)
+	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy
+	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks)
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -103,4 +123,4 @@ endif
 
 clean:
 	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down; fi
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV211) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

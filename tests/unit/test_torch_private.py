@@ -74,8 +74,8 @@ def test_a_planted_name_is_found(text: str, name: str) -> None:
         ),
         (
             f"from {PlannedStage.__module__} import PlannedStage\n"
-            "class Mine(PlannedStage):\n    def f(self):\n        return self._stage_meta",
-            "Mine._stage_meta of torch.distributed.pipelining.PipelineStage",
+            "class Mine(PlannedStage):\n    def f(self):\n        return self._has_backward",
+            "Mine._has_backward of torch.distributed.pipelining.PipelineStage",
         ),
         (
             "from torch import nn\nclass Mine(nn.Module):\n    def f(self):\n        return self._parameters",

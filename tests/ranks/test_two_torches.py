@@ -1,0 +1,155 @@
+"""Two releases of torch give the same numbers, and each loads the other's checkpoints.
+
+`make test-torch211` runs these tests with the oldest supported torch; the other one is the pinned
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_surface
+from comparison import WIDE, assert_close, assert_identical, assert_tensors_close
+from harness import run_in_turn
+from other_torch import needs_other_torch, run_in_turn_with_other_torch
+from test_checkpoint_recut import merged as merged_state
+from test_checkpoint_recut import rank_life, world_of
+from test_experts import document as experts
+from test_mesh_does_not_change_numbers import document
+from test_recut_of_runs import live
+from training import merged, train_steps
+
+from raypp.schedules.catalogue import SCHEDULES
+
+pytestmark = [pytest.mark.ranks, needs_other_torch]
+STEPS = 3
+LIST = Path(__file__).parents[1] / "unit/names_since_torch_2_11.txt"
+LOSS = 1e-6
+"""Bound on the relative error of a loss in fp32 where the kernels of the two differ."""
+Run = Callable[..., list[list[Any]]]
+BOTH: dict[str, Run] = {"this": run_in_turn, "other": run_in_turn_with_other_torch}
+
+
+def job(*, pp: int = 1, fsdp: int = 1, mesh: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    found = document(pp=pp, fsdp=fsdp, microbatches=4 // fsdp, **settings)
+    found["mesh"] |= mesh or {}
+    found["model"]["num_layers"] = 4
+    return found
+
+
+def tied() -> dict[str, Any]:
+    found = job(pp=2)
+    found["model"]["tie_embeddings"] = True
+    return found
+
+
+KERNELS = {"one process": job(), "one process, experts": experts()}
+"""Jobs without messages: only torch's kernels can change their numbers."""
+MESHES = {
+    **{
+        f"pp 2, {kind.name}": job(pp=2, schedule=kind.name, pipeline={"stages_per_rank": kind.nearest_stages(2)})
+        for kind in SCHEDULES
+    },
+    "fsdp 2": job(fsdp=2),
+    "cp 2, ring": job(mesh={"cp": 2, "cp_style": "ring"}),
+    "cp 2, ulysses": job(mesh={"cp": 2, "cp_style": "ulysses"}),
+    "ep 2": experts(mesh={"fsdp": 2, "ep": 2}),
+    "pp 2, tied": tied(),
+    "pp 2, selective recomputation": job(pp=2, train={"activation_checkpointing": "selective"}),
+    "pp 2, full recomputation": job(pp=2, train={"activation_checkpointing": "full"}),
+}
+TYPES = (torch.float32, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def numbers() -> dict[str, dict[tuple[str, torch.dtype], dict[str, Any]]]:
+    """Trains every job with each torch. Returns the numbers by torch, job and type."""
+    return {name: trained(run) for name, run in BOTH.items()}
+
+
+def trained(run: Run) -> dict[tuple[str, torch.dtype], dict[str, Any]]:
+    found = {}
+    for world, jobs in ((1, KERNELS), (2, MESHES)):
+        cases = [(source, STEPS, "cpu", (), dtype) for source in jobs.values() for dtype in TYPES]
+        results = iter(run(world, train_steps, cases))
+        found |= {(name, dtype): merged(next(results)) for name in jobs for dtype in TYPES}
+    return found
+
+
+@pytest.mark.parametrize("name", [*KERNELS, *MESHES])
+def test_losses_are_the_same_and_gradients_and_weights_in_fp64(name: str, numbers: Any) -> None:
+    this, other = (numbers[torch_][name, torch.float64] for torch_ in BOTH)
+    assert_close(this, other, WIDE)
+    assert_tensors_close(this["weights"], other["weights"], WIDE)
+    this, other = (numbers[torch_][name, torch.float32] for torch_ in BOTH)
+    assert this["loss"] == pytest.approx(other["loss"], rel=LOSS, abs=0)
+
+
+def same_kernels(numbers: Any) -> bool:
+    try:
+        for name in KERNELS:
+            assert_identical(*(numbers[torch_][name, torch.float32] for torch_ in BOTH))
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_where_both_have_the_same_kernels_a_mesh_gives_the_same_bits(name: str, numbers: Any) -> None:
+    if not same_kernels(numbers):
+        pytest.skip("one process gives other bits: the kernels of the two differ on this CPU")
+    assert_identical(*(numbers[torch_][name, torch.float32] for torch_ in BOTH))
+
+
+# Checkpoints. A direction names the torch that saves.
+
+
+@pytest.mark.parametrize(("first", "second"), [("this", "other"), ("other", "this")])
+@pytest.mark.parametrize("sizes", [((2, 1, 1), (1, 1, 2)), ((1, 1, 2), (1, 1, 1))], ids=str)
+def test_what_one_torch_saved_the_other_loads_bit_for_bit(
+    first: str, second: str, sizes: tuple[Any, Any], tmp_path: Path
+) -> None:
+    states = []
+    for torch_, mesh, save in ((first, sizes[0], True), (second, sizes[1], False)):
+        (results,) = BOTH[torch_](world_of(mesh), rank_life, [(mesh, str(tmp_path), save)])
+        assert [result["step"] for result in results] == [2] * len(results)
+        states.append(merged_state(results))
+    saved, loaded = states
+    assert saved and saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+@pytest.mark.parametrize(("first", "second"), [("this", "other"), ("other", "this")])
+def test_a_run_resumes_with_the_other_torch(first: str, second: str, tmp_path: Path) -> None:
+    def steps(torch_: str, folder: str, number: int, attempt: int) -> Any:
+        source = job(pp=2, checkpoint={"url": str(tmp_path / folder), "every_steps": 0, "memory_tier": False})
+        source["train"] |= {"steps": number, "lr_schedule": {"kind": "constant", "warmup_steps": 1}}
+        ((result, _),) = BOTH[torch_](2, live, [(source, attempt)])
+        assert result["committed"] == number
+        return result
+
+    steps(first, "changed", 2, 1)
+    resumed, whole = steps(second, "changed", 4, 2), steps(first, "whole", 4, 1)
+    assert "resumed" in resumed["kinds"]
+    found, expected = ({step: rest for step, *rest in result["numbers"]} for result in (resumed, whole))
+    for step in (3, 4):
+        (loss, norm, tokens), (expected_loss, expected_norm, expected_tokens) = found[step], expected[step]
+        assert tokens == expected_tokens
+        assert loss == pytest.approx(expected_loss, rel=LOSS) and norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+# Names.
+
+
+def test_the_list_of_names_that_the_older_one_lacks_is_complete() -> None:
+    """`tests/unit/test_oldest_torch.py` uses the list."""
+    found = {}
+    for run in BOTH.values():
+        (((version, names),),) = run(1, torch_surface.surface, [()])
+        found[version] = names
+    old, new = sorted(found, key=lambda version: [int(part) for part in version.split(".")[:2]])
+    assert LIST.read_text().split() == torch_surface.added(found[old], found[new])
