@@ -179,14 +179,14 @@ def test_a_job_and_its_settings_that_a_page_types_pass_the_checks(
     assert run(["plan", job, *settings, "--json"]) == 0, capsys.readouterr().err
 
 
-MADE = re.compile(r"^([a-z-]+):", re.M)
+MADE = re.compile(r"^([a-z0-9-]+):", re.M)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_targets_of_make_and_benchmarks_that_a_page_names_are_there(page: Path) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     targets = set(MADE.findall((REPOSITORY / "Makefile").read_text(encoding="utf-8")))
-    named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", text, re.M))
     assert named <= targets
     modules = set(re.findall(r"python -m (benchmarks(?:\.\w+)?)", text)) - {"benchmarks.NAME"}
     there = {"benchmarks", *(f"benchmarks.{path.stem}" for path in (REPOSITORY / "benchmarks").glob("*.py"))}
