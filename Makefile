@@ -89,7 +89,7 @@ test-slow: venv
 # those of the pinned torch. CONTRIBUTING.md says when it must be run.
 test-torch211: venv $(STAMP211)
 	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy
-	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks)
+	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks tests/gpu)
 
 lint: venv
 	$(BIN)/ruff check .

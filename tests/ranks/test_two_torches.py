@@ -25,7 +25,8 @@ from training import merged, train_steps
 
 from raypp.schedules.catalogue import SCHEDULES
 
-pytestmark = [pytest.mark.ranks, needs_other_torch]
+# The first test waits for the numbers of all jobs with both torches.
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), needs_other_torch]
 STEPS = 3
 LIST = Path(__file__).parents[1] / "unit/names_since_torch_2_11.txt"
 LOSS = 1e-6
