@@ -86,9 +86,10 @@ test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
 
 # With the oldest supported torch: types, the first tier, and the ranks, whose numbers and checkpoints are compared with
-# those of the pinned torch. CONTRIBUTING.md says when it must be run.
+# those of the pinned torch. CONTRIBUTING.md says when it must be run. Two kinds of mypy's errors depend only on which
+# functions of torch have annotations.
 test-torch211: venv $(STAMP211)
-	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy
+	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy --disable-error-code unused-ignore --disable-error-code no-any-return
 	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks tests/gpu)
 
 lint: venv

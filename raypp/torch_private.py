@@ -108,7 +108,7 @@ class ChunkStage(PipelineStage):
             module, index, num_stages, device, input_args=placeholder, output_args=placeholder, group=group
         )
         one = (None,)
-        self._stage_meta = SimpleNamespace(inputs=one, outputs=one, input_grads=one, output_grads=one)  # type: ignore[assignment, unused-ignore]
+        self._stage_meta = SimpleNamespace(inputs=one, outputs=one, input_grads=one, output_grads=one)  # type: ignore[assignment]
 
     def take_activations(self, microbatch: int) -> Tensor:
         """Returns the input `[B, T, C]`, not on the first stage. Called once per forward."""
