@@ -25,6 +25,11 @@ FSDP_CP = "fsdp_cp"
 class RankGroups:
     """The process groups and meshes that a rank communicates through.
 
+    No group is bound to a device (`device_id`). A group that is has one communicator for all its
+    messages, which then wait for each other: a send behind a receive that was posted before it.
+    Without, NCCL connects each pair of ranks in a group by a communicator of its own. Together with
+    a group for each direction, every channel of the pipeline has one.
+
     Attributes:
         mesh: Device mesh with the axes pp, dp_replicate, fsdp, cp.
         forward: The ranks of this pipeline, for activations.

@@ -19,9 +19,8 @@ def connect(
 ) -> None:
     """Sends one number over every channel of the pipeline. Collective over its ranks.
 
-    NCCL connects two ranks at their first message and blocks both until they are connected.
-    Receives are posted long before their messages exist, so without this the first receive could
-    wait for a rank that itself waits for this one.
+    NCCL connects two ranks at their first message and blocks both until they are connected. That
+    takes long, so it should not happen one pair after the other in the first step.
 
     Args:
         rank: This pipeline rank.
@@ -65,18 +64,20 @@ def message_seconds(
     """
     channels = channels_of(rank_of_stage)
     incoming = [channel for channel in channels if channel[1] == rank]
-    receives: dict[tuple[int, int], list[dist.Work | None]] = {}
-    for source, to in incoming:
-        group = up if to > source else down
-        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_ROUNDS)]
-        receives[source, to] = [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers]
+    buffers = {
+        channel: [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_ROUNDS)] for channel in incoming
+    }
     message = torch.zeros(size, dtype=torch.uint8, device=device)
-    sends = [
-        dist.isend(message, group=up if to > source else down, group_dst=to)
-        for _ in range(_ROUNDS)
-        for source, to in channels
-        if source == rank
-    ]
+    receives: dict[tuple[int, int], list[dist.Work | None]] = {channel: [] for channel in incoming}
+    sends: list[dist.Work | None] = []
+    # All ranks post in one order, so none hangs if it has to wait for what it has posted so far.
+    for turn in range(_ROUNDS):
+        for source, to in channels:
+            group = up if to > source else down
+            if to == rank:
+                receives[source, to].append(dist.irecv(buffers[source, to][turn], group=group, group_src=source))
+            elif source == rank:
+                sends.append(dist.isend(message, group=group, group_dst=to))
     arrived: dict[tuple[int, int], list[float]] = {channel: [] for channel in incoming}
     for turn in range(_ROUNDS):
         for channel in incoming:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.parallel.late_sums import LateSums
+from raypp.pipeline.receive_stream import computes_on, posting_receives
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 from raypp.torch_private import ChunkStage
 
@@ -120,13 +121,15 @@ class PlannedStage(ChunkStage):
 
     def receive_forward(self, microbatch: int) -> dist.Work:
         """Posts the receive of a microbatch's activations, as a message of the wire format."""
-        self.received[microbatch] = self._buffer(self.activations, microbatch)
-        return self._receive(self.received[microbatch], self.stage_index - 1)
+        with posting_receives(self.device):
+            self.received[microbatch] = self._buffer(self.activations, microbatch)
+            return self._receive(self.received[microbatch], self.stage_index - 1)
 
     def receive_backward(self, microbatch: int) -> dist.Work:
         """Posts the receive of a microbatch's gradients, as a message of the wire format."""
-        self.received_grads[microbatch] = self._buffer(self.gradients, microbatch)
-        return self._receive(self.received_grads[microbatch], self.stage_index + 1)
+        with posting_receives(self.device):
+            self.received_grads[microbatch] = self._buffer(self.gradients, microbatch)
+            return self._receive(self.received_grads[microbatch], self.stage_index + 1)
 
     def unpack_forward(self, microbatch: int) -> None:
         """Decodes a received message into the stage's input `[B, T, C]`."""
@@ -160,7 +163,7 @@ class PlannedStage(ChunkStage):
                 f"stage {self.stage_index}: {what} of microbatch {microbatch} from stage {from_stage} are fewer than "
                 f"the plan says, {self.shapes[microbatch]}: the ranks follow different plans"
             )
-        return buffer
+        return computes_on(buffer)
 
     def _check(self, tensor: Tensor, microbatch: int, name: str) -> None:
         """Raises unless a tensor is `[B, T, C]` as planned, in the boundary dtype."""
@@ -171,7 +174,11 @@ class PlannedStage(ChunkStage):
             )
 
     def _receive(self, buffer: Tensor, from_stage: int) -> dist.Work:
-        """Posts the receive of a message `[...]` into a buffer."""
+        """Posts the receive of a message `[...]` into a buffer.
+
+        Not `batch_isend_irecv`: NCCL would run all ranks of the group on one communicator and its
+        one stream. Single operations have a communicator for each pair of ranks.
+        """
         source, own = self.rank_of_stage[from_stage], self.rank_of_stage[self.stage_index]
         work = dist.irecv(buffer, group=self.up_group if own > source else self.down_group, group_src=source)
         assert work is not None

@@ -2,10 +2,11 @@
 
 A schedule defines what each rank computes and in which order (`raypp.schedules`). torch's lowering
 passes add when weights are unsharded and resharded and when gradients are reduced. Sends and
-receives come from `schedules.communication`. `ProgramRuntime` runs the result on `PlannedStage`s.
-It differs from torch's own loop in four ways: shapes come from the step's plan; receives are posted
-ahead of their use; a send is released as soon as it is known to have arrived (torch holds all of a
-step's messages until its end); and every action sets a mark that says what the rank is doing.
+receives come from `schedules.posting`. `ProgramRuntime` runs the result on `PlannedStage`s. It
+differs from torch's own loop in four ways: shapes come from the step's plan; receives are posted as
+early as the backend allows; a send is released as soon as it is known to have arrived (torch holds
+all of a step's messages until its end); and every action sets a mark that says what the rank is
+doing.
 
 Legend: B rows of a microbatch, T_i tokens of microbatch i on this rank, V vocabulary.
 """
@@ -23,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
-from raypp.schedules.communication import Line, Send, with_messages
+from raypp.schedules.communication import Line, Send
+from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_unshard_reshard
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -39,10 +41,10 @@ _COMPUTES = frozenset(_KINDS.values())
 
 
 def lower(
-    program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int
+    program: Mapping[int, Sequence[Action]], rank_of_stage: Sequence[int], microbatches: int, posting: Posting
 ) -> dict[int, list[LoweredAction]]:
     """Adds communication to a compute-only program, for all ranks; the same result on each."""
-    lines = with_messages(program, rank_of_stage)
+    lines = with_messages(program, rank_of_stage, posting)
     lowered = {}
     for rank, line in lines.items():
         compute: list[LoweredAction | None] = [
@@ -163,13 +165,14 @@ class ProgramRuntime:
         backward: bool = True,
     ) -> None:
         self.rank = stages[0].group_rank
-        self._microbatches, self._loss_fn = microbatches, loss_fn
+        self._microbatches, self.loss_fn = microbatches, loss_fn
         self._has_backward = backward and loss_fn is not None
         self.planned = {stage.stage_index: stage for stage in stages}
         self.mark = mark
         self.now = ""
         self.clock: ActionClock | None = None
         self.rank_of_stage = list(rank_of_stage)
+        self.posting = posting_on(stages[0].device.type)
         self.load(program)
         self._sends: dict[SendKey, dist.Work] = {}
         self._receives: dict[SendKey, dist.Work] = {}
@@ -192,7 +195,7 @@ class ProgramRuntime:
 
         Call it between two steps, with the same program on all ranks.
         """
-        lowered = lower(program, self.rank_of_stage, self._microbatches)
+        lowered = lower(program, self.rank_of_stage, self._microbatches, self.posting)
         self.actions = lowered[self.rank]
         self._names = [str(action) for action in self.actions]
         self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
@@ -277,8 +280,8 @@ class ProgramRuntime:
             if arrived:
                 stage.unpack_forward(microbatch)
             output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
-            if stage.is_last and self._loss_fn is not None:
-                self._losses[microbatch] = self._loss_fn(output, self._targets[microbatch])
+            if stage.is_last and self.loss_fn is not None:
+                self._losses[microbatch] = self.loss_fn(output, self._targets[microbatch])
         if stage.stage_index + 1 in self.planned:
             self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
         if not self._has_backward and (stage.is_last or stage.stage_index + 1 in self.planned):

@@ -1,27 +1,17 @@
-"""Adds messages to a program: what is sent after which action, and when receives are posted.
+"""The messages of a program: which action sends one, and which action needs it.
 
-A channel is the sequence of all messages from one rank to another. The receiver posts its receives
-in the order of the sends. Messages to higher and to lower ranks use different process groups, so in
-each group two ranks only send in one direction. gloo matches messages in order, and NCCL runs the
-operations of a group between two ranks one after another. With one direction per group, neither can
-block a message behind another one that depends on it.
-
-Receives are posted `RECEIVES_AHEAD` messages before they are used. gloo starts to send only when
-the receive is posted. A receive posted one forward before its use would delay every message that
-takes longer than a forward.
+A channel is the sequence of all messages from one rank to another. Messages to higher and to lower
+ranks use different process groups, so in each group two ranks only send in one direction.
+`schedules.posting` decides when receives are posted.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raypp.schedules.action import Action, Program
-
-RECEIVES_AHEAD = 3
-"""Receives that a rank keeps posted per channel: one for the message on the link, two queued."""
+from raypp.schedules.action import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,57 +75,6 @@ def needed_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
 def _crosses(message: Message, rank_of_stage: Sequence[int]) -> bool:
     to = message.to_stage
     return 0 <= to < len(rank_of_stage) and rank_of_stage[to] != rank_of_stage[message.stage]
-
-
-def with_messages(program: Program, rank_of_stage: Sequence[int], ahead: int = RECEIVES_AHEAD) -> dict[int, Line]:
-    """Returns the actions of every rank with their sends and receives.
-
-    The result is deterministic: every rank computes the same. A send directly follows its action.
-    On each channel, up to `ahead` receives are posted and not used yet, or more if the next action
-    needs a later message.
-    """
-    channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    for rank, actions in program.items():
-        for action in actions:
-            if (message := sent_by(action, rank_of_stage)) is not None:
-                channels[rank, rank_of_stage[message.to_stage]].append(message)
-    return {
-        rank: _line(
-            actions, {source: sent for (source, to), sent in channels.items() if to == rank}, rank_of_stage, ahead
-        )
-        for rank, actions in program.items()
-    }
-
-
-def _line(
-    actions: Sequence[Action], incoming: Mapping[int, Sequence[Message]], rank_of_stage: Sequence[int], ahead: int
-) -> Line:
-    line: Line = []
-    posted: set[Message] = set()
-    waiting = {source: iter(messages) for source, messages in incoming.items()}
-    unused = dict.fromkeys(incoming, 0)
-
-    def post(source: int, count: int) -> None:
-        while unused[source] < count and (message := next(waiting[source], None)) is not None:
-            line.append(Receive(message))
-            posted.add(message)
-            unused[source] += 1
-
-    for source in sorted(incoming):
-        post(source, ahead)
-    for action in actions:
-        needed = needed_by(action, rank_of_stage)
-        if needed is not None:
-            source = rank_of_stage[needed.stage]
-            while needed not in posted:
-                post(source, unused[source] + 1)
-        line.append(action)
-        if (message := sent_by(action, rank_of_stage)) is not None:
-            line.append(Send(message))
-        if needed is not None:
-            unused[source] -= 1
-            post(source, ahead)
-    return line
 
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,20 +1,25 @@
 """Finds deadlocks: simulates programs with messages under the strictest rules of each library.
 
-There are three rules for how a library delivers messages. In all of them, a rank runs its line in
-order, and an action waits for its message.
+In all rules, a rank runs its line in order, and an action waits for its message.
 
 - `gloo`: A send returns at once. A message crosses when its receive is posted. For each pair of
   ranks and group, the n-th send matches the n-th receive, even if they are different messages.
-- `nccl`: The same, but at each end, all sends and receives between two ranks in one group form one
-  queue, and only the heads of both queues can match.
+- `nccl`: Two ranks have one communicator for each group. Its sends and receives occupy its stream:
+  at each end they form one queue, and only the heads of both queues can match. And before any
+  action, send or receive, a rank may have to wait until everything it has posted is done: it loads
+  a kernel, its allocator is short of memory, it registers host memory, it connects a communicator,
+  or two of its streams share a hardware queue. The rule plays the worst case, in which it always
+  waits. Lines that complete then complete with fewer waits, too, since each operation is then
+  posted earlier and in the same order.
 - `blocking`: A send returns only when its receive is posted, or when it is one of the `room`
   messages that the link and its buffers hold (bounded buffers, rendezvous for anything larger).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Literal
 
 from raypp.schedules.action import Action
@@ -70,7 +75,8 @@ class _Play:
         self.lines, self.rank_of, self.rule, self.room, self.group_of = lines, rank_of_stage, rule, room, group_of
         self.position = dict.fromkeys(lines, 0)
         # By (rank, peer, group): sends and receives that have no match yet.
-        self.queues: dict[tuple[int, int, str], list[Send | Receive]] = defaultdict(list)
+        self.queues: dict[tuple[int, int, str], deque[Send | Receive]] = defaultdict(deque)
+        self.pending: Counter[int] = Counter()  # by rank: the same, in all queues
         self.offered: set[Message] = set()
         self.posted: dict[tuple[int, int, str], int] = defaultdict(int)
         self.sent: dict[tuple[int, int, str], int] = defaultdict(int)
@@ -80,11 +86,13 @@ class _Play:
     def advance(self, rank: int) -> bool:
         """Runs a rank as far as it can; returns whether it moved."""
         line, begun = self.lines[rank], self.position[rank]
-        while self.position[rank] < len(line) and self._can(line[self.position[rank]]):
+        while self.position[rank] < len(line) and self._can(rank, line[self.position[rank]]):
             self.position[rank] += 1
         return self.position[rank] > begun
 
-    def _can(self, item: Action | Send | Receive) -> bool:
+    def _can(self, rank: int, item: Action | Send | Receive) -> bool:
+        if self.rule == "nccl" and self.pending[rank]:
+            return False
         if isinstance(item, Action):
             needed = needed_by(item, self.rank_of)
             return needed is None or needed in self.arrived
@@ -103,20 +111,23 @@ class _Play:
 
     def _offer(self, rank: int, peer: int, group: str, item: Send | Receive) -> None:
         self.queues[rank, peer, group].append(item)
+        self.pending[rank] += 1
         ours, theirs = self.queues[rank, peer, group], self.queues[peer, rank, group]
         while (pair := self._meet(ours, theirs)) is not None:
             ours.remove(pair[0])
             theirs.remove(pair[1])
+            self.pending.subtract((rank, peer))
             if pair[0].message != pair[1].message:
                 self.wrong.append(f"ranks {rank} and {peer}: {_name(pair[0])} matches {_name(pair[1])}")
             self.arrived.add(pair[1].message if isinstance(pair[1], Receive) else pair[0].message)
 
     def _meet(
-        self, ours: list[Send | Receive], theirs: list[Send | Receive]
+        self, ours: deque[Send | Receive], theirs: deque[Send | Receive]
     ) -> tuple[Send | Receive, Send | Receive] | None:
         """Returns the next matching pair of a send and a receive, if any."""
-        for mine in ours[:1] if self.rule == "nccl" else ours:
-            for other in theirs[:1] if self.rule == "nccl" else theirs:
+        heads = 1 if self.rule == "nccl" else None
+        for mine in islice(ours, heads):
+            for other in islice(theirs, heads):
                 if type(mine) is not type(other):
                     return mine, other
         return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from raypp.schedules.action import Action, Program
+from raypp.schedules.communication import Line, Message, Receive
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
-def simulate(program: Program, times: StageTimes) -> Timeline:
+def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
     """Simulates a program.
 
     A rank runs its actions in order, each as soon as its input has arrived. Sends never block a
@@ -101,12 +103,14 @@ def simulate(program: Program, times: StageTimes) -> Timeline:
     Args:
         program: Actions of every rank; `check_program` finds no problem in it.
         times: Times of the stages and messages.
+        lines: The program with its messages (`schedules.posting`). A message then crosses once its
+            receive is posted, at the end of the action before it. None: receives delay nothing.
 
     Raises:
         ValueError: The program deadlocks.
     """
     num_stages = 1 + max(action.stage for actions in program.values() for action in actions)
-    run = _Run(program, times, num_stages)
+    run = _Run(program, times, num_stages, lines)
     while any(run.position[rank] < len(actions) for rank, actions in program.items()):
         if not any(run.advance(rank) for rank in program):
             waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
@@ -121,7 +125,7 @@ def simulate(program: Program, times: StageTimes) -> Timeline:
 class _Run:
     """The state of a simulation: the position of every rank and the arrival times of messages."""
 
-    def __init__(self, program: Program, times: StageTimes, num_stages: int) -> None:
+    def __init__(self, program: Program, times: StageTimes, num_stages: int, lines: Mapping[int, Line] | None) -> None:
         self.program, self.times, self.num_stages = program, times, num_stages
         self.rank_of = {action.stage: rank for rank, actions in program.items() for action in actions}
         self.position = dict.fromkeys(program, 0)
@@ -129,12 +133,17 @@ class _Run:
         self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
         self.arrival: dict[tuple[str, int, int], float] = {}
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self.receives = None if lines is None else {rank: _receives(line) for rank, line in lines.items()}
+        self.posted: dict[Message, float] = {}
+        self.sent: dict[tuple[int, int], deque[tuple[Message, float]]] = defaultdict(deque)
 
     def advance(self, rank: int) -> bool:
         """Runs a rank as far as it can; returns whether it moved."""
         actions, begun = self.program[rank], self.position[rank]
         for position in range(begun, len(actions)):
             action = actions[position]
+            if self.receives is not None:
+                self._post(rank, position)
             ready = self._ready(action)
             if ready is None:
                 break
@@ -152,17 +161,50 @@ class _Run:
             return 0.0
         return self.arrival.get(("F" if action.kind == "F" else "B", action.stage, action.microbatch))
 
-    def _send(self, action: Action, rank: int, direction: str) -> None:
+    def _send(self, action: Action, rank: int, direction: Literal["F", "B"]) -> None:
         to = action.stage + (1 if direction == "F" else -1)
         if not 0 <= to < self.num_stages:
             return
         peer, arrives = self.rank_of[to], self.clock[rank]
+        if peer != rank and self.receives is not None:
+            self.sent[rank, peer].append((Message(direction, action.stage, action.microbatch), arrives))
+            self._cross(rank, peer)
+            return
         if peer != rank:
             # A link has one sender, which runs its actions in order, so this is the order of
             # messages.
             arrives = max(arrives, self.link_free[rank, peer]) + self.times.message(min(action.stage, to))
             self.link_free[rank, peer] = arrives
         self.arrival[direction, to, action.microbatch] = arrives
+
+    def _post(self, rank: int, position: int) -> None:
+        """Posts the receives of a rank that precede its action at `position`."""
+        assert self.receives is not None
+        for message in self.receives[rank].pop(position, ()):
+            self.posted[message] = self.clock[rank]
+            self._cross(self.rank_of[message.stage], rank)
+
+    def _cross(self, source: int, to: int) -> None:
+        """Finds when the messages from one rank to another arrive, as far as is known."""
+        sent = self.sent[source, to]
+        while sent and sent[0][0] in self.posted:
+            message, ready = sent.popleft()
+            begins = max(ready, self.link_free[source, to], self.posted[message])
+            arrives = begins + self.times.message(min(message.stage, message.to_stage))
+            self.link_free[source, to] = arrives
+            self.arrival[message.kind, message.to_stage, message.microbatch] = arrives
+
+
+def _receives(line: Line) -> dict[int, list[Message]]:
+    """Returns the receives of a line by the position, among its actions, of the next action."""
+    found: dict[int, list[Message]] = defaultdict(list)
+    position = 0
+    for item in line:
+        if isinstance(item, Action):
+            position += 1
+        elif isinstance(item, Receive):
+            found[position].append(item.message)
+    return found
 
 
 def _by_stage(program: Program) -> dict[int, list[Action]]:

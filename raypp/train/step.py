@@ -24,6 +24,7 @@ from raypp.train.reduce import GlobalSums, coefficient, scale
 from raypp.train.router_losses import RouterLosses
 from raypp.train.stragglers import Pace
 from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
+from raypp.train.warm_up import warm_up
 
 
 @dataclass
@@ -91,6 +92,7 @@ class StepRunner:
         self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer.names)
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
         self.attention = rank.attention
+        self.warm = rank.device.type != "cuda"
 
     def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
         """Reads the next rows and agrees on them. Collective over the world."""
@@ -169,6 +171,10 @@ class StepRunner:
         self._mark("prepare")
         with watch.part("data"):
             batches = self.batches(read)
+        if not self.warm:
+            with watch.part("warm_up"):
+                warm_up(self.built, self.pipeline.program, batches[0], self.share, self.router_losses)
+            self.warm = True
         if self.lookahead is not None:
             with watch.part("lookahead"):
                 choice = self.lookahead.before_step(self.own_lengths(read))

@@ -3,58 +3,180 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypp.mesh.stage_placement import place_stages
+from raypp.schedules.action import Action, Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
-from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by, with_messages
-from raypp.schedules.deadlock import find_hangs
+from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
+from raypp.schedules.deadlock import Rule, find_hangs
+from raypp.schedules.forward_only import build_forward_only
+from raypp.schedules.posting import Posting, posting_on, with_messages
+from raypp.schedules.simulate import StageTimes, simulate
+from raypp.schedules.validity import missing_input
+
+Size = tuple[int, int, int]
 
 
-def ranks_of(name: str, pp: int, stages_per_rank: int) -> list[int]:
-    placement = place_stages(pp, pp * stages_per_rank, schedule_named(name).placement)
+def ranks_of(placement: Sequence[Sequence[int]]) -> list[int]:
     holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    return [holder[stage] for stage in range(pp * stages_per_rank)]
+    return [holder[stage] for stage in range(len(holder))]
+
+
+def program_of(
+    name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int
+) -> tuple[Program, list[int]]:
+    placement = place_stages(pp, pp * stages_per_rank, schedule_named(name).placement)
+    return build_program(name, pp, stages_per_rank, microbatches, lookahead), ranks_of(placement)
 
 
 def lines_of(
-    name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int
+    name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int, posting: Posting = "ahead"
 ) -> tuple[dict[int, Line], list[int]]:
-    ranks = ranks_of(name, pp, stages_per_rank)
-    return with_messages(build_program(name, pp, stages_per_rank, microbatches, lookahead), ranks), ranks
+    program, ranks = program_of(name, pp, stages_per_rank, microbatches, lookahead)
+    return with_messages(program, ranks, posting), ranks
 
 
-def sizes(name: str, widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    wanted = ((pp, v, m) for pp in widths for v in (1, 2, 3) for m in (pp, pp + 1, 2 * pp, 3 * pp + 1))
+def sizes(name: str, widths: Sequence[int], most: int = 0) -> list[Size]:
+    wanted = ((pp, v, m) for pp in widths for v in (1, 2, 3) for m in (pp, pp + 1, 2 * pp, most or 3 * pp + 1))
     return [size for size in wanted if not size_problems(schedule_named(name), *size)]
 
 
-def assert_nothing_waits(name: str, widths: Sequence[int]) -> None:
-    for pp, stages_per_rank, microbatches in sizes(name, widths):
-        for lookahead in range(5):
-            lines, ranks = lines_of(name, pp, stages_per_rank, microbatches, lookahead)
-            for rule, room in (("gloo", 0), ("nccl", 0), ("blocking", schedule_named(name).buffered)):
-                found = find_hangs(lines, ranks, rule, room=room)  # type: ignore[arg-type]
-                assert not found, (pp, stages_per_rank, microbatches, lookahead, rule, found)
+def assert_nothing_waits(lines: dict[int, Line], ranks: Sequence[int], rules: Sequence[Rule], room: int = 0) -> None:
+    for rule in rules:
+        found = find_hangs(lines, ranks, rule, room=room)
+        assert not found, (rule, found)
+
+
+def assert_gloo_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
+    for size in sizes:
+        for lookahead in lookaheads:
+            lines, ranks = lines_of(name, *size, lookahead, "ahead")
+            assert_nothing_waits(lines, ranks, ("gloo", "blocking"), schedule_named(name).buffered)
+
+
+def assert_nccl_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
+    for size in sizes:
+        for lookahead in lookaheads:
+            lines, ranks = lines_of(name, *size, lookahead, "one_order")
+            assert_nothing_waits(lines, ranks, ("nccl", "gloo", "blocking"))
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_no_schedule_hangs_at_any_lookahead_under_any_rule_on_few_ranks(name: str) -> None:
-    assert_nothing_waits(name, (2, 3))
+def test_no_schedule_hangs_at_any_lookahead_on_few_ranks(name: str) -> None:
+    assert_gloo_never_waits(name, sizes(name, (2, 3)))
+    assert_nccl_never_waits(name, sizes(name, (2, 3)), (0, 2))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pp", range(2, 9))
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_no_schedule_hangs_at_any_lookahead_under_any_rule_on_many_ranks(name: str) -> None:
-    assert_nothing_waits(name, range(4, 9))
+def test_no_schedule_hangs_at_any_lookahead_on_many_ranks(name: str, pp: int) -> None:
+    assert_gloo_never_waits(name, sizes(name, [pp]))
+    assert_nccl_never_waits(name, sizes(name, [pp], most=32))
+
+
+def test_an_evaluation_does_not_hang() -> None:
+    for pp, stages_per_rank, placement in ((2, 1, "loop"), (4, 2, "loop"), (3, 2, "v")):
+        program = build_forward_only(pp, stages_per_rank, 7, placement)  # type: ignore[arg-type]
+        ranks = ranks_of(place_stages(pp, pp * stages_per_rank, placement))  # type: ignore[arg-type]
+        assert_nothing_waits(with_messages(program, ranks, "one_order"), ranks, ("nccl", "gloo", "blocking"))
+
+
+def any_program(pp: int, stages: int, microbatches: int, seed: int) -> tuple[Program, list[int]]:
+    """Returns a random valid program: any placement, any order that can run."""
+    draw = random.Random(seed)
+    ranks = [*range(pp), *(draw.randrange(pp) for _ in range(stages - pp))]
+    draw.shuffle(ranks)
+    program: dict[int, list[Action]] = {rank: [] for rank in range(pp)}
+    # The actions of a stage: forwards and backwards each in order, a backward after its forward.
+    todo = {(stage, kind): 0 for stage in range(stages) for kind in "FB"}
+    done: set[Action] = set()
+    while open_ends := [
+        action
+        for (stage, kind), index in todo.items()
+        if index < microbatches and (kind == "F" or index < todo[stage, "F"])
+        if not missing_input(action := Action(stage, kind, index), done, stages)  # type: ignore[arg-type]
+    ]:
+        action = draw.choice(open_ends)
+        todo[action.stage, action.kind] += 1
+        done.add(action)
+        program[ranks[action.stage]].append(action)
+    return program, ranks
+
+
+@settings(max_examples=25, deadline=None)
+@given(pp=st.integers(2, 8), more=st.integers(0, 8), microbatches=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_no_program_at_all_hangs_when_receives_are_posted_in_one_order(
+    pp: int, more: int, microbatches: int, seed: int
+) -> None:
+    program, ranks = any_program(pp, pp + more, microbatches, seed)
+    lines = with_messages(program, ranks, "one_order")
+    assert_nothing_waits(lines, ranks, ("nccl", "gloo", "blocking"))
+    assert not find_hangs(lines, ranks, "nccl", group_of=lambda *message: "the only one")
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_every_message_is_sent_once_and_received_once_before_it_is_needed(name: str) -> None:
+def test_receives_posted_ahead_hang_nccl_where_a_rank_waits_for_all_it_has_posted(name: str) -> None:
+    lines, ranks = lines_of(name, 4, schedule_named(name).stages_per_rank[0], 16, 1)
+    assert any("hangs at" in text for text in find_hangs(lines, ranks, "nccl"))
+
+
+def test_the_backend_decides_how_receives_are_posted() -> None:
+    assert (posting_on("cuda"), posting_on("cpu")) == ("one_order", "ahead")
+
+
+@pytest.mark.parametrize("gradient_early", [True, False])
+@pytest.mark.parametrize("activation_early", [True, False])
+def test_of_two_messages_that_cross_only_one_can_be_awaited_early(gradient_early: bool, activation_early: bool) -> None:
+    # 0F1 and 1B0 run at the same time. Each rank could post its receive before or after its own.
+    activation, gradient = Message("F", 0, 1), Message("B", 1, 0)
+    first, last = Message("F", 0, 0), Message("B", 1, 1)
+    forward, backward = [Action(0, "F", 1), Send(activation)], [Action(1, "B", 0), Send(gradient)]
+    upper: Line = [Receive(gradient), *forward] if gradient_early else [*forward, Receive(gradient)]
+    lower: Line = [Receive(activation), *backward] if activation_early else [*backward, Receive(activation)]
+    lines: dict[int, Line] = {
+        0: [Action(0, "F", 0), Send(first), *upper, Action(0, "B", 0), Receive(last), Action(0, "B", 1)],
+        1: [Receive(first), Action(1, "F", 0), *lower, Action(1, "F", 1), Action(1, "B", 1), Send(last)],
+    }
+    assert bool(find_hangs(lines, [0, 1], "nccl")) is (gradient_early is activation_early)
+
+
+LINKS = (0.0, 0.25, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_one_order_costs_no_time_while_a_message_takes_at_most_a_forward(name: str) -> None:
+    program, ranks = program_of(name, 4, schedule_named(name).nearest_stages(2), 16, 1)
+    lines = with_messages(program, ranks, "one_order")
+    for link in LINKS:
+        times = StageTimes.equal(len(ranks), link=link)
+        assert simulate(program, times, lines).makespan == simulate(program, times).makespan
+
+
+def test_a_receive_posted_late_delays_its_message_in_the_simulation() -> None:
+    program, ranks = program_of("gpipe", 2, 1, 2, 0)
+    times = StageTimes.equal(2, forward=1.0, backward=2.0, link=0.5)
+    lines = with_messages(program, ranks, "one_order")
+    used = lines[1].index(Action(1, "F", 1))
+    posted = lines[1].index(Receive(Message("F", 0, 1)))
+    assert posted < lines[1].index(Action(1, "F", 0))
+    late = [*lines[1][:posted], *lines[1][posted + 1 : used], lines[1][posted], *lines[1][used:]]
+    # Posted at 2.5, when its first forward ends; without a delay it would have arrived at 2.5.
+    assert simulate(program, times, lines).makespan == simulate(program, times).makespan
+    assert simulate(program, times, {**lines, 1: late}).makespan == simulate(program, times).makespan + 0.5
+
+
+@pytest.mark.parametrize("posting", ["ahead", "one_order"])
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_every_message_is_sent_once_and_received_once_before_it_is_needed(name: str, posting: Posting) -> None:
     for pp, stages_per_rank, microbatches in sizes(name, (2, 4)):
-        lines, ranks = lines_of(name, pp, stages_per_rank, microbatches, 1)
+        lines, ranks = lines_of(name, pp, stages_per_rank, microbatches, 1, posting)
         for line in lines.values():
             posted: set[Message] = set()
             for item in line:
@@ -78,14 +200,6 @@ def test_a_receive_is_posted_a_backward_and_a_forward_before_its_use() -> None:
         used = next(i for i, item in enumerate(line) if str(item) == f"0B{microbatch}")
         between = [str(item)[1] for item in line[posted:used] if not isinstance(item, Send | Receive)]
         assert between.count("B") >= 2
-
-
-def test_one_group_for_all_activations_would_hang_nccl() -> None:
-    # Two ranks with two stages each send activations both ways. In a single group, a posted receive
-    # blocks the send behind it.
-    lines, ranks = lines_of("interleaved_1f1b", 2, 2, 4, 0)
-    assert find_hangs(lines, ranks, "nccl", group_of=lambda message, source, to: message.kind)
-    assert not find_hangs(lines, ranks, "nccl")
 
 
 def test_a_receive_out_of_order_is_found() -> None:
