@@ -1,0 +1,180 @@
+"""From its first forward to its update, a step makes the host wait once: for the sums."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
+from harness import run_in_turn, run_ranks
+from torch import Tensor
+
+from raypp.data.loader import open_loader
+from raypp.models.stage import parameter_names
+from raypp.parallel.rank_groups import make_groups
+from raypp.pipeline.agreement import StepPlan, padded_length
+from raypp.pipeline.collate import StageBatch
+from raypp.planning.resolve import resolve_pipeline
+from raypp.records import Requests
+from raypp.spec.load import parse_job
+from raypp.train.assemble import AssembledRank
+from raypp.train.build import build_stages
+from raypp.train.evaluate import Evaluator
+from raypp.train.optimizer import build_optimizer
+from raypp.train.own_seat import local_seat
+from raypp.train.reduce import GlobalSums, GradientReducer
+from raypp.train.step import ReadStep, StepRunner, Stopwatch
+
+pytestmark = pytest.mark.ranks
+
+LLAMA = {
+    "kind": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "ffn_size": 128, "vocab_size": 320,
+}  # fmt: skip
+PP_FSDP = {"pp": 2, "fsdp": 2}
+
+
+def document(model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any], **train: Any) -> dict[str, Any]:
+    return {
+        "name": "no-host-sync",
+        "model": model,
+        "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 40], "seq_len": 64},
+        "mesh": mesh,
+        "pipeline": {"microbatches": 4, **pipeline},
+        "train": {"steps": 1, "micro_batch_size": 2, **train},
+    }
+
+
+class ReachedTheSums(Exception):
+    """The host is about to wait for the step's sums: the one wait that a step has."""
+
+
+class StopsAtTheSums(GradientReducer):
+    """Fake sums have no values, so a step ends where the host reads them."""
+
+    def read(self, sums: Tensor) -> GlobalSums:
+        assert sums.device.type == NAME, "the sums left the device"
+        raise ReachedTheSums
+
+
+Prepare = Callable[[StepRunner], None]
+
+
+def run_step(
+    rank: int, world: int, port: int, job_document: dict[str, Any], of_rank: int, prepare: Prepare = lambda _: None
+) -> int:
+    """Runs a step and an evaluation of one rank of the job's mesh, and raises where the host waits.
+
+    Returns:
+        The number of parameters that were updated.
+    """
+    job = parse_job(job_document)
+    with fake_rank(of_rank, job.mesh.world) as device:
+        seat = local_seat(of_rank, job.mesh.world, port, job, device=NAME)
+        groups = make_groups(seat.mesh_sizes, NAME, job.mesh.ep)
+        loader = open_loader(job, seat.replica, job.mesh.replicas)
+        microbatches = [tuple(microbatch.rows) for microbatch in loader.next_step()]
+        loader.close()
+        assert any(len(row.documents) > 1 for rows in microbatches for row in rows), "no packed row"
+        lengths = [padded_length(max(len(row.tokens) for row in rows), cp=job.mesh.cp) for rows in microbatches]
+        read = ReadStep(microbatches, StepPlan(tuple(lengths), 100, Requests()))
+        with fake_tensors():
+            pipeline = resolve_pipeline(job)
+            built = build_stages(job, pipeline, groups, device, lambda action: None, draw=False)
+            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
+            # No store is needed: nothing meets anybody.
+            made = AssembledRank(
+                job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader
+            )
+            runner = StepRunner(made)
+            batches = runner.batches(read)
+            runner.batches = lambda read: batches  # type: ignore[method-assign]  # waiting is allowed there
+            prepare(runner)
+            with NoWaiting():
+                with pytest.raises(ReachedTheSums):
+                    runner.run(1, read, Stopwatch(device))
+                gradients = reducer.gradients()
+                updated = sum(gradient.device == device for gradient in gradients)
+                runner._update(gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
+                evaluate(runner, read, batches)
+    return updated
+
+
+@torch.no_grad()
+def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> None:
+    """Runs the forwards of an evaluation."""
+    Evaluator(runner.job, runner)._runtime.run(
+        runner.job.train.micro_batch_size,
+        runner.own_lengths(read),
+        [batch.tokens_BT for batch in batches],
+        [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
+        [batch.labels_BT for batch in batches],
+    )
+
+
+# Each case is a job and the rank that is run.
+CASES = {
+    "one stage": (document(LLAMA, {"fsdp": 2}, {}), 1),
+    "bf16 on one rank": (document(LLAMA, {}, {}, precision="bf16"), 0),
+    "selective, first stage": (document(LLAMA, PP_FSDP, {}, activation_checkpointing="selective"), 0),
+    "full, last stage": (document(LLAMA, PP_FSDP, {}, activation_checkpointing="full"), 3),
+    "weights freed, bf16": (
+        document(LLAMA, {**PP_FSDP, "reshard_after_forward": True}, {"schedule": "gpipe"}, precision="bf16"),
+        1,
+    ),
+    "replicated": (document(LLAMA, {"dp_replicate": 2, "fsdp": 2}, {}), 3),
+    "interleaved": (document(LLAMA, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
+    "split backwards": (document(LLAMA, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
+    "lookahead": (document(LLAMA, PP_FSDP, {"lookahead": 2}), 1),
+    "tied": (document({**LLAMA, "tie_embeddings": True}, PP_FSDP, {}), 2),
+}
+
+
+def test_a_step_and_an_evaluation_never_wait_for_the_device() -> None:
+    results = run_in_turn(1, run_step, list(CASES.values()))
+    assert len(results) == len(CASES) and all(updated > 10 for (updated,) in results)
+
+
+def plant(what: Callable[[Tensor], Any]) -> Prepare:
+    """Makes the first layer do something with its input before it computes."""
+
+    def prepare(runner: StepRunner) -> None:
+        layer = next(iter(runner.built.modules[0].get_submodule("model.layers").children()))
+        layer.register_forward_pre_hook(lambda module, given: (what(given[0]), None)[1])
+
+    return prepare
+
+
+PLANTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "_local_scalar_dense"),
+    "tolist": (lambda x: x.sum().tolist(), "_local_scalar_dense"),
+    "truth": (lambda x: bool((x > 0).all()), "_local_scalar_dense"),
+    "to the host": (lambda x: x.cpu(), "waits for the device"),
+    "from the host": (lambda x: torch.ones(3).to(x.device), "waits for the device"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "mask": (lambda x: x[x > 0], "nonzero"),
+    "bincount": (lambda x: torch.bincount(x.flatten().long()), "bincount"),
+    "repeat_interleave": (lambda x: x.repeat_interleave(x[0, :, 0].long(), 1), "repeat_interleave"),
+    "wrong device": (lambda x: x + torch.ones(x.shape[-1]), "device"),
+}
+
+
+def messages_of_plants(rank: int, world: int, port: int) -> dict[str, str]:
+    """Returns what each planted wait raises; "" if nothing is raised."""
+    found = dict.fromkeys(PLANTS, "")
+    for name, (what, _) in PLANTS.items():
+        try:
+            run_step(rank, world, port, *CASES["one stage"], plant(what))
+        except Exception as error:  # noqa: BLE001 - torch raises many types; the message is compared
+            found[name] = "".join(traceback.format_exception(error))
+    return found
+
+
+def test_each_kind_of_waiting_is_found_where_it_is_planted() -> None:
+    (found,) = run_ranks(1, messages_of_plants)
+    missed = [name for name, (_, words) in PLANTS.items() if words not in found[name]]
+    assert not missed
