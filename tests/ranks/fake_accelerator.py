@@ -109,16 +109,18 @@ class NoWaiting(DispatchMode):
     """Raises on copies between host and device that wait, and says where any operator failed.
 
     Attributes:
-        seen: The number of calls of each operator.
+        action: What is being run; set by the user.
+        reductions: The number of reduce-scatters that began in each action.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.action = ""
+        self.reductions: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.seen[func.name()] += 1
+        self.reductions[self.action] += "reduce_scatter" in func.name()
         try:
             if func is copy_to:
                 self._check(args[0].device, kwargs.get("device"), kwargs.get("non_blocking"))

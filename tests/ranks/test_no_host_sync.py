@@ -30,22 +30,23 @@ from raypp.train.step import ReadStep, StepRunner, Stopwatch
 
 pytestmark = pytest.mark.ranks
 
-LLAMA = {
-    "kind": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-    "ffn_size": 128, "vocab_size": 320,
-}  # fmt: skip
 PP_FSDP = {"pp": 2, "fsdp": 2}
 
 
-def document(model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any], **train: Any) -> dict[str, Any]:
+def document(
+    layers: int, mesh: dict[str, Any], pipeline: dict[str, Any], *, tied: bool = False, **train: Any
+) -> dict[str, Any]:
     return {
         "name": "no-host-sync",
-        "model": model,
+        "model": {
+            "kind": "llama", "num_layers": layers, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2,
+            "head_dim": 16, "ffn_size": 128, "vocab_size": 320, "tie_embeddings": tied,
+        },
         "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 40], "seq_len": 64},
         "mesh": mesh,
-        "pipeline": {"microbatches": 4, **pipeline},
-        "train": {"steps": 1, "micro_batch_size": 2, **train},
-    }
+        "pipeline": {"microbatches": 2, **pipeline},
+        "train": {"steps": 1, **train},
+    }  # fmt: skip
 
 
 class ReachedTheSums(Exception):
@@ -65,12 +66,18 @@ Prepare = Callable[[StepRunner], None]
 
 def run_step(
     rank: int, world: int, port: int, job_document: dict[str, Any], of_rank: int, prepare: Prepare = lambda _: None
-) -> int:
+) -> dict[str, Any]:
     """Runs a step and an evaluation of one rank of the job's mesh, and raises where the host waits.
 
     Returns:
-        The number of parameters that were updated.
+        `updated`: the number of parameters that were; `reductions`: how many reduce-scatters began
+        in each action.
     """
+    waits = NoWaiting()
+
+    def mark(action: str) -> None:
+        waits.action = action
+
     job = parse_job(job_document)
     with fake_rank(of_rank, job.mesh.world) as device:
         seat = local_seat(of_rank, job.mesh.world, port, job, device=NAME)
@@ -83,7 +90,7 @@ def run_step(
         read = ReadStep(microbatches, StepPlan(tuple(lengths), 100, Requests()))
         with fake_tensors():
             pipeline = resolve_pipeline(job)
-            built = build_stages(job, pipeline, groups, device, lambda action: None, draw=False)
+            built = build_stages(job, pipeline, groups, device, mark, draw=False)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
             reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
             # No store is needed: nothing meets anybody.
@@ -94,14 +101,15 @@ def run_step(
             batches = runner.batches(read)
             runner.batches = lambda read: batches  # type: ignore[method-assign]  # waiting is allowed there
             prepare(runner)
-            with NoWaiting():
+            with waits:
                 with pytest.raises(ReachedTheSums):
                     runner.run(1, read, Stopwatch(device))
                 gradients = reducer.gradients()
-                updated = sum(gradient.device == device for gradient in gradients)
                 runner._update(gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
                 evaluate(runner, read, batches)
-    return updated
+        parameters = [parameter for module in built.modules for parameter in module.parameters()]
+        updated = sum(optimizer.state[parameter]["exp_avg"].device == device for parameter in parameters)
+    return {"updated": updated, "reductions": dict(+waits.reductions)}
 
 
 @torch.no_grad()
@@ -118,25 +126,39 @@ def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> N
 
 # Each case is a job and the rank that is run.
 CASES = {
-    "one stage": (document(LLAMA, {"fsdp": 2}, {}), 1),
-    "bf16 on one rank": (document(LLAMA, {}, {}, precision="bf16"), 0),
-    "selective, first stage": (document(LLAMA, PP_FSDP, {}, activation_checkpointing="selective"), 0),
-    "full, last stage": (document(LLAMA, PP_FSDP, {}, activation_checkpointing="full"), 3),
-    "weights freed, bf16": (
-        document(LLAMA, {**PP_FSDP, "reshard_after_forward": True}, {"schedule": "gpipe"}, precision="bf16"),
-        1,
+    "one stage": (document(2, {"fsdp": 2}, {}), 1),
+    "bf16": (document(2, {}, {}, precision="bf16"), 0),
+    "selective": (document(2, PP_FSDP, {"lookahead": 2}, activation_checkpointing="selective"), 0),
+    "full, tied": (document(2, PP_FSDP, {}, activation_checkpointing="full", tied=True), 3),
+    "replicated, weights freed": (
+        document(2, {"dp_replicate": 2, "fsdp": 2, "reshard_after_forward": True}, {"schedule": "gpipe"}),
+        3,
     ),
-    "replicated": (document(LLAMA, {"dp_replicate": 2, "fsdp": 2}, {}), 3),
-    "interleaved": (document(LLAMA, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
-    "split backwards": (document(LLAMA, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
-    "lookahead": (document(LLAMA, PP_FSDP, {"lookahead": 2}), 1),
-    "tied": (document({**LLAMA, "tie_embeddings": True}, PP_FSDP, {}), 2),
+    "interleaved": (document(4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
+    "split": (document(4, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
 }
 
 
-def test_a_step_and_an_evaluation_never_wait_for_the_device() -> None:
-    results = run_in_turn(1, run_step, list(CASES.values()))
-    assert len(results) == len(CASES) and all(updated > 10 for (updated,) in results)
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, int]]:
+    """What `run_step` returns for each case. Running it is the test that nothing waits."""
+    return {name: found for name, (found,) in zip(CASES, run_in_turn(1, run_step, list(CASES.values())), strict=True)}
+
+
+def test_a_step_and_an_evaluation_never_wait_for_the_device(results: dict[str, dict[str, int]]) -> None:
+    assert all(found["updated"] >= 10 for found in results.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("bf16", "split")])
+def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
+    results: dict[str, dict[str, int]], name: str
+) -> None:
+    last = {"interleaved": {"1B1": 1, "3B1": 2}, "full, tied": {"1B1": 2}, "selective": {"0B1": 2}}
+    assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
+
+
+def test_backwards_in_two_halves_are_reduced_after_both(results: dict[str, dict[str, int]]) -> None:
+    assert set(results["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
 
 
 def plant(what: Callable[[Tensor], Any]) -> Prepare:
