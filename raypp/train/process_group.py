@@ -36,7 +36,8 @@ _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 def pick_device(seat: Seat) -> torch.device:
     """Returns the seat's device and makes it current.
 
-    A CPU rank computes with OMP_NUM_THREADS threads (default 1) and keeps the memory it frees.
+    A CPU rank computes with OMP_NUM_THREADS threads (default 1) and keeps the memory it frees. Call
+    it before anything uses a GPU: the number of its hardware queues is fixed then.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if seat.device == "cuda":
