@@ -137,6 +137,7 @@ CASES = {
         document(2, {"dp_replicate": 2, "fsdp": 2, "reshard_after_forward": True}, {"schedule": "gpipe"}),
         3,
     ),
+    "ulysses": (document(2, {"cp": 2, "cp_style": "ulysses"}, {}), 1),
     "interleaved": (document(4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
     "split": (document(4, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
 }
