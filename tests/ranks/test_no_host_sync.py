@@ -16,6 +16,7 @@ from torch import Tensor
 from raypp.data.loader import open_loader
 from raypp.models.moe import StackedExperts
 from raypp.models.stage import parameter_names
+from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.agreement import StepPlan, padded_length
 from raypp.pipeline.collate import StageBatch
@@ -96,9 +97,10 @@ def run_step(
             built = build_stages(job, pipeline, groups, device, mark, draw=False)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
             reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
+            kernel = choose_attention(job, device).kernel
             # No store is needed: nothing meets anybody.
             made = AssembledRank(
-                job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader
+                job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader, kernel
             )
             runner = StepRunner(made)
             batches = runner.batches(read)
