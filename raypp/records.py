@@ -120,7 +120,10 @@ class StepReport:
     attempt: int
     lr: float = 0.0
     parts_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save."""
+    """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save.
+
+    On a GPU, the last two are of the step before: they end after their step's report.
+    """
     extras: dict[str, float] = field(default_factory=dict)
     """Values that only some models have: aux_loss and z_loss with experts."""
     wire_bytes: int = 0

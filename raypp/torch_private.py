@@ -20,17 +20,21 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard, _ComputationType
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ATTENTION_OPERATORS",
     "ChunkStage",
     "Computation",
+    "DispatchMode",
     "GROUPED_MM_OPERATOR",
     "LoweredAction",
     "add_reduce_grad",
     "add_unshard_reshard",
     "backends_on",
     "compute_local_shape_and_global_offset",
+    "copy_to",
+    "fake_tensors",
     "flash_attention_backward",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
@@ -38,6 +42,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "fsspec_writer",
+    "register_fake_device",
     "restart_group_names",
     "stage_backward_input",
     "stage_backward_weight",
@@ -208,6 +213,40 @@ def restart_group_names() -> None:
     in the store; a join that failed half-way leaves it increased. Since 2.4.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+# Tests that run a step on a device without a kernel, in one process (tests/ranks).
+
+DispatchMode = TorchDispatchMode
+"""`utils._python_dispatch.TorchDispatchMode`: sees every operator while it is active. Since 2.4."""
+
+copy_to = torch.ops.aten._to_copy.default
+"""The operator of `Tensor.to`. Since 2.4."""
+
+
+def register_fake_device(name: str, module: Any) -> None:
+    """Makes `name` a device of this process, for ever; `module` is its `torch.<name>`.
+
+    Also gives it the process group backend `fake_<name>`, which moves no data. Uses
+    `utils.backend_registration._setup_privateuseone_for_python_backend`, since 2.10, and
+    `testing._internal.distributed.fake_pg`, since 2.4.
+    """
+    from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(name, module)
+    dist.Backend.register_backend(f"fake_{name}", _create_fake_pg, extended_api=True, devices=[name])
+
+
+def fake_tensors() -> Any:
+    """Returns a context in which operators compute shapes and devices only, not values.
+
+    An operator that needs a value, or tensors of two devices, raises. Uses
+    `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # Benchmarks.

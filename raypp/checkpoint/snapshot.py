@@ -21,6 +21,7 @@ from torch import Tensor
 from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.pipeline.device_clock import DeviceClock, Span
 
 Allocate = Callable[[int, bool], Tensor]
 """(bytes, whether it receives device copies, for which pinned memory is faster) -> a uint8 tensor
@@ -48,8 +49,7 @@ class Snapshot:
     Attributes:
         entries: Position of each slice.
         stall_s: Seconds that `take` needed.
-        held_s: Seconds that the next update of the tensors waited for the copy; grows while it
-            waits.
+        held: The time that the next update of the tensors waited for the copy; None before it.
     """
 
     entries: list[TensorEntry]
@@ -57,8 +57,13 @@ class Snapshot:
     _buffer: Tensor
     _copy: _Copy
     _owner: SnapshotBuffer
-    held_s: float = 0.0
+    held: Span | None = None
     _released: bool = field(default=False)
+
+    @property
+    def held_s(self) -> float:
+        """The seconds of `held`; 0 before the update, and while a device has not reached it."""
+        return (self.held.seconds or 0.0) if self.held is not None else 0.0
 
     @property
     def size(self) -> int:
@@ -145,10 +150,15 @@ class SnapshotBuffer:
     def before_update(self, *_unused: Any) -> None:
         """Waits for the copy. An optimizer's pre-hook: must run before the tensors change."""
         last, self._last = self._last, None
-        if last is not None:
-            started = time.perf_counter()
+        if last is None:
+            return
+
+        def note(span: Span) -> None:
+            last.held = span
+
+        # The host does not wait for a device's copy: the device's own clock says how long it stood.
+        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy) else "cpu")).timed(note):
             last._copy.hold_updates()
-            last.held_s = time.perf_counter() - started
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
         for view, part in pairs:

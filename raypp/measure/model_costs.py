@@ -175,8 +175,11 @@ def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
     """Returns seconds outside the schedule, per step and per parameter (`optimizer_s`)."""
     fixed, growing = [], []
     for step in range(1, _ROUNDS + 2):
-        watch = Stopwatch()
+        watch = Stopwatch(runner.device)
         runner.run(step, runner.read(Requests(), watch), watch)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+            watch.read()
         if step > 1:
             growing.append(watch.parts["reduce"] + watch.parts["optimizer"])
             fixed.append(watch.parts["data"] + watch.parts["negotiate"])

@@ -32,6 +32,7 @@ from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
 from raypp.memory.slot import Slot
 from raypp.pipeline.agreement import SnapshotState
+from raypp.pipeline.device_clock import Span
 from raypp.records import Event, Reporter, Seat
 from raypp.storage.rate_limit import Pace
 
@@ -47,13 +48,34 @@ _SHARE = 0.02
 
 @dataclass
 class SnapshotCosts:
-    """Recent costs of snapshots and durations of steps, in seconds."""
+    """Recent costs of snapshots and durations of steps, in seconds.
+
+    Attributes:
+        snapshots: Costs of the last snapshots.
+        steps: Durations of the last steps, by the host's clock: it waits once in each.
+        last: The last snapshot, until its file is complete.
+        last_s: What it cost, apart from the update that it held.
+        unread: What is known of other snapshots, and the time that each held an update. A device
+            may reach that update only after the next snapshot has been taken.
+        begun: When the last step began.
+    """
 
     snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     last: Snapshot | None = None
     last_s: float = 0.0
+    unread: deque[tuple[float, Span | None]] = field(default_factory=deque)
     begun: float | None = None
+
+    def read(self) -> None:
+        """Adds the costs that are known by now to `snapshots`, without waiting."""
+        while self.unread:
+            cost_s, held = self.unread[0]
+            held_s = held.seconds if held is not None else 0.0
+            if held_s is None:
+                return
+            self.snapshots.append(cost_s + held_s)
+            self.unread.popleft()
 
     def every(self) -> int:
         """Returns the smallest interval, in steps, at which snapshots cost at most `_SHARE`."""
@@ -284,8 +306,9 @@ class MemoryTier:
         """
         last = self._costs.last
         if last is not None and self._own_step == self._taken:
-            self._costs.snapshots.append(self._costs.last_s + last.held_s)
+            self._costs.unread.append((self._costs.last_s, last.held))
             self._costs.last = None
+        self._costs.read()
 
     def _send(self, slot: Slot) -> None:
         """Offers a complete snapshot to the partner; keeps it until every partner has it."""

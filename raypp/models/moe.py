@@ -245,10 +245,10 @@ class RouterSums:
         """Adds the sums of a microbatch, `[2]`."""
         self._total_2 = sums_2.double() if self._total_2 is None else self._total_2 + sums_2
 
-    def take(self) -> Tensor:
-        """Returns and clears the total: balance loss and z-loss, fp64 `[2]` on the CPU."""
+    def take(self) -> Tensor | None:
+        """Returns and clears the total: balance loss and z-loss, fp64 `[2]`; None without any."""
         total_2, self._total_2 = self._total_2, None
-        return torch.zeros(2, dtype=torch.float64) if total_2 is None else total_2.cpu()
+        return total_2
 
 
 class _AddLoss(torch.autograd.Function):

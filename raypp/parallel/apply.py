@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,6 +85,22 @@ def _compile_blocks(stage: nn.Module) -> None:
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
+def _prefetch_next_block(stage: nn.Module) -> None:
+    """Makes each block gather the weights of the next one before it computes, in both directions.
+
+    FSDP's default gathers a block's weights in the forward when the host reaches the block, and in
+    the backward for the block that ran before it: with several microbatches in flight, that may be
+    a block of another one. Only of use if weights are freed between microbatches.
+    """
+    blocks: list[list[FSDPModule]] = [
+        [module for module in block.modules() if isinstance(module, FSDPModule)]
+        for block in stage.get_submodule("model.layers").children()
+    ]
+    for own, following in pairwise(blocks):
+        own[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(own)
+
+
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
     """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
     policy = MixedPrecisionPolicy()
@@ -108,5 +125,7 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if data_mesh.device_type != "cpu":
+        if job.mesh.reshard_after_forward:
+            _prefetch_next_block(stage)
         return None
     return sum_by_parts(stage, late=data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32")

@@ -4,7 +4,7 @@ gloo implements reduce-scatter as an all-reduce of which each rank keeps its par
 the bytes needed. Here, every rank sends each other rank its part and adds what it receives in rank
 order, so the sum does not depend on timing. Where FSDP allows it (`LateSums.late`), the sums of all
 blocks are in flight at once while other stages of the rank compute. On CUDA, FSDP does the same
-with a separate stream.
+with a separate stream, once `reduce_within_backward` lets it start.
 """
 
 from __future__ import annotations
@@ -89,24 +89,12 @@ class LateSums:
             self.wait()
 
     def begin_within(self, stage: FSDPModule, root: Tensor) -> None:
-        """Makes the backward from `root` start the sum of each block once its gradients are done.
+        """Starts sums within the backward from `root`, if they may complete late.
 
-        Call it before the last backward of a stage in a step. Sums that cannot start within this
-        backward start after it, as usual.
-
-        Args:
-            stage: The stage whose gradients are summed.
-            root: The stage's output `[B, T, C]`, or the scalar loss: where the backward starts.
+        See `reduce_within_backward`, which also describes the arguments.
         """
-
-        def last(gradient: Tensor) -> None:
-            # Set the flags here, in the backward: torch's pipelining has just cleared them.
-            stage.set_is_last_backward(True)
-            stage.set_reshard_after_backward(True)
-            stage.set_requires_gradient_sync(True)
-
         if self.late:
-            root.register_hook(last)  # type: ignore[no-untyped-call]
+            reduce_within_backward(stage, root)
 
     @property
     def under_way(self) -> int:
@@ -118,6 +106,27 @@ class LateSums:
         for one in self._under_way:
             one.finish()
         self._under_way.clear()
+
+
+def reduce_within_backward(stage: FSDPModule, root: Tensor) -> None:
+    """Makes the backward from `root` start the sum of each block once its gradients are done.
+
+    Call it before the last backward of a stage in a step. Sums that cannot start within this
+    backward start after it, as usual. The caller must end the reduction afterwards
+    (`PipelineStage.perform_reduce_grad`): only that makes the device's compute wait for the sums,
+    so on a GPU they overlap with all that is computed in between.
+
+    Args:
+        stage: The stage whose gradients are summed.
+        root: The stage's output `[B, T, C]`, or the scalar loss: where the backward starts.
+    """
+
+    def last(gradient: Tensor) -> None:
+        # Set the flags here, in the backward: torch's pipelining has just cleared them.
+        stage.set_reshard_after_backward(True)
+        stage.set_requires_gradient_sync(True)
+
+    root.register_hook(last)  # type: ignore[no-untyped-call]
 
 
 def sum_by_parts(stage: nn.Module, *, late: bool) -> LateSums:

@@ -1,25 +1,26 @@
-"""Times this rank's actions for a few steps: by the host's clock on CPUs, by CUDA events on GPUs.
-
-On CUDA, reading the times waits for the timed work.
-"""
+"""Times this rank's actions for a few steps, and what a forward keeps in memory on a GPU."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.schedules.action import Kind
+
+_Key = tuple[Kind, int, bool]
+"""The action's kind and stage, and whether its message was timed."""
 
 
 class ActionClock:
     """Records how long forwards and backwards compute, and on CUDA the memory a forward keeps.
 
-    The time spent waiting for messages is not included.
+    The time spent waiting for messages is not included. Read the times of a step after its sums
+    (`train.reduce`) have been read: the device has then done all of its actions.
 
     Args:
         device: The device that computes.
@@ -27,8 +28,8 @@ class ActionClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
-        self._seconds: dict[tuple[Kind, int, bool], list[float]] = defaultdict(list)
-        self._events: list[tuple[tuple[Kind, int, bool], torch.cuda.Event, torch.cuda.Event]] = []
+        self._clock = DeviceClock(device)
+        self._spans: dict[_Key, list[Span]] = defaultdict(list)
         self._kept: dict[int, list[int]] = defaultdict(list)
 
     @contextmanager
@@ -40,40 +41,31 @@ class ActionClock:
             stage: The action's stage.
             message: Whether the block packs and posts the action's message; timed separately.
         """
-        key = kind, stage, message
-        if not self._cuda:
-            start = time.perf_counter()
+        before = torch.cuda.memory_allocated(self._device) if self._cuda else 0
+        with self._clock.timed(self._spans[kind, stage, message].append):
             yield
-            self._seconds[key].append(time.perf_counter() - start)
-            return
-        before = torch.cuda.memory_allocated(self._device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._events.append((key, begin, end))
-        if kind == "F" and not message:
+        if self._cuda and kind == "F" and not message:
             self._kept[stage].append(torch.cuda.memory_allocated(self._device) - before)
 
     def medians(self) -> dict[tuple[Kind, int], float]:
         """Returns the median seconds of an action with its message, by kind and stage."""
-        for key, begin, end in self._events:
-            end.synchronize()
-            self._seconds[key].append(begin.elapsed_time(end) / 1e3)
-        self._events.clear()
         found: dict[tuple[Kind, int], float] = defaultdict(float)
-        for (kind, stage, _), seconds in self._seconds.items():
+        for (kind, stage, _), seconds in self._seconds().items():
             found[kind, stage] += statistics.median(seconds)
         return dict(found)
 
     def taken_s(self) -> float:
-        """Returns the seconds of everything timed since the last call; waits for it on CUDA."""
-        self.medians()
-        total = sum(sum(seconds) for seconds in self._seconds.values())
-        self._seconds.clear()
+        """Returns the seconds of everything timed since the last call."""
+        total = sum(sum(seconds) for seconds in self._seconds().values())
+        self._spans.clear()
         self._kept.clear()
         return total
 
     def kept_bytes(self, stage: int) -> int:
         """Returns the median bytes a forward of a stage keeps for its backward; 0 on CPUs."""
         return int(statistics.median(self._kept[stage])) if self._kept[stage] else 0
+
+    def _seconds(self) -> dict[_Key, list[float]]:
+        """Returns the seconds of the spans that have ended; no key without any."""
+        found = {key: [s for span in spans if (s := span.seconds) is not None] for key, spans in self._spans.items()}
+        return {key: seconds for key, seconds in found.items() if seconds}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from raypp.parallel.late_sums import reduce_within_backward
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program
@@ -174,6 +175,7 @@ class ProgramRuntime:
         self.rank_of_stage = list(rank_of_stage)
         self.posting = posting_on(stages[0].device.type)
         self.load(program)
+        self._reducing: list[PlannedStage] = []
         self._sends: dict[SendKey, dist.Work] = {}
         self._receives: dict[SendKey, dist.Work] = {}
         self._do: dict[Computation, Callable[[PlannedStage, int], None]] = {
@@ -240,6 +242,7 @@ class ProgramRuntime:
             stage.plan(rows, seq_lens, backward=self._has_backward, step=step)
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
+        self._reducing.clear()
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
             self.now = name
             if self.mark is not None:
@@ -253,6 +256,8 @@ class ProgramRuntime:
         for work in self._sends.values():
             work.wait()
         self._sends.clear()
+        for stage in self._reducing:
+            stage.perform_reduce_grad(1)
         for stage in self.planned.values():
             if stage.late_sums is not None:
                 stage.late_sums.wait()
@@ -298,10 +303,13 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        late = stage.late_sums
-        if late is not None and self._last_whole.get(stage.stage_index) == microbatch:
-            assert isinstance(stage.submod, FSDPModule)
-            late.begin_within(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
+        if isinstance(stage.submod, FSDPModule) and self._last_whole.get(stage.stage_index) == microbatch:
+            root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
+            if stage.late_sums is not None:
+                stage.late_sums.begin_within(stage.submod, root)
+            else:
+                reduce_within_backward(stage.submod, root)
+                self._reducing.append(stage)
         with self._timed(kind, stage):
             if arrived:
                 stage.unpack_backward(microbatch)
@@ -356,4 +364,7 @@ class ProgramRuntime:
                     module.reshard()
 
     def _reduce(self, stage: PlannedStage, microbatch: int) -> None:
-        stage.perform_reduce_grad(1)
+        # A reduction under way on a GPU ends with the step: ending it here would make what this
+        # rank still computes wait for it.
+        if stage not in self._reducing:
+            stage.perform_reduce_grad(1)

@@ -78,8 +78,9 @@ def _gradient(stage: nn.Module) -> Tensor:
 def _own_group(pp: int, ends: tuple[int, int]) -> dist.ProcessGroup | None:
     """Creates a group of both ends for each place on the data axes, in one order on all ranks."""
     own = None
-    for column in torch.arange(dist.get_world_size()).view(pp, -1).T.tolist():
-        ranks = [column[end] for end in ends]
+    per_stage = dist.get_world_size() // pp
+    for column in range(per_stage):
+        ranks = [end * per_stage + column for end in ends]
         group = dist.new_group(ranks, group_desc="tied_embedding")
         if dist.get_rank() in ranks:
             own = group

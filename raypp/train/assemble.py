@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader
@@ -98,6 +99,9 @@ def assemble(
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
             reducer = GradientReducer(built.modules, parameter_names(job.model))
+            if device.type == "cuda":
+                # Connects the world's ranks, which NCCL would do in the sums of the first step.
+                dist.all_reduce(torch.zeros(1, device=device))
         with part("data"):
             loader = open_loader(job, seat.replica, job.mesh.replicas)
         stack.callback(loader.close)

@@ -65,7 +65,8 @@ class Evaluator:
             DataError: The ranks of a replica read different held-out rows.
         """
         started = time.perf_counter()
-        loss_sum, tokens = 0.0, 0
+        # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self._runner.device), 0
         for microbatches in self._runner.loader.held_out():
             read = self._runner.agree([tuple(microbatch.rows) for microbatch in microbatches], Requests(), Stopwatch())
             batches = self._runner.batches(read)
@@ -77,10 +78,9 @@ class Evaluator:
                 [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
                 [batch.labels_BT for batch in batches],
             )
-            loss_sum += float(torch.stack(losses).double().sum()) if losses else 0.0
+            if losses:
+                total += torch.stack(losses).double().sum()
             tokens += read.plan.global_tokens
-        # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
-        total = torch.tensor([loss_sum], dtype=torch.float64)
         dist.all_reduce(total)
         loss = float(total) / tokens if tokens else 0.0
         return Evaluation(loss, tokens, time.perf_counter() - started)

@@ -18,7 +18,6 @@ import psutil
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # The variables this process set itself: a later attempt may seat a worker elsewhere.
 _OWN_MARK = "RAYPP_SET_NETWORK"
 
@@ -169,9 +168,13 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = N
     """
     environment = os.environ if environment is None else environment
     chosen = choose_interface(seat, environment)
-    settings = dict.fromkeys(INTERFACE_VARIABLES, chosen.interface.name)
+    name = chosen.interface.name
+    # NCCL takes a plain name for a prefix: eth1 would also mean eth10.
+    settings = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     lines = [f"interface {chosen.interface}: {chosen.why}"]
-    if seat.device == "cuda" and len(set(seat.nodes)) > 1 and not _has_infiniband():
+    # Under torchrun no rank knows the others' nodes.
+    several = len(set(seat.nodes)) > 1 if seat.nodes else seat.local_world_size < seat.world_size
+    if seat.device == "cuda" and several and not _has_infiniband():
         threads, sockets = nccl_sockets(chosen.interface.mbps)
         settings |= {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(sockets)}
         kept = [name for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD") if _users(environment, name)]

@@ -174,8 +174,9 @@ def _train(
     stopped = False
     every = job.checkpoint.every_steps
     spikes = SpikeWatch(job.recovery.spike_factor)
+    watch = Stopwatch(runner.device)
     while done < job.train.steps:
-        watch = Stopwatch()
+        watch.next_step()
         reporter.phase("step", f"{done + 1} read")
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests

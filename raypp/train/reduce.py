@@ -29,8 +29,9 @@ class GlobalSums:
     Attributes:
         loss: Sum of the token losses.
         grad_norm: 2-norm of the undivided gradient sum.
-        extra: `[N]`, fp64: sums of the extra numbers.
-        squares: `[P]`, fp64: squared norm of each parameter's gradient, in the order of the names.
+        extra: `[N]`, fp64, on the CPU: sums of the extra numbers.
+        squares: `[P]`, fp64, on the CPU: squared norm of each parameter's gradient, in the order of
+            the names.
     """
 
     loss: float
@@ -52,12 +53,13 @@ class GradientReducer:
         self._size = len(names)
         self.names = list(names)
         own = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
-        self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64)
+        self._device = own[0][1].device
+        self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64).to(self._device)
         self._parameters = [parameter for _, parameter, _ in own]
         counted = [
             counts_here(parameter) and name not in getattr(stage, "tied_copies", ()) for name, parameter, stage in own
         ]
-        self._counted = torch.tensor(counted, dtype=torch.float64)
+        self._counted = torch.tensor(counted, dtype=torch.float64).to(self._device)
 
     def gradients(self) -> list[Tensor]:
         """Returns the local part `[...]` of every gradient; zeros if a parameter has none."""
@@ -68,27 +70,35 @@ class GradientReducer:
             found.append(local_part(parameter.grad))
         return found
 
-    def sums(self, gradients: Sequence[Tensor], loss_sum: float, extra: Tensor | None = None) -> GlobalSums:
+    def sums(self, gradients: Sequence[Tensor], loss_sum: Tensor, extra: Tensor) -> GlobalSums:
         """Computes the global loss sum and gradient norm.
 
-        Collective over the world: every rank must call it once per step.
+        Collective over the world: every rank must call it once per step. On a GPU all tensors stay
+        there, NCCL adds them up, and `read` is the only place where the host waits for the step.
 
         Args:
             gradients: From `gradients()`: local shards `[...]`.
-            loss_sum: Sum of this rank's token losses; 0 on ranks without the last stage, and on all
-                but one of the ranks that computed the same loss.
+            loss_sum: Sum of this rank's token losses, fp64 `[]`; 0 on ranks without the last stage,
+                and on all but one of the ranks that computed the same loss.
             extra: `[N]`, fp64: more numbers to sum over the world; N is the same on every rank.
         """
-        more = torch.zeros(0, dtype=torch.float64) if extra is None else extra
-        vector = torch.zeros(self._size, dtype=torch.float64)
+        vector = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         if gradients:
-            norms = torch.stack(foreach_norm(list(gradients))).double().cpu()
+            norms = torch.stack(foreach_norm(list(gradients))).double()
             # Added, not assigned: both ends of a tied embedding may be here; they share a place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
-        vector = torch.cat((vector, torch.tensor([loss_sum], dtype=torch.float64), more))
+        vector = torch.cat((vector, loss_sum.view(1), extra))
         dist.all_reduce(vector)
-        end = self._size
-        return GlobalSums(float(vector[end]), math.sqrt(float(vector[:end].sum())), vector[end + 1 :], vector[:end])
+        return self.read(vector)
+
+    def read(self, sums: Tensor) -> GlobalSums:
+        """Copies the sums `[P + 1 + N]` to the host, and waits for them: the step's only wait.
+
+        The copy follows the last backward and the reduction of gradients on the device, so whether
+        the step is finite is known before anything changes a weight (design record 0027).
+        """
+        sums, end = sums.cpu(), self._size
+        return GlobalSums(float(sums[end]), math.sqrt(float(sums[:end].sum())), sums[end + 1 :], sums[:end])
 
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:

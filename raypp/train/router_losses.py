@@ -23,9 +23,11 @@ class RouterLosses:
     Args:
         stages: This rank's stages.
         options: The `model:` section; without experts there is nothing to report.
+        device: The device that holds the stages.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], options: DecoderOptions) -> None:
+    def __init__(self, stages: Sequence[nn.Module], options: DecoderOptions, device: torch.device) -> None:
+        self._device = device
         self._layers = options.num_layers if isinstance(options, MoeOptions) else 0
         self._blocks = [
             (int(index), block)
@@ -38,11 +40,12 @@ class RouterLosses:
         """Takes this rank's sums of the step and resets them.
 
         Returns:
-            `[2 · L]`, fp64; 0 for layers on other ranks. `[0]` without experts.
+            `[2 · L]`, fp64, on the device; 0 for layers on other ranks. `[0]` without experts.
         """
-        sums = torch.zeros(self._layers, 2, dtype=torch.float64)
+        sums = torch.zeros(self._layers, 2, dtype=torch.float64, device=self._device)
         for index, block in self._blocks:
-            sums[index] = block.router_sums.take()
+            if (taken_2 := block.router_sums.take()) is not None:
+                sums[index] = taken_2
         return sums.flatten()
 
     def report(self, sums: Tensor, tokens: int) -> dict[str, float]:

@@ -5,16 +5,16 @@ Legend: B rows of a microbatch, t this rank's share of its tokens, P parameters,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
 from raypp.data.packing import Row
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
+from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.records import Event, Requests, StepReport
 from raypp.train.assemble import AssembledRank
 from raypp.train.fault_injection import Injection
@@ -26,21 +26,50 @@ from raypp.train.stragglers import Pace
 from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
 from raypp.train.warm_up import warm_up
 
+CPU = torch.device("cpu")
+_AFTER_STEP = "save"
+"""The part that `StepReport.step_s` does not contain."""
 
-@dataclass
+
 class Stopwatch:
-    """Seconds of a step, by part."""
+    """Seconds of a step, by part, on the clock of a device.
 
-    parts: dict[str, float] = field(default_factory=dict)
+    On a GPU, a part lasts until the device has done what was queued in it. Nothing waits for that:
+    a part that has not ended when a step is reported (the update, a save) counts in the next one.
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Times a block and adds its seconds to part `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+    Args:
+        device: The device that computes.
+
+    Attributes:
+        parts: The seconds of this step's parts that are known.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.parts: dict[str, float] = {}
+        self._clock = DeviceClock(device)
+        self._open: list[tuple[str, Span]] = []
+
+    def next_step(self) -> None:
+        """Forgets the parts of the last step, except those that have not ended yet."""
+        self.parts.clear()
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Times a block as part of `name`."""
+        return self._clock.timed(lambda span: self._ended(name, span))
+
+    def _ended(self, name: str, span: Span) -> None:
+        self._open.append((name, span))
+        if self._clock.waits:
+            self.read()
+
+    def read(self) -> None:
+        """Adds the parts that the device has ended to `parts`."""
+        open_before, self._open = self._open, []
+        for name, span in open_before:
+            if (seconds := span.seconds) is None:
+                self._open.append((name, span))
+            else:
+                self.parts[name] = self.parts.get(name, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,7 @@ class StepRunner:
         self.built, self.loader, self.optimizer, self.reducer = rank.built, rank.loader, rank.optimizer, rank.reducer
         self._tell, self._saving, self._snapshots = tell, saving, snapshots
         self._pace, self._injection = pace, injection
-        self.router_losses = RouterLosses(rank.built.modules, rank.job.model)
+        self.router_losses = RouterLosses(rank.built.modules, rank.job.model, rank.device)
         self.lookahead: LookaheadTuner | None = None
         if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(rank)
@@ -183,7 +212,8 @@ class StepRunner:
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
         with watch.part("reduce"):
-            loss_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            loss_sum = torch.stack(losses).double().sum() if losses else zero
             if self.built.tied is not None:
                 self._mark("tie")
                 self.built.tied.sum_gradients()
@@ -191,7 +221,7 @@ class StepRunner:
             if self._injection is not None:
                 self._injection.gradients(gradients)
             self._mark("sum")
-            sent = torch.tensor([self.built.runtime.sent_bytes], dtype=torch.float64)
+            sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
             sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
         rate = learning_rate(step, self.job.train)
         self._mark("update")
@@ -248,7 +278,8 @@ class StepRunner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _report(self, step: int, plan: StepPlan, sums: GlobalSums, rate: float, watch: Stopwatch) -> StepReport:
-        seconds = sum(watch.parts.values())
+        watch.read()
+        seconds = sum(value for part, value in watch.parts.items() if part != _AFTER_STEP)
         return StepReport(
             step=step,
             loss=sums.loss / plan.global_tokens if plan.global_tokens else 0.0,

@@ -24,6 +24,7 @@ def test_an_update_right_after_the_snapshot_does_not_change_it() -> None:
     assert bool((copied == 1.0).all())
     torch.cuda.synchronize()
     assert bool((weights == 2.0).all())
+    assert snapshot.held_s > 0, "the update stood still while the device copied"
 
 
 def test_tensors_of_the_host_and_the_device_share_one_snapshot() -> None:

@@ -61,7 +61,7 @@ def test_the_users_interface_counts_and_one_that_is_not_there_is_named() -> None
 def test_what_an_earlier_attempt_set_is_not_taken_for_the_users() -> None:
     environment: dict[str, str] = {}
     prepare_network(SEAT, environment)
-    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     again, _ = prepare_network(SEAT, environment)
     assert again.why.startswith("on the route")
 
@@ -80,6 +80,9 @@ def test_nccl_gets_more_sockets_over_fast_ethernet_only_and_never_against_the_us
     alone: dict[str, str] = {}
     prepare_network(replace(SEAT, device="cuda", nodes=("127.0.0.1",)), alone)
     assert "NCCL_SOCKET_NTHREADS" not in alone
+    under_torchrun: dict[str, str] = {}
+    prepare_network(replace(SEAT, device="cuda", nodes=(), world_size=4, local_world_size=2), under_torchrun)
+    assert "NCCL_SOCKET_NTHREADS" in under_torchrun
 
 
 def _chosen(address: str, why: str = "on the route to …") -> Chosen:

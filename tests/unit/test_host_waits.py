@@ -1,0 +1,96 @@
+"""No file on the path of a step makes the host wait for a device, except where it says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from host_waits import host_waits
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
+FILES = tuple(
+    f"raypp/train/{name}.py"
+    for name in ("adamw", "evaluate", "loss", "muon", "optimizer", "reduce", "router_losses", "sgd", "step")
+)
+
+_COUNT = "the number of repeats is an int: the result's size does not depend on values"
+_HOST = "a tensor on the CPU, which never was on the device"
+_MENDED = "mended elsewhere in issue 12"
+ALLOWED = {
+    ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
+    ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
+    ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
+    ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
+    ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
+    ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
+    ("raypp.models.moe.MixtureOfExperts.forward", "bincount"): _MENDED,
+    ("raypp.models.moe.one_by_one", "tolist"): _MENDED,
+    ("raypp.models.moe.router_sums", "bincount"): _MENDED,
+    ("raypp.models.moe.router_sums", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.expert.ExpertExchange.__call__", "repeat_interleave"): _MENDED,
+    ("raypp.parallel.expert.ExpertExchange.__call__", "tolist"): _MENDED,
+}
+"""Why each place may wait, or does not wait although it looks like it."""
+
+
+def found() -> dict[tuple[str, str], int]:
+    """Returns the places that wait on the path of a step, and their lines."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    places = {}
+    for path in [*paths, *(ROOT / file for file in FILES)]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        places |= {(wait.where, wait.what): wait.line for wait in host_waits(module, path.read_text())}
+    return places
+
+
+def test_nothing_on_the_path_of_a_step_waits_for_the_device_unless_the_list_says_why() -> None:
+    unknown = [
+        f"{where}, line {line}: {what}" for (where, what), line in found().items() if (where, what) not in ALLOWED
+    ]
+    assert not unknown, "keep the value on the device, or say here why the host must have it"
+
+
+def test_the_list_names_no_place_that_is_gone() -> None:
+    assert not ALLOWED.keys() - found().keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("x.sum().item()", "item"),
+        ("counts.tolist()", "tolist"),
+        ("x.cpu()", "cpu"),
+        ("torch.nonzero(x)", "nonzero"),
+        ("x.nonzero()", "nonzero"),
+        ("torch.bincount(x, minlength=3)", "bincount"),
+        ("x.repeat_interleave(n)", "repeat_interleave"),
+        ("torch.repeat_interleave(n)", "repeat_interleave"),
+        ("torch.tensor([1, 2], device=x.device)", "tensor(device=)"),
+        ("torch.where(x > 0)", "where"),
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("x[x > 0]", "mask"),
+        ("x[:, ~kept]", "mask"),
+        ("x[label_mask]", "mask"),
+    ],
+)
+def test_a_planted_wait_is_found(text: str, what: str) -> None:
+    waits = host_waits("raypp.models.planted", f"class A:\n    def f(self, x, n):\n        return {text}")
+    assert [(wait.where, wait.what, wait.line) for wait in waits] == [("raypp.models.planted.A.f", what, 3)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.repeat_interleave(n, output_size=8)",
+        "torch.where(x > 0, x, 0)",
+        "torch.tensor([1, 2])",
+        "torch.full((1,), 3, device=x.device)",
+        "x[1:, None]",
+        "x[order]",
+        "item(x)",
+    ],
+)
+def test_what_does_not_wait_is_left_alone(text: str) -> None:
+    assert not host_waits("raypp.models.planted", text)
