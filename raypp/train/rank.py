@@ -16,6 +16,7 @@ from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
+from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
@@ -23,6 +24,7 @@ from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
+from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
@@ -116,8 +118,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     try:
         return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
-    except RayppError as error:
-        kind = error.failure_kind
+    except BaseException as error:
+        abort_groups()  # first: saver and snapshots wait for the device, and it may wait for a peer
+        kind = error.failure_kind if isinstance(error, RayppError) else None
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
             tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
         raise
@@ -190,6 +193,7 @@ def _train(
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
                 _keep(tier, runner, recent, done, position, read.plan.snapshots)
         report = runner.run(done + 1, read, watch)
+        check_groups()
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:
             words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"
