@@ -27,7 +27,7 @@ from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
-from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
+from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, lost_peer
@@ -51,18 +51,17 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
-        DeviceMemoryError: The device is out of memory.
+        DeviceMemoryError: The device is out of memory; says what held it and what would fit.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
     try:
         with ExitStack() as stack:
             return _run_attempt(job, seat, reporter, stack, rendezvous)
     except Exception as error:
+        if out_of_device_memory(error):
+            raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
-        if out_of_device_memory(error):
-            what = f"out of device memory: {type(error).__name__}: {error}"
-            raise DeviceMemoryError(what) from error
         raise
 
 
@@ -123,6 +122,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         kind = error.failure_kind if isinstance(error, RayppError) else None
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
             tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
+        if out_of_device_memory(error):
+            raise device_memory_error(error, job, seat, rank.built.modules, rank.optimizer) from error
         raise
 
 
