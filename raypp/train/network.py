@@ -129,12 +129,15 @@ def choose_interface(seat: Seat, environment: MutableMapping[str, str] | None = 
         UnreachableError: This machine lacks the interface the user named, or there is no route.
     """
     environment = os.environ if environment is None else environment
-    named = _users(environment, "GLOO_SOCKET_IFNAME") or _users(environment, "NCCL_SOCKET_IFNAME")
+    gloo, nccl = (_users(environment, name) for name in INTERFACE_VARIABLES)
+    named = gloo or nccl
     if named:
-        # NCCL accepts lists and the marks = and ^. Only a plain name can be looked up.
+        # NCCL accepts lists, prefixes, and the marks = (no prefixes) and ^; gloo accepts names.
         first = named.split(",")[0].lstrip("=")
         known = interfaces()
-        match = known.get(first) or next((one for name, one in known.items() if name.startswith(first)), None)
+        match = known.get(first)
+        if match is None and not gloo and not nccl.startswith("="):
+            match = next((one for name, one in known.items() if name.startswith(first)), None)
         if named.startswith("^"):
             return _routed(seat, f", with NCCL_SOCKET_IFNAME={named}")
         if match is None:
@@ -169,9 +172,12 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = N
     """
     environment = os.environ if environment is None else environment
     chosen = choose_interface(seat, environment)
-    settings = dict.fromkeys(INTERFACE_VARIABLES, chosen.interface.name)
+    name = chosen.interface.name
+    settings = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes eth1 for eth10, too
     lines = [f"interface {chosen.interface}: {chosen.why}"]
-    if seat.device == "cuda" and len(set(seat.nodes)) > 1 and not _has_infiniband():
+    # Under torchrun a rank does not know the other nodes, only that there are some.
+    several = len(set(seat.nodes)) > 1 or seat.local_world_size < seat.world_size
+    if seat.device == "cuda" and several and not _has_infiniband():
         threads, sockets = nccl_sockets(chosen.interface.mbps)
         settings |= {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(sockets)}
         kept = [name for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD") if _users(environment, name)]

@@ -58,10 +58,19 @@ def test_the_users_interface_counts_and_one_that_is_not_there_is_named() -> None
         choose_interface(SEAT, {"GLOO_SOCKET_IFNAME": "eth77"})
 
 
+def test_a_prefix_counts_where_nccl_takes_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Interface("eth10", "10.0.0.1", 0, True)
+    monkeypatch.setattr(network, "interfaces", lambda: {"eth10": card})
+    assert choose_interface(SEAT, {"NCCL_SOCKET_IFNAME": "eth1"}).interface is card
+    for named in ({"NCCL_SOCKET_IFNAME": "=eth1"}, {"GLOO_SOCKET_IFNAME": "eth1"}):
+        with pytest.raises(UnreachableError, match="no interface 'eth1'"):
+            choose_interface(SEAT, named)
+
+
 def test_what_an_earlier_attempt_set_is_not_taken_for_the_users() -> None:
     environment: dict[str, str] = {}
     prepare_network(SEAT, environment)
-    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     again, _ = prepare_network(SEAT, environment)
     assert again.why.startswith("on the route")
 
@@ -78,8 +87,11 @@ def test_nccl_gets_more_sockets_over_fast_ethernet_only_and_never_against_the_us
     assert environment["NCCL_NSOCKS_PERTHREAD"] == "2"
     assert "NCCL_NSOCKS_PERTHREAD as the user set" in told[-1]
     alone: dict[str, str] = {}
-    prepare_network(replace(SEAT, device="cuda", nodes=("127.0.0.1",)), alone)
+    prepare_network(replace(SEAT, device="cuda", nodes=("127.0.0.1",), local_world_size=2), alone)
     assert "NCCL_SOCKET_NTHREADS" not in alone
+    by_torchrun: dict[str, str] = {}
+    prepare_network(replace(SEAT, device="cuda", nodes=(), interface="", local_world_size=1), by_torchrun)
+    assert by_torchrun["NCCL_SOCKET_NTHREADS"] == "2", "torchrun says only that there are other nodes"
 
 
 def _chosen(address: str, why: str = "on the route to …") -> Chosen:
