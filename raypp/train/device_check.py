@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.geometry import Mesh

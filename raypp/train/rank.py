@@ -13,6 +13,7 @@ from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
@@ -118,8 +119,12 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     try:
         return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
     except BaseException as error:
-        abort_groups()  # first: saver and snapshots wait for the device, and it may wait for a peer
         kind = error.failure_kind if isinstance(error, RayppError) else None
+        try:
+            if kind in (FailureKind.NONFINITE, FailureKind.CORRUPT):
+                check_groups()  # numbers computed after a communicator was aborted say nothing
+        finally:
+            abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
             tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
         if out_of_device_memory(error):
