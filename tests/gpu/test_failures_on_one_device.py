@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import DEVICE, run_on_one_device
 from told import Told
 
@@ -97,3 +98,26 @@ def test_the_rank_that_failed_tells_why_its_peer_comes_free_and_both_train_on(
     for result in results:
         assert result["ends"][1] == STEPS, "the same processes train on in the next attempt"
         assert not [name for name in result["threads"] if name.startswith("raypp-")]
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_really_full_says_what_held_it(tmp_path: Path) -> None:
+    job = document(
+        tmp_path,
+        model={"kind": "llama", "num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 32000},
+        data={"kind": "synthetic", "num_documents": 2000, "seq_len": 1024},
+        train={"steps": STEPS, "precision": "fp32", "micro_batch_size": 16},
+    )
+    results = run_on_one_device(2, _with_little_memory, str(tmp_path), job, free_ports(1))
+    told = results[1]["ends"][0]
+    assert told.startswith("DeviceMemoryError: rank 1 (pp1) is out of device memory: OutOfMemoryError: CUDA out of")
+    for words in ("torch holds", "at the peak: weights", "largest blocks: ", "planned: "):
+        assert words in told
+    assert results[0]["ends"][0].startswith("LostPeerError: ") and results[0]["freed_s"] < COMES_FREE_S
+
+
+def _with_little_memory(rank: int, world: int, port: int, root: str, job: dict[str, Any], ports: list[int]) -> Any:
+    if rank == 1:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((300 << 20) / total, 0)
+    return _live(rank, world, port, root, job, ports, "")
