@@ -65,7 +65,7 @@ def device_memory_error(
         optimizer: Its optimizer, if there is one.
     """
     first = next((cause for cause in causes(error) if _says_full(cause)), error)
-    lines = [f"rank {seat.rank} ({seat.label}) is out of device memory: {in_words(first).splitlines()[0]}"]
+    lines = [f"out of device memory: {in_words(first).splitlines()[0]}"]
     stats = _allocator(seat.device_index) if seat.device == "cuda" else {}
     lines += told(stats, _held(stages, optimizer))
     try:
