@@ -99,7 +99,7 @@ def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
     if reserved - allocated > _FRAGMENTED * reserved:
         lines.append(
             f"{gib(reserved - allocated)} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in resources.env may help"
+            "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help"
         )
     if stats["blocks"]:
         largest = sorted(stats["blocks"], reverse=True)[:_BLOCKS]

@@ -43,7 +43,7 @@ def test_the_text_says_what_held_the_memory() -> None:
         "tensors: 60.0 GiB at the end, 76.0 GiB at the peak: weights 9.0 GiB, gradients 9.0 GiB, "
         "optimizer state 18.0 GiB, everything else (activations, logits, gathered weights) 40.0 GiB",
         "17.0 GiB are reserved but in no tensor (3 retries): fragmented; "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in resources.env may help",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help",
         "largest blocks: 4.0 GiB, 2.0 GiB, 1.0 GiB, 0.0 GiB, 0.0 GiB",
     ]
 
