@@ -17,7 +17,7 @@ from raypp.spec.load import job_document, parse_job
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _MOST = 4
 
 
@@ -37,12 +37,12 @@ class Change:
 
     def words(self, ranks_now: int) -> str:
         more = f" on {self.ranks} devices" if self.ranks != ranks_now else ""
-        return f"--set {' --set '.join(self.settings)}{more} ({gib(self.bytes)})"
+        return f"--set {' --set '.join(self.settings)}{more} ({size_text(self.bytes)})"
 
 
-def gib(size: float) -> str:
-    """Returns a size in GiB, as text."""
-    return f"{size / _GIB:.1f} GiB" if size < 100 * _GIB else f"{size / _GIB:.0f} GiB"
+def size_text(size: float) -> str:
+    """Returns a number of bytes as text, in GiB or MiB."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
 def memory_problems(job: Job, capacity: int) -> list[Problem]:
@@ -56,9 +56,9 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
     needs = [memory.total for memory in plan.memory]
     if CERTAIN * max(needs) <= capacity:
         return []
-    large = [f"pp{rank} {gib(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
+    large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
     listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
-    what = f"a device has {gib(capacity)}; ranks are planned to need more: {listed}"
+    what = f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"
     return [Problem("train", what, changes_in_words(job, capacity))]
 
 
@@ -66,7 +66,7 @@ def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
     """Returns the changes of `changes_that_fit` as one sentence."""
     found = changes_that_fit(job, capacity, factor)
     if not found:
-        return f"no single change fits into {gib(capacity)} by plan: use more devices, or a smaller model or sequence"
+        return f"no single change fits into {size_text(capacity)} by plan: use more devices, or a smaller model or sequence"
     return f"fits by plan: {'; or '.join(change.words(job.mesh.world) for change in found)}"
 
 

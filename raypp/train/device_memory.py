@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
-from raypp.planning.fit import changes_in_words, gib
+from raypp.planning.fit import changes_in_words, size_text
 from raypp.planning.plan import make_plan
 from raypp.records import Seat
 from raypp.spec.job import Job
@@ -88,22 +88,22 @@ def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
     allocated, reserved = stats["allocated"], stats["reserved"]
     other = max(0, stats["total"] - stats["free"] - reserved)
     lines = [
-        f"of {gib(stats['total'])}, {gib(stats['free'])} are free; torch holds {gib(reserved)}, "
-        f"CUDA, NCCL and other processes {gib(other)}",
-        f"tensors: {gib(allocated)} at the end, {gib(stats['peak'])} at the peak",
+        f"of {size_text(stats['total'])}, {size_text(stats['free'])} are free; torch holds {size_text(reserved)}, "
+        f"CUDA, NCCL and other processes {size_text(other)}",
+        f"tensors: {size_text(allocated)} at the end, {size_text(stats['peak'])} at the peak",
     ]
     if held:
         rest = max(0, stats["peak"] - sum(held.values()))
-        parts = [f"{name} {gib(size)}" for name, size in held.items()]
-        lines[-1] += f": {', '.join(parts)}, everything else (activations, logits, gathered weights) {gib(rest)}"
+        parts = [f"{name} {size_text(size)}" for name, size in held.items()]
+        lines[-1] += f": {', '.join(parts)}, everything else (activations, logits, gathered weights) {size_text(rest)}"
     if reserved - allocated > _FRAGMENTED * reserved:
         lines.append(
-            f"{gib(reserved - allocated)} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
+            f"{size_text(reserved - allocated)} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
             "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help"
         )
     if stats["blocks"]:
         largest = sorted(stats["blocks"], reverse=True)[:_BLOCKS]
-        lines.append(f"largest blocks: {', '.join(gib(size) for size in largest)}")
+        lines.append(f"largest blocks: {', '.join(size_text(size) for size in largest)}")
     return lines
 
 
@@ -113,9 +113,11 @@ def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
     memory = plan.memory[pp].as_dict()
     total = memory.pop("total")
     flying = max(plan.in_flight[stage] for stage in plan.placement[pp])
-    parts = [f"{name} {gib(size)}" for name, size in memory.items() if size]
-    each = f"{gib(memory.get('activations', 0) / max(1, flying))} of activations per microbatch, {flying} in flight"
-    lines = [f"planned: {gib(total)}: {', '.join(parts)}; {each}"]
+    parts = [f"{name} {size_text(size)}" for name, size in memory.items() if size]
+    each = (
+        f"{size_text(memory.get('activations', 0) / max(1, flying))} of activations per microbatch, {flying} in flight"
+    )
+    lines = [f"planned: {size_text(total)}: {', '.join(parts)}; {each}"]
     if stats:
         capacity = stats["free"] + stats["reserved"]
         # It needed at least what there was. By how much more is unknown, so leave room.
