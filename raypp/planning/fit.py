@@ -66,7 +66,8 @@ def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
     """Returns the changes of `changes_that_fit` as one sentence."""
     found = changes_that_fit(job, capacity, factor)
     if not found:
-        return f"no single change fits into {size_text(capacity)} by plan: use more devices, or a smaller model or sequence"
+        what = f"no single change fits into {size_text(capacity)} by plan"
+        return f"{what}: use more devices, or a smaller model or sequence"
     return f"fits by plan: {'; or '.join(change.words(job.mesh.world) for change in found)}"
 
 

@@ -97,8 +97,9 @@ def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
         parts = [f"{name} {size_text(size)}" for name, size in held.items()]
         lines[-1] += f": {', '.join(parts)}, everything else (activations, logits, gathered weights) {size_text(rest)}"
     if reserved - allocated > _FRAGMENTED * reserved:
+        unused = size_text(reserved - allocated)
         lines.append(
-            f"{size_text(reserved - allocated)} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
+            f"{unused} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
             "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help"
         )
     if stats["blocks"]:
