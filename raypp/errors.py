@@ -95,7 +95,7 @@ class UnreachableError(RayppError):
 
 
 class ResourcesError(RayppError):
-    """The cluster has fewer free devices than the mesh needs."""
+    """The cluster's devices are too few, too small, or not the ones that the job needs."""
 
     exit_code = EXIT_RESOURCES
 

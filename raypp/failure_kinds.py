@@ -19,6 +19,8 @@ class Traits:
         permanent: Every attempt would fail the same way, so the run fails at once.
         recurring: The program or its numbers cause it. The same failure at the same step again
             fails the run.
+        same_by_kind: For a recurring one: two failures at one step are the same whatever their
+            causes say, because these contain measurements.
         witness: A consequence of another rank's failure. It does not blame this rank, and does not
             by itself explain why an attempt ended.
         counts: A restart after it counts against `recovery.max_restarts`.
@@ -35,6 +37,7 @@ class Traits:
     words: str
     permanent: bool = False
     recurring: bool = False
+    same_by_kind: bool = False
     witness: bool = False
     counts: bool = True
     keeps_process: bool = False
@@ -53,7 +56,11 @@ class FailureKind(StrEnum):
 
     KILLED = "killed", Traits("the process ended without a message")
     SEGFAULT = "segfault", Traits("a signal in native code ended the process")
-    OUT_OF_MEMORY = "out_of_memory", Traits("out of memory", recurring=True)
+    OUT_OF_MEMORY = "out_of_memory", Traits("the host is out of memory", recurring=True)
+    DEVICE_OUT_OF_MEMORY = (
+        "device_out_of_memory",
+        Traits("the device is out of memory", recurring=True, same_by_kind=True),
+    )
     RAISED = "raised", Traits("an exception", recurring=True)
     USER_ERROR = "user_error", Traits("the job or its data are wrong", permanent=True, symptom=True, exit_code=2)
     NODE_LOST = "node_lost", Traits("the node is gone", node_lost=True)

@@ -195,9 +195,10 @@ foreach_mul_ = torch._foreach_mul_
 
 
 def backends_on(device: torch.device) -> list[Any]:
-    """Returns the backends of all of this process's groups for a device, in order to abort them.
+    """Returns the backends of all of this process's groups for a device.
 
-    Uses `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
+    They are there to be aborted, and NCCL's to be asked for errors (`get_error`, since 2.6). Uses
+    `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
     """
     found = []
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -189,6 +189,8 @@ class CheckpointSaver:
         started = time.monotonic()
         rank = self.seat.rank
         try:
+            if self.seat.device == "cuda":
+                torch.cuda.set_device(self.seat.device_index)  # a new thread would use device 0, and its memory
             try:
                 snapshot.data()  # waits for the copy, which does not count as upload time
                 copied = time.monotonic()

@@ -22,6 +22,7 @@ from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.pipeline.device_clock import DeviceClock, Span
+from raypp.parallel.failed_groups import check_groups
 
 Allocate = Callable[[int, bool], Tensor]
 """(bytes, whether it receives device copies, for which pinned memory is faster) -> a uint8 tensor
@@ -71,10 +72,15 @@ class Snapshot:
         return self._buffer.numel()
 
     def data(self) -> memoryview:
-        """Waits for the copy and returns the bytes; raises the error the copy failed with."""
+        """Waits for the copy and returns the bytes; raises the error the copy failed with.
+
+        Raises:
+            DistBackendError: An NCCL communicator failed, so the bytes may be wrong.
+        """
         if self._released:
             raise RuntimeError("this snapshot was released")
         self._copy.wait()
+        check_groups()
         return self._buffer.numpy().data
 
     def release(self) -> None:

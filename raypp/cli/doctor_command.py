@@ -144,7 +144,11 @@ def _devices(node: dict[str, Any]) -> str:
     seen = node.get("torch") or {}
     if seen.get("devices"):
         first = seen["devices"][0]
-        return f"{len(seen['devices'])} × {first['kind']} ({first['flops'] / 1e12:.0f} TFLOP/s)"
+        facts = [f"{first['flops'] / 1e12:.0f} TFLOP/s", _gib(first.get("memory"))]
+        if "capability" in first:
+            facts.append(f"SM {'.'.join(map(str, first['capability']))}")
+        facts += [f"{name} {seen[name.lower()]}" for name in ("driver", "NCCL") if seen.get(name.lower())]
+        return f"{len(seen['devices'])} × {first['kind']} ({', '.join(facts)})"
     if seen.get("cpu"):
         return f"CPU, {seen['cpu']['flops'] / 1e9:.0f} GFLOP/s a core"
     return f"{node['gpus']:g} GPUs" if node["gpus"] else "CPU"

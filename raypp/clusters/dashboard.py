@@ -42,6 +42,7 @@ class NodeResources:
         gpus: All GPUs.
         free_cpus: CPUs that nothing has reserved.
         free_gpus: GPUs that nothing has reserved.
+        gpu_bytes: Memory of its largest GPU; 0 if the node's agent does not tell.
     """
 
     node_id: str
@@ -51,6 +52,7 @@ class NodeResources:
     gpus: float
     free_cpus: float
     free_gpus: float
+    gpu_bytes: int = 0
 
 
 def dashboard_url(address: str) -> str:
@@ -253,6 +255,7 @@ class Dashboard:
                     gpus,
                     cpus - float(used.get("CPU", 0)),
                     gpus - float(used.get("GPU", 0)),
+                    max((int(gpu.get("memoryTotal") or 0) << 20 for gpu in entry.get("gpus") or ()), default=0),
                 )
             )
         return sorted(nodes, key=lambda node: node.ip)

@@ -20,6 +20,7 @@ from raypp.control.rank_ends import RankEnds
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank, plan_facts, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
+from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
@@ -213,6 +214,9 @@ class Attempt:
         try:
             info = cast(WorkerInfo, ray.get(reference))
         except RayError as error:
+            cause = getattr(error, "cause", None)  # of an error that the process raised, rather than its end
+            if isinstance(cause, RayppError):
+                return rank.failure(cause.failure_kind or FailureKind.USER_ERROR, str(cause))
             if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: no failure of this attempt
                 self._replace(rank)
                 return None

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest
 from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
+from raypp.planning.fit import memory_problems
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
@@ -46,9 +48,19 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     Raises:
         UnreachableError: The cluster does not answer.
         ResourcesError: There are fewer free devices than ranks; names the free ones and a mesh that
-            fits.
+            fits. Or a rank needs more memory than the largest GPU has; names changes that fit.
     """
-    nodes = cluster.dashboard.nodes()
+    return device_for(job, cluster.dashboard.nodes(), embedded=cluster.embedded is not None)
+
+
+def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False) -> str:
+    """Does what `check_resources` does, for the nodes of a cluster.
+
+    Args:
+        job: The job.
+        nodes: The live nodes.
+        embedded: Whether `raypp local up` started the cluster.
+    """
     world, cpus = job.mesh.world, job.resources.cpus_per_rank
     device, elastic = job.resources.device, job.recovery.elastic_options
     if device == "auto":
@@ -57,14 +69,17 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     free = {node.node_id: _places(node, device, cpus) for node in nodes}
     total = sum(free.values())
     if total >= world or best_for(job, total) is not None:
+        largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
+        if device == "cuda" and largest and (problems := memory_problems(job, largest)):
+            raise ResourcesError(problems)
         return device
     what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
-    where = ", ".join(f"{node.ip} {free[node.node_id]} of {_all_places(node, device, cpus)}" for node in nodes)
+    where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
     raise ResourcesError(
         Problem(
             "mesh",
             f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})",
-            _way_out(job, total, device, cluster),
+            _way_out(job, total, device, embedded),
         )
     )
 
@@ -78,10 +93,17 @@ def _all_places(node: NodeResources, device: str, cpus: float) -> int:
     return int(node.gpus) if device == "cuda" else int((node.cpus + 1e-6) // cpus)
 
 
-def _way_out(job: Job, free: int, device: str, cluster: Cluster) -> str:
+def _places_in_words(node: NodeResources, free: int, device: str, cpus: float) -> str:
+    there = _all_places(node, device, cpus)
+    return f"{node.ip} has no GPU" if device == "cuda" and not there else f"{node.ip} {free} of {there}"
+
+
+def _way_out(job: Job, free: int, device: str, embedded: bool) -> str:
+    if device == "cuda" and not free:
+        return "end another run, add nodes with GPUs (Ray finds them by nvidia-smi), or use resources.device cpu"
     fitting = fitting_mesh(job, free)
     mesh = f"a mesh that fits: {fitting}; or " if fitting else ""
-    if cluster.embedded is not None and device == "cpu":
+    if embedded and device == "cpu":
         return f"{mesh}end another run, or `raypp local down` and `raypp local up --cpus {job.mesh.world}`"
     return f"{mesh}end another run, or add nodes"
 

@@ -16,6 +16,24 @@ from raypp.records import Seat
 
 log = logging.getLogger("raypp")
 
+# A process outlives the failure of a communicator and takes a seat in the next attempt, and raypp's
+# own watch decides what hangs. With torch's defaults its threads end the process by SIGABRT.
+_NCCL_OF_TORCH = {
+    # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
+    # it. 0: do nothing, so that kernels wait for dead peers.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # 0: do not end the process when the watchdog makes no progress for 8 minutes, or 8 minutes
+    # after another rank has asked for a dump.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # 0: do not end the process when the watchdog's thread meets a CUDA error. The rank's own thread
+    # meets it, too, and reports it.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # No dump of recent collectives to /tmp after an error, and no wait (4 times this many ms) for
+    # it before the communicators are aborted.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
 
 def set_seat_environment(seat: Seat) -> None:
     """Sets the variables that torchrun sets, starts logging to this process' log, and logs the
@@ -28,9 +46,10 @@ def set_seat_environment(seat: Seat) -> None:
         "GROUP_RANK": seat.node_rank,
         "MASTER_ADDR": seat.master_addr,
         "MASTER_PORT": seat.master_port,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
     }
     os.environ.update({key: str(value) for key, value in environment.items()})
+    for key, setting in _NCCL_OF_TORCH.items():
+        os.environ.setdefault(key, setting)  # the job's resources.env may say otherwise
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )

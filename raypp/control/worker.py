@@ -27,6 +27,7 @@ from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment
 from raypp.control.report.reporter import ControllerReporter, LogTail
+from raypp.control.visible_devices import device_position
 from raypp.failure_kinds import FailureKind
 from raypp.ports import free_port
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
@@ -38,6 +39,7 @@ from raypp.train.network import interface_with
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 
 _CUT_EVERY_S = 0.05
+_INTERRUPT_S = 10.0
 _LAST_SAVE_S = 120.0
 _OTHERS_LAST_SAVE_S = 5.0
 _OWN_THREADS = "raypp-"
@@ -84,6 +86,7 @@ class Worker:
         self._bundle: int | None = None
         self._end: RankEnd | None = None
         self._leaving = 0
+        self._interrupting = 0
         self._asked = 0
         self._relay: Any = None
         self._reporter: ControllerReporter | None = None
@@ -115,7 +118,7 @@ class Worker:
             hostname=socket.gethostname(),
             pid=os.getpid(),
             interface=interface_with(ip).name,
-            device_index=int(devices[0]) if devices else 0,
+            device_index=device_position(str(devices[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if devices else 0,
         )
         return WorkerInfo(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
 
@@ -135,6 +138,8 @@ class Worker:
         with self._changed:
             if self._seat is not None and self._end is None:
                 raise RuntimeError(f"still in attempt {self._seat.attempt}")
+            if not self._changed.wait_for(lambda: not self._interrupting, _INTERRUPT_S):
+                raise RuntimeError("the interruption of its last attempt has not ended")
             self._seat, self._bundle, self._relay, self._end = seat, bundle, relay, None
             self._thread = threading.Thread(
                 target=within_rank_frame, args=(lambda: self._run_seat(job, seat),), name="rank", daemon=True
@@ -174,10 +179,16 @@ class Worker:
         end = time.monotonic() + timeout_s
         # Repeated, because the rank may be about to make new connections.
         while time.monotonic() < end:
-            with self._changed:  # never while another attempt begins, whose connections these would be
+            with self._changed:
                 if self._end is not None or self._seat is not seat:
                     return
-                self._interrupt(seat)
+                self._interrupting += 1  # no other attempt begins, whose connections these would be
+            try:
+                self._interrupt(seat)  # not under the lock, which `outcome` needs: it may take long
+            finally:
+                with self._changed:
+                    self._interrupting -= 1
+                    self._changed.notify_all()
             thread.join(_CUT_EVERY_S)
 
     def end_process(self, pid: int) -> None:

@@ -15,6 +15,8 @@ SKEW_REPORTED_S = 1.0
 LOOKUP_REPORTED_S = 1.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 2 << 30
+BF16_SINCE = (8, 0)
+"""Compute capability of the first cards with bf16, as in `raypp.train.device_check`."""
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
 
@@ -41,7 +43,7 @@ class Finding:
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Returns all findings of a report, the most severe first."""
     found: list[Finding] = []
-    for look in (_silent_nodes, _versions, _missing, _links, _rates, _clocks, _machines, _store, _devices):
+    for look in (_silent_nodes, _versions, _missing, _links, _rates, _clocks, _machines, _store, _devices, _cards):
         found += look(report)
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
@@ -175,8 +177,11 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
         what = f"torch does not work on {_some(torchless)}: {node['torch']['error']}"
         yield _found(Severity.BREAKS, what, "reinstall torch there, in a build that fits the GPU driver")
     if blind := those(lambda node: "torch" in node and node["gpus"] > len(node["torch"].get("devices", ()))):
-        what = f"Ray counts more GPUs than torch sees on {_some(blind)}"
-        yield _found(Severity.BREAKS, what, "install a CUDA build of torch that fits the driver (see nvidia-smi)")
+        node = next(one for one in _working(report) if one["ip"] == blind[0])
+        visible = node["torch"].get("visible")
+        told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r} on {node['ip']})"
+        fix = "install a CUDA build of torch that fits the driver (see nvidia-smi), and check CUDA_VISIBLE_DEVICES"
+        yield _found(Severity.BREAKS, f"Ray counts more GPUs than torch sees on {_some(blind)}{told}", fix)
 
 
 def _store(report: dict[str, Any]) -> Iterator[Finding]:
@@ -213,6 +218,31 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         if slow:
             what = f"a {kind} on {_some(slow)} reaches less than 70 % of the speed of the fastest {kind}"
             yield _found(Severity.SLOWS, what, "check for overheating, a power limit, or another process (nvidia-smi)")
+
+
+def _cards(report: dict[str, Any]) -> Iterator[Finding]:
+    old: dict[str, list[str]] = defaultdict(list)
+    drivers: dict[str, list[str]] = defaultdict(list)
+    for node in _working(report):
+        seen = node.get("torch") or {}
+        cards = seen.get("devices") or []
+        if cards and seen.get("driver"):
+            drivers[seen["driver"]].append(node["ip"])
+        kinds = list(dict.fromkeys(card["kind"] for card in cards))
+        if len(kinds) > 1:
+            what = f"node {node['ip']} has different cards: {', '.join(kinds)}; the ranks of a stage share a node"
+            fix = "start Ray with CUDA_VISIBLE_DEVICES set to those of one kind; a stage waits for its slowest card"
+            yield _found(Severity.SLOWS, what, fix)
+        for card in cards:
+            major, minor = card.get("capability", BF16_SINCE)
+            if (major, minor) < BF16_SINCE and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
+                old[f"{card['kind']} ({major}.{minor})"].append(node["ip"])
+    for kind, nodes in old.items():
+        what = f"{kind} on {_some(nodes)} is too old for bf16, which needs compute capability 8.0 (A100)"
+        yield _found(Severity.NOTE, what, "use train.precision fp32 there, or leave these nodes out")
+    if len(drivers) > 1:
+        listed = ", ".join(f"{version} on {_some(nodes)}" for version, nodes in sorted(drivers.items()))
+        yield _found(Severity.NOTE, f"the nodes have different GPU drivers: {listed}", "install the same on every node")
 
 
 def devices(report: dict[str, Any]) -> list[dict[str, Any]]:

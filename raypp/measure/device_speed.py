@@ -6,7 +6,9 @@ Runs in a separate process, so that the caller need not import torch. Prints one
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ _LOOK_S = 0.3
 
 
 def look() -> dict[str, Any]:
-    """Returns torch's versions, and each device's kind, FLOP/s of a large product and memory."""
+    """Returns versions, and each device's kind, capability, speed (FLOP/s) and memory."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
+    found |= {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
@@ -26,11 +29,20 @@ def look() -> dict[str, Any]:
             free, _ = torch.cuda.mem_get_info(index)
             flops = _flops(torch.device("cuda", index), torch.bfloat16, 8192)
             device = {"kind": facts.name, "flops": flops, "memory": facts.total_memory, "free": free}
-            found["devices"].append(device)
+            found["devices"].append(device | {"capability": [facts.major, facts.minor]})
     else:
         torch.set_num_threads(1)
         found["cpu"] = {"kind": _cpu(), "flops": _flops(torch.device("cpu"), torch.float32, 512)}
     return found
+
+
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver; None without one."""
+    try:
+        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _flops(device: torch.device, dtype: torch.dtype, size: int) -> float:

@@ -127,7 +127,9 @@ def same_again(history: Sequence[AttemptEnd]) -> bool:
     if len(history) < 2:
         return False
     before, last = (root_cause(end.failures) for end in history[-2:])
-    return (before.kind, before.step, _gist(before)) == (last.kind, last.step, _gist(last))
+    if (before.kind, before.step) != (last.kind, last.step):
+        return False
+    return last.kind.traits.same_by_kind or _gist(before) == _gist(last)
 
 
 def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Unblocks a rank that waits for a peer, so that its process can join the next attempt.
 
 `abort()` does not end a gloo operation that waits for a frozen or unreachable peer. Closing the
-connection under it does. NCCL has its own abort.
+connection under it does. NCCL's abort ends its kernels; what they should have received is then
+undefined (`parallel.failed_groups`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from raypp.parallel.failed_groups import before_abort
 from raypp.torch_private import backends_on
 
 log = logging.getLogger(__name__)
 
 _TIMEVAL = struct.Struct("ll")
+_ABORT_S = 30.0
+_aborting: list[threading.Thread] = []
+_aborting_lock = threading.Lock()
 _cut: dict[int, float] = {}
 """When the connections of an attempt were last cut, in `time.monotonic`, by the attempt's port."""
 
@@ -39,7 +46,7 @@ def cut_connections(master_port: int) -> int:
         The number of connections closed.
     """
     _cut[master_port] = time.monotonic()
-    _abort_nccl()
+    begin_abort()
     ended = 0
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # descriptors open and close during the iteration
@@ -74,9 +81,54 @@ def _is_of_a_group(one: socket.socket, master_port: int) -> bool:
     return bool(one.getpeername()[1] == master_port)
 
 
-def _abort_nccl() -> None:
-    if not (torch.cuda.is_available() and dist.is_available() and dist.is_initialized()):
-        return
-    for backend in backends_on(torch.device("cuda")):
-        with contextlib.suppress(Exception):
-            backend.abort()
+def begin_abort() -> list[threading.Thread]:
+    """Begins to abort all process groups of this process; returns the threads that do it.
+
+    Every group has a thread, so that all of them are told at once: an abort frees memory, which
+    waits for the kernels of the groups that are not aborted yet (pytorch #119797). Calls of
+    `_group_start` and `_group_end` around the aborts would not join them, because `abort` calls
+    NCCL from a thread of its own. Does nothing while an earlier abort is under way.
+    """
+    with _aborting_lock:
+        if any(thread.is_alive() for thread in _aborting):
+            return list(_aborting)
+        nccl = backends_on(torch.device("cuda")) if torch.cuda.is_available() and dist.is_initialized() else []
+        if nccl:
+            before_abort()
+        gloo = backends_on(torch.device("cpu")) if dist.is_initialized() else []  # does little there, and no harm
+        _aborting[:] = [
+            threading.Thread(target=_abort, args=(backend,), name="raypp-abort", daemon=True) for backend in nccl + gloo
+        ]
+        for thread in _aborting:
+            thread.start()
+        return list(_aborting)
+
+
+def abort_groups(timeout_s: float = _ABORT_S) -> bool:
+    """Aborts all process groups of this process, so that nothing here waits for a peer any more.
+
+    To be called first when a rank fails: until then, everything that waits for the device also
+    waits for NCCL's kernels, whose peers may be gone. The groups must still be destroyed.
+
+    Args:
+        timeout_s: How long to wait for the aborts.
+
+    Returns:
+        Whether all groups are aborted. If not, a thread named `raypp-abort` still runs, and the
+        process cannot take another seat.
+    """
+    end = time.monotonic() + timeout_s
+    threads = begin_abort()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        log.error("process groups were not aborted within %.0f s; this process cannot be used again", timeout_s)
+        return False
+    return True
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except Exception as error:  # noqa: BLE001 - the process is left to the caller's deadline
+        log.warning("a process group was not aborted: %s", error)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader
+from raypp.mesh.geometry import Mesh
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
@@ -20,6 +21,7 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages, build_stages
+from raypp.train.device_check import check_device, tell_of_mixed_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
@@ -82,16 +84,20 @@ def assemble(
         draw: True: initialise the weights. False: the caller must set every weight.
         part: Called with `rendezvous`, `build` and `data`; returns a context entered around it.
         mark: Called with each action of the schedule as it begins.
-        tell: Called with the events that describe the network and the attention kernel.
+        tell: Called with the events about network, devices and attention kernel.
 
     Raises:
         UnreachableError: Two nodes cannot reach each other.
+        JobError: The rank's device is not there, or cannot run the job.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
+    card = check_device(job, seat)
     device = pick_device(seat)
     with ExitStack() as stack:
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
+            if card is not None:
+                tell_of_mixed_cards(card, seat, Mesh.of(job.mesh), store, tell)
             groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
         with part("build"):
             attention = _attention(job, seat, device, tell)

@@ -1,21 +1,168 @@
-"""Recognises that a device is out of memory."""
+"""Recognises that a device is out of memory, and says what held it and what would fit."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from raypp.errors import RayppError, causes
+import torch
+from torch import Tensor, nn
+
+from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
+from raypp.parallel.shard import local_part
+from raypp.planning.fit import changes_in_words, size_text
+from raypp.planning.plan import make_plan
+from raypp.records import Seat
+from raypp.spec.job import Job
+
+# What CUDA's libraries say when they allocate by themselves, past torch's allocator.
+_FULL = (
+    "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_FRAGMENTED = 0.1
+_ROOM = 0.95
+_BLOCKS = 5
 
 
 class DeviceMemoryError(RayppError):
     """This rank's device is out of memory."""
 
-    failure_kind = FailureKind.OUT_OF_MEMORY
+    failure_kind = FailureKind.DEVICE_OUT_OF_MEMORY
 
 
 def out_of_device_memory(error: BaseException) -> bool:
-    """Whether torch ran out of device memory. An error that declares another kind keeps it."""
+    """Whether the device ran out of memory. An error that declares another kind keeps it."""
     if isinstance(error, RayppError) and error.failure_kind is not None:
         return False
-    return any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))
+    return any(_says_full(cause) for cause in causes(error))
+
+
+def _says_full(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL)
+
+
+def device_memory_error(
+    error: BaseException,
+    job: Job,
+    seat: Seat,
+    stages: Sequence[nn.Module] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> DeviceMemoryError:
+    """Returns the error to raise for a rank whose device is full.
+
+    Args:
+        error: What was raised.
+        job: The job.
+        seat: This rank's seat.
+        stages: This rank's stages, as far as they are built.
+        optimizer: Its optimizer, if there is one.
+    """
+    first = next((cause for cause in causes(error) if _says_full(cause)), error)
+    lines = [f"out of device memory: {in_words(first).splitlines()[0]}"]
+    stats = _allocator(seat.device_index) if seat.device == "cuda" else {}
+    lines += told(stats, _held(stages, optimizer))
+    try:
+        lines += planned(job, seat.coordinates.pp, stats)
+    except RayppError as problem:  # the plan is extra information
+        lines.append(f"no plan of its memory: {problem.problems[0].what}")
+    return DeviceMemoryError("\n".join(lines))
+
+
+def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
+    """Returns lines about what held the memory.
+
+    Args:
+        stats: `total` and `free` bytes of the device; torch's `allocated`, `peak`, `reserved`,
+            number of `retries`, and `blocks`, the sizes in use. Empty if unknown.
+        held: Bytes by what they are for, as far as it is known.
+    """
+    if not stats:
+        return ["torch has no statistics of this device's memory"]
+    allocated, reserved = stats["allocated"], stats["reserved"]
+    other = max(0, stats["total"] - stats["free"] - reserved)
+    lines = [
+        f"of {size_text(stats['total'])}, {size_text(stats['free'])} are free; torch holds {size_text(reserved)}, "
+        f"CUDA, NCCL and other processes {size_text(other)}",
+        f"tensors: {size_text(allocated)} at the end, {size_text(stats['peak'])} at the peak",
+    ]
+    if held:
+        rest = max(0, stats["peak"] - sum(held.values()))
+        parts = [f"{name} {size_text(size)}" for name, size in held.items()]
+        lines[-1] += f": {', '.join(parts)}, everything else (activations, logits, gathered weights) {size_text(rest)}"
+    if reserved - allocated > _FRAGMENTED * reserved:
+        unused = size_text(reserved - allocated)
+        lines.append(
+            f"{unused} are reserved but in no tensor ({stats['retries']} retries): fragmented; "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help"
+        )
+    if stats["blocks"]:
+        largest = sorted(stats["blocks"], reverse=True)[:_BLOCKS]
+        lines.append(f"largest blocks: {', '.join(size_text(size) for size in largest)}")
+    return lines
+
+
+def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
+    """Returns lines about what the plan says of this pipeline rank, and which changes would fit."""
+    plan = make_plan(job)
+    memory = plan.memory[pp].as_dict()
+    total = memory.pop("total")
+    flying = max(plan.in_flight[stage] for stage in plan.placement[pp])
+    parts = [f"{name} {size_text(size)}" for name, size in memory.items() if size]
+    each = (
+        f"{size_text(memory.get('activations', 0) / max(1, flying))} of activations per microbatch, {flying} in flight"
+    )
+    lines = [f"planned: {size_text(total)}: {', '.join(parts)}; {each}"]
+    if stats:
+        capacity = stats["free"] + stats["reserved"]
+        # It needed at least what there was. By how much more is unknown, so leave room.
+        lines.append(changes_in_words(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total))))
+    return lines
+
+
+def _allocator(index: int) -> dict[str, Any]:
+    """Returns what `told` takes, from torch's allocator; empty if it does not answer."""
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        stats = torch.cuda.memory_stats(index)
+        blocks = [
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == index
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
+    except RuntimeError:  # after a CUDA error nothing on the device answers
+        return {}
+    return {
+        "total": total,
+        "free": free,
+        "allocated": stats.get("allocated_bytes.all.current", 0),
+        "peak": stats.get("allocated_bytes.all.peak", 0),
+        "reserved": stats.get("reserved_bytes.all.current", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "blocks": blocks,
+    }
+
+
+def _held(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Returns the bytes of this rank's weights, gradients and optimizer state."""
+    weights = [parameter for stage in stages for parameter in stage.parameters()]
+    states = [] if optimizer is None else [v for state in optimizer.state.values() for v in state.values()]
+    held = {
+        "weights": _bytes(weights),
+        "gradients": _bytes(weight.grad for weight in weights if weight.grad is not None),
+        "optimizer state": _bytes(value for value in states if isinstance(value, Tensor)),
+    }
+    return {name: size for name, size in held.items() if size}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of this rank's parts of tensors `[...]`."""
+    return sum(part.numel() * part.element_size() for part in map(local_part, tensors))

@@ -23,6 +23,10 @@ _PEER_GONE = (
 )
 
 
+# NCCL's names of errors that are this rank's own.
+_OWN_ERROR = ("ncclUnhandledCudaError", "ncclInvalidArgument", "ncclInvalidUsage")
+
+
 class LostPeerError(RayppError):
     """Another rank died or became unreachable; this rank is not the cause."""
 
@@ -32,6 +36,6 @@ class LostPeerError(RayppError):
 def lost_peer(error: BaseException) -> bool:
     """Whether an error means that a peer is gone, rather than that this rank failed."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
+        return not any(name in str(error) for name in _OWN_ERROR)
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_GONE)

@@ -128,12 +128,15 @@ def choose_interface(seat: Seat, environment: MutableMapping[str, str] | None = 
         UnreachableError: This machine lacks the interface the user named, or there is no route.
     """
     environment = os.environ if environment is None else environment
-    named = _users(environment, "GLOO_SOCKET_IFNAME") or _users(environment, "NCCL_SOCKET_IFNAME")
+    gloo, nccl = (_users(environment, name) for name in INTERFACE_VARIABLES)
+    named = gloo or nccl
     if named:
-        # NCCL accepts lists and the marks = and ^. Only a plain name can be looked up.
+        # NCCL accepts lists, prefixes, and the marks = (no prefixes) and ^; gloo accepts names.
         first = named.split(",")[0].lstrip("=")
         known = interfaces()
-        match = known.get(first) or next((one for name, one in known.items() if name.startswith(first)), None)
+        match = known.get(first)
+        if match is None and not gloo and not nccl.startswith("="):
+            match = next((one for name, one in known.items() if name.startswith(first)), None)
         if named.startswith("^"):
             return _routed(seat, f", with NCCL_SOCKET_IFNAME={named}")
         if match is None:

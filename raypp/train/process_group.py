@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raypp.errors import Problem, UnreachableError
+from raypp.parallel.failed_groups import before_join
 from raypp.records import Event, Seat
 from raypp.torch_private import restart_group_names
-from raypp.train.abort import cut_since
+from raypp.train.abort import abort_groups, cut_since
 from raypp.train.host_allocator import keep_freed_memory
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
@@ -107,6 +108,8 @@ def joined(
 ) -> Iterator[TCPStore]:
     """Joins the attempt's process group, and leaves it at the end. Collective over the world.
 
+    An exception aborts all groups before they are destroyed.
+
     CPU tensors always use gloo, also with NCCL: the ranks agree on each step without the device.
 
     Args:
@@ -135,6 +138,7 @@ def joined(
         tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
     # After a join that failed half-way this process would use group names that new ones do not.
     restart_group_names()
+    before_join()
     dist.init_process_group(
         backend,
         store=attempt_store,
@@ -149,5 +153,12 @@ def joined(
     )  # fmt: skip
     try:
         yield store
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL's destroy waits for its kernels, and these for peers that may be gone.
+        if abort_groups():
+            try:
+                dist.destroy_process_group()
+            except Exception as error:  # noqa: BLE001 - must not hide what failed first
+                log.warning("aborted process groups were not destroyed: %s", error)
+        raise
+    dist.destroy_process_group()

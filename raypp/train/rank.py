@@ -13,9 +13,11 @@ from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.errors import RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
+from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
@@ -23,9 +25,10 @@ from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
+from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
-from raypp.train.device_memory import DeviceMemoryError, out_of_device_memory
+from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, lost_peer
@@ -49,18 +52,17 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
 
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
-        DeviceMemoryError: The device is out of memory.
+        DeviceMemoryError: The device is out of memory; says what held it and what would fit.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
     try:
         with ExitStack() as stack:
             return _run_attempt(job, seat, reporter, stack, rendezvous)
     except Exception as error:
+        if out_of_device_memory(error):
+            raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
-        if out_of_device_memory(error):
-            what = f"out of device memory: {type(error).__name__}: {error}"
-            raise DeviceMemoryError(what) from error
         raise
 
 
@@ -116,10 +118,17 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
     try:
         return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
-    except RayppError as error:
-        kind = error.failure_kind
+    except BaseException as error:
+        kind = error.failure_kind if isinstance(error, RayppError) else None
+        try:
+            if kind in (FailureKind.NONFINITE, FailureKind.CORRUPT):
+                check_groups()  # numbers computed after a communicator was aborted say nothing
+        finally:
+            abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
         if tier is not None and kind is not None and kind.traits.taints_snapshots:
             tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
+        if out_of_device_memory(error):
+            raise device_memory_error(error, job, seat, rank.built.modules, rank.optimizer) from error
         raise
 
 
@@ -191,6 +200,7 @@ def _train(
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
                 _keep(tier, runner, recent, done, position, read.plan.snapshots)
         report = runner.run(done + 1, read, watch)
+        check_groups()
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:
             words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"

@@ -82,7 +82,9 @@ def test_replicas_that_differ_by_one_bit_are_named_and_never_committed(tmp_path:
 
 def test_a_rank_whose_device_is_full_says_so_although_torch_wraps_the_error(tmp_path: Path) -> None:
     told, _ = _live(tmp_path, _document(4, {"pp": 2}), "oom@forward:rank=1,step=2")
-    assert told.errors[1].startswith("DeviceMemoryError: out of device memory: "), told.errors
+    first, *details = told.errors[1].splitlines()
+    assert first.startswith("DeviceMemoryError: out of device memory: OutOfMemoryError: "), told.errors
+    assert any(line.startswith("planned: ") and "in flight" in line for line in details), details
     assert told.errors[0].startswith("LostPeerError") or "lost a peer" in told.errors[0], told.errors
 
 

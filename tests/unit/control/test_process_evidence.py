@@ -40,7 +40,7 @@ class StruckError(RayppError):
         (BrokenWeightsError("step 3"), "corrupt", "step 3"),
         (ReplicasDifferError("not the same bits"), "corrupt", "not the same bits"),
         (StruckError("by lightning"), "corrupt", "by lightning"),
-        (DeviceMemoryError("out of device memory"), "out_of_memory", "device"),
+        (DeviceMemoryError("out of device memory"), "device_out_of_memory", "device"),
         (MemoryError("big"), "out_of_memory", "host"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "host"),
         (OSError(errno.ENOSPC, "No space left on device", "/mnt/x"), "disk_full", "/mnt/x is full"),

@@ -20,6 +20,7 @@ from raypp.spec.load import job_document, parse_job
 _lived: set[int] = set()
 _left: set[int] = set()
 _go = threading.Event()
+_slow_leave = threading.Event()
 
 
 class NotFiniteError(RayppError):
@@ -29,8 +30,8 @@ class NotFiniteError(RayppError):
 
 
 def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
-    """By attempt: 1 and 2 wait until they are told to leave, 3 raises, 4 leaves a thread at work, 5
-    is fine, 6 is not finite."""
+    """By attempt: 1, 2 and 7 wait until they are told to leave, 3 raises, 4 leaves a thread at
+    work, 6 is not finite, 5 and 9 are fine."""
     reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
     _lived.add(seat.attempt)
     if seat.attempt == 3:
@@ -39,7 +40,7 @@ def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
         raise NotFiniteError("step 3: the loss is nan")
     if seat.attempt == 4:
         threading.Thread(target=_go.wait, args=(20,), name="raypp-save-7", daemon=True).start()
-    while seat.attempt <= 2:
+    while seat.attempt in (1, 2, 7):
         if seat.attempt in _left:
             raise RuntimeError("some connection was closed")
         time.sleep(0.01)
@@ -48,6 +49,8 @@ def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
 
 def leave(seat: Seat) -> None:
     _left.add(seat.attempt)
+    if seat.attempt == 7:
+        _slow_leave.wait(20)
 
 
 @pytest.fixture
@@ -85,6 +88,26 @@ def test_a_seat_is_left_and_another_taken_in_the_same_process(worker: Worker) ->
     _begin(worker, 5)
     assert _end(worker, 5).result == RankResult(0, 1, False, None)
     assert worker.outcome(1, 0.0) is None
+
+
+def test_an_interruption_that_takes_long_blocks_no_answer_but_the_next_seat(worker: Worker) -> None:
+    _slow_leave.clear()
+    _begin(worker, 7)
+    while 7 not in _lived:
+        time.sleep(0.01)
+    leaving = threading.Thread(target=worker.leave, args=(7,), daemon=True)
+    leaving.start()
+    end = _end(worker, 7)  # needs the worker's lock, while the interruption is not over
+    assert leaving.is_alive() and isinstance(end.result, RankFailure)
+    beginning = threading.Thread(target=_begin, args=(worker, 9), daemon=True)
+    beginning.start()
+    beginning.join(0.3)
+    assert beginning.is_alive(), "the interruption would cut the connections of the next attempt"
+    _slow_leave.set()
+    beginning.join(20)
+    assert _end(worker, 9).result == RankResult(0, 1, False, None)
+    leaving.join(5)
+    assert not leaving.is_alive()
 
 
 def test_a_process_that_failed_by_itself_or_is_still_at_work_takes_no_other_seat(worker: Worker) -> None:

@@ -109,6 +109,23 @@ def _tired(report: dict[str, Any]) -> None:
         node["torch"]["devices"] = [{"kind": "H", "flops": flops}]
 
 
+def _hidden(report: dict[str, Any]) -> None:
+    _blind(report)
+    report["nodes"][1]["torch"]["visible"] = ""
+
+
+def _old(report: dict[str, Any]) -> None:
+    for node in report["nodes"]:
+        node["gpus"] = 1
+        node["torch"]["devices"] = [{"kind": "T4", "flops": 1e13, "capability": [7, 5]}]
+
+
+def _other_driver(report: dict[str, Any]) -> None:
+    for node, driver in zip(report["nodes"], ("550.54", "570.1"), strict=True):
+        node["gpus"] = 1
+        node["torch"] |= {"devices": [{"kind": "H", "flops": 7e14, "capability": [9, 0]}], "driver": driver}
+
+
 @pytest.mark.parametrize(
     ("harm", "severity", "told"),
     [
@@ -125,6 +142,9 @@ def _tired(report: dict[str, Any]) -> None:
         (_no_data, Severity.BREAKS, "the training data /data/text.txt is missing on 10.0.0.2"),
         (_tired, Severity.SLOWS, "a H on 10.0.0.2 reaches less than 70 % of the speed of the fastest H"),
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
+        (_hidden, Severity.BREAKS, "torch sees on 10.0.0.2 (CUDA_VISIBLE_DEVICES is '' on 10.0.0.2)"),
+        (_old, Severity.NOTE, "T4 (7.5) on 10.0.0.1, 10.0.0.2 is too old for bf16"),
+        (_other_driver, Severity.NOTE, "different GPU drivers: 550.54 on 10.0.0.1, 570.1 on 10.0.0.2"),
     ],
 )
 def test_each_harm_is_found_by_itself_named_and_has_a_fix(harm: Any, severity: Severity, told: str) -> None:
@@ -134,6 +154,14 @@ def test_each_harm_is_found_by_itself_named_and_has_a_fix(harm: Any, severity: S
     assert found.severity is severity
     assert told in found.problem.what
     assert found.problem.fix
+
+
+def test_different_cards_in_one_node_are_named() -> None:
+    report = _report()
+    node = report["nodes"][1]
+    node["gpus"], node["torch"]["devices"] = 2, [{"kind": kind, "flops": 7e14} for kind in ("H", "L")]
+    slow = next(found for found in findings(report) if found.severity is Severity.SLOWS)
+    assert slow.problem.what == "node 10.0.0.2 has different cards: H, L; the ranks of a stage share a node"
 
 
 def test_the_worst_is_told_first() -> None:

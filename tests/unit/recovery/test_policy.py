@@ -98,6 +98,15 @@ def test_what_differs_between_two_lives_does_not_make_the_same_error_another_one
     assert isinstance(DefaultPolicy(9).decide(twice), GiveUp)
 
 
+def test_a_full_device_is_retried_once_whatever_was_measured_and_never_for_ever() -> None:
+    causes = ("tried to allocate 2.0 GiB\nfragmented", "tried to allocate 512 MiB")
+    full = [AttemptEnd(n, (failure("device_out_of_memory", cause, 7),), 5) for n, cause in enumerate(causes, 1)]
+    assert isinstance(DefaultPolicy(9).decide(full[:1]), Restart)
+    assert isinstance(DefaultPolicy(9).decide(full), GiveUp)
+    elsewhere = [AttemptEnd(n, (failure("device_out_of_memory", "full", 6 + n),), 5) for n in range(1, 5)]
+    assert isinstance(DefaultPolicy(3).decide(elsewhere), GiveUp)
+
+
 def test_numbers_that_are_not_finite_end_the_run_unless_the_job_wants_another_try() -> None:
     once = [AttemptEnd(1, (failure("nonfinite", "step 7: the loss is nan", 7),), 5)]
     assert isinstance(DefaultPolicy(3).decide(once), GiveUp)

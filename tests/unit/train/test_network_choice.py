@@ -58,6 +58,15 @@ def test_the_users_interface_counts_and_one_that_is_not_there_is_named() -> None
         choose_interface(SEAT, {"GLOO_SOCKET_IFNAME": "eth77"})
 
 
+def test_a_prefix_counts_where_nccl_takes_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Interface("eth10", "10.0.0.1", 0, True)
+    monkeypatch.setattr(network, "interfaces", lambda: {"eth10": card})
+    assert choose_interface(SEAT, {"NCCL_SOCKET_IFNAME": "eth1"}).interface is card
+    for named in ({"NCCL_SOCKET_IFNAME": "=eth1"}, {"GLOO_SOCKET_IFNAME": "eth1"}):
+        with pytest.raises(UnreachableError, match="no interface 'eth1'"):
+            choose_interface(SEAT, named)
+
+
 def test_what_an_earlier_attempt_set_is_not_taken_for_the_users() -> None:
     environment: dict[str, str] = {}
     prepare_network(SEAT, environment)
@@ -78,7 +87,7 @@ def test_nccl_gets_more_sockets_over_fast_ethernet_only_and_never_against_the_us
     assert environment["NCCL_NSOCKS_PERTHREAD"] == "2"
     assert "NCCL_NSOCKS_PERTHREAD as the user set" in told[-1]
     alone: dict[str, str] = {}
-    prepare_network(replace(SEAT, device="cuda", nodes=("127.0.0.1",)), alone)
+    prepare_network(replace(SEAT, device="cuda", nodes=("127.0.0.1",), local_world_size=2), alone)
     assert "NCCL_SOCKET_NTHREADS" not in alone
     under_torchrun: dict[str, str] = {}
     prepare_network(replace(SEAT, device="cuda", nodes=(), world_size=4, local_world_size=2), under_torchrun)

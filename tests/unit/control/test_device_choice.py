@@ -1,0 +1,46 @@
+"""The device of a job's ranks, by the nodes of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.clusters.dashboard import NodeResources
+from raypp.control.client import device_for
+from raypp.errors import ResourcesError
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+
+GIB = 1 << 30
+
+
+def node(ip: str, gpus: float = 0, free: float = 0, memory: int = 0) -> NodeResources:
+    return NodeResources(ip, ip, ip, 16, gpus, 16, free, memory)
+
+
+def job(**sections: Any) -> Job:
+    return parse_job({"name": "placed", "mesh": {"pp": 2}, "resources": {"device": "cuda"}, **sections})
+
+
+def test_gpus_that_are_missing_are_told_node_by_node() -> None:
+    with pytest.raises(ResourcesError) as refused:
+        device_for(job(), [node("10.0.0.1"), node("10.0.0.2", 8, 1)])
+    what = refused.value.problems[0].what
+    assert what == "2 ranks need 2 GPUs; 1 are free (10.0.0.1 has no GPU, 10.0.0.2 1 of 8)"
+    with pytest.raises(ResourcesError) as refused:
+        device_for(job(), [node("10.0.0.1")])
+    assert "10.0.0.1 has no GPU" in refused.value.problems[0].what and "device cpu" in refused.value.problems[0].fix
+
+
+def test_a_job_that_fits_into_no_gpu_is_refused_before_it_starts() -> None:
+    large = job(
+        model={"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},
+        data={"kind": "synthetic", "seq_len": 4096},
+    )
+    small, big = node("10.0.0.1", 8, 8, 15 * GIB), node("10.0.0.2", 8, 8, 2000 * GIB)
+    with pytest.raises(ResourcesError, match=r"a device has 15\.0 GiB; ranks are planned to need more: pp0 "):
+        device_for(large, [small])
+    assert device_for(large, [small, big]) == "cuda", "it may get the large ones"
+    assert device_for(large, [node("10.0.0.1", 8, 8)]) == "cuda", "the ranks check what is unknown here"
+    assert device_for(job(), [small]) == "cuda"

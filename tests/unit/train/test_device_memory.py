@@ -1,0 +1,87 @@
+"""What is said when a device is out of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.failure_kinds import FailureKind
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+from raypp.train.device_memory import device_memory_error, out_of_device_memory, planned, told
+from raypp.train.lost_peer import lost_peer
+from raypp.train.own_seat import local_seat
+
+GIB = 1 << 30
+STATS = {
+    "total": 80 * GIB,
+    "free": GIB // 2,
+    "allocated": 60 * GIB,
+    "peak": 76 * GIB,
+    "reserved": 77 * GIB,
+    "retries": 3,
+    "blocks": [GIB, 4 * GIB, 2 * GIB, 100, 200 << 20, 300 << 20],
+}
+
+
+def job() -> Job:
+    return parse_job(
+        {
+            "name": "full",
+            "model": {"num_layers": 8, "hidden_size": 1024, "num_heads": 8, "ffn_size": 2752, "vocab_size": 32000},
+            "data": {"kind": "synthetic", "seq_len": 2048},
+            "mesh": {"pp": 2},
+            "train": {"micro_batch_size": 8},
+        }
+    )
+
+
+def test_the_text_says_what_held_the_memory() -> None:
+    lines = told(STATS, {"weights": 9 * GIB, "gradients": 9 * GIB, "optimizer state": 18 * GIB})
+    assert lines == [
+        "of 80.0 GiB, 512.0 MiB are free; torch holds 77.0 GiB, CUDA, NCCL and other processes 2.5 GiB",
+        "tensors: 60.0 GiB at the end, 76.0 GiB at the peak: weights 9.0 GiB, gradients 9.0 GiB, "
+        "optimizer state 18.0 GiB, everything else (activations, logits, gathered weights) 40.0 GiB",
+        "17.0 GiB are reserved but in no tensor (3 retries): fragmented; "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help",
+        "largest blocks: 4.0 GiB, 2.0 GiB, 1.0 GiB, 300.0 MiB, 200.0 MiB",
+    ]
+
+
+def test_memory_that_is_not_fragmented_is_not_called_that() -> None:
+    lines = told({**STATS, "allocated": 75 * GIB}, {})
+    assert not any("fragmented" in line for line in lines) and "weights" not in "".join(lines)
+
+
+def test_the_plan_and_changes_that_fit_are_said() -> None:
+    small = {**STATS, "total": 8 * GIB, "reserved": 7 * GIB, "peak": 7 * GIB}
+    plan, changes = planned(job(), 1, small)
+    assert plan.startswith("planned: ") and "of activations per microbatch, 1 in flight" in plan
+    assert changes.startswith("fits by plan: --set ")
+
+
+def test_a_rank_says_its_kind_and_needs_no_statistics() -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    stage = torch.nn.Linear(1024, 1024, bias=False)
+    error = device_memory_error(
+        full, job(), local_seat(1, 2, 1234, job()), [stage], torch.optim.AdamW(stage.parameters())
+    )
+    first, *rest = str(error).splitlines()
+    assert first == ("out of device memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert rest[0].startswith("torch has no statistics") and rest[1].startswith("planned: ")
+    assert error.failure_kind is FailureKind.DEVICE_OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    "text", ["Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "CUDA error: out of memory"]
+)
+def test_libraries_that_find_no_memory_are_no_lost_peer(text: str) -> None:
+    error = torch.distributed.DistBackendError(f"NCCL error: unhandled cuda error, ncclUnhandledCudaError: {text}")
+    assert out_of_device_memory(error) and not lost_peer(error)
+
+
+def test_an_error_of_nccl_is_a_lost_peer_only_if_it_is_no_own_one() -> None:
+    gone = "NCCL error: remote process exited or there was a network error, ncclRemoteError: closed by remote peer"
+    assert lost_peer(torch.distributed.DistBackendError(gone))
+    for own in ("ncclInvalidUsage: Duplicate GPU detected", "ncclUnhandledCudaError: an illegal memory access"):
+        assert not lost_peer(torch.distributed.DistBackendError(f"NCCL error: {own}"))
