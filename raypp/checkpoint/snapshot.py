@@ -21,8 +21,8 @@ from torch import Tensor
 from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
-from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.parallel.failed_groups import check_groups
+from raypp.pipeline.device_clock import DeviceClock, Span
 
 Allocate = Callable[[int, bool], Tensor]
 """(bytes, whether it receives device copies, for which pinned memory is faster) -> a uint8 tensor

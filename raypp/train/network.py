@@ -128,7 +128,7 @@ def choose_interface(seat: Seat, environment: MutableMapping[str, str] | None = 
         UnreachableError: This machine lacks the interface the user named, or there is no route.
     """
     environment = os.environ if environment is None else environment
-    gloo, nccl = (_users(environment, name) for name in INTERFACE_VARIABLES)
+    gloo, nccl = (_users(environment, name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
     named = gloo or nccl
     if named:
         # NCCL accepts lists, prefixes, and the marks = (no prefixes) and ^; gloo accepts names.

@@ -200,7 +200,6 @@ def _train(
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
                 _keep(tier, runner, recent, done, position, read.plan.snapshots)
         report = runner.run(done + 1, read, watch)
-        check_groups()
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:
             words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.shard import counts_here, local_part
 from raypp.torch_private import foreach_mul_, foreach_norm
 
@@ -96,8 +97,12 @@ class GradientReducer:
 
         The copy follows the last backward and the reduction of gradients on the device, so whether
         the step is finite is known before anything changes a weight (design record 0027).
+
+        Raises:
+            DistBackendError: A communicator failed meanwhile, so the sums say nothing.
         """
         sums, end = sums.cpu(), self._size
+        check_groups()  # after an abort the device computes on with data that was never received
         return GlobalSums(float(sums[end]), math.sqrt(float(sums[:end].sum())), sums[end + 1 :], sums[:end])
 
 
