@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -121,6 +121,7 @@ class Batch:
         steps: Steps of every job.
         device_type: Device of the computation.
         blank: As for `train_steps`.
+        train: Takes the arguments of `train_steps` and returns what it returns.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class Batch:
         steps: int,
         device_type: str = "cpu",
         blank: tuple[int, ...] = (),
+        train: Callable[..., dict[str, Any]] = train_steps,
     ) -> None:
+        self._train = train
         self._world, self._jobs, self._steps, self._device_type, self._blank = world, jobs, steps, device_type, blank
         self._results: dict[Any, list[dict[str, Any]]] = {}
 
@@ -142,7 +145,7 @@ class Batch:
         """Returns what each rank found."""
         if not self._results:
             cases = self._cases()
-            results = run_in_turn(self._world, train_steps, list(cases.values()))
+            results = run_in_turn(self._world, self._train, list(cases.values()))
             self._results = dict(zip(cases, results, strict=True))
         return self._results[name]
 
