@@ -11,7 +11,7 @@ Legend: B rows, T tokens, S = B · T, s tokens of a chunk, C hidden size, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,19 +81,21 @@ def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Te
         `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once.
     """
     grad = torch.is_grad_enabled()
-    now = grad and targets.backward_next
+    now = grad and targets.backward_next and weight_VC.requires_grad
     x_SC, labels_S = x_BTC.detach().flatten(0, 1), targets.labels_BT.flatten()
     loss, x_grad, weight_grad = _over_chunks(x_SC, weight_VC.detach(), labels_S, for_x=grad, for_weight=now)
     if not grad:
         return loss
     # One node for each gradient, joined by a plain addition of 0: torch's split backward computes
     # them at different times, and torch 2.11 cannot start a backward at a node written in Python.
-    total = cast(Tensor, _Known.apply(x_BTC, loss, x_grad))
-    if weight_grad is not None:
-        rest = _Known.apply(weight_VC, torch.zeros_like(loss), weight_grad)
+    zero = torch.zeros_like(loss)
+    of_x: Tensor = _Known.apply(x_BTC, loss, x_grad)  # type: ignore[no-untyped-call]
+    of_weight: Tensor
+    if weight_grad is None:
+        of_weight = _Later.apply(weight_VC, zero, x_SC, labels_S)  # type: ignore[no-untyped-call]
     else:
-        rest = _Later.apply(weight_VC, torch.zeros_like(loss), x_SC, labels_S)
-    return total + cast(Tensor, rest)
+        of_weight = _Known.apply(weight_VC, zero, weight_grad)  # type: ignore[no-untyped-call]
+    return of_x + of_weight
 
 
 class _Known(torch.autograd.Function):
@@ -143,7 +145,7 @@ def _over_chunks(
     wide = torch.promote_types(x_SC.dtype, torch.float32)
     weight_grad = torch.empty_like(weight_VC, dtype=wide) if for_weight else None
     losses, start = [], 0
-    for x_sC, labels_s in zip(x_SC.split(sizes), labels_S.split(sizes), strict=True):
+    for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
         logs_sV = _wide(F.linear(x_sC, weight_VC)).log_softmax(-1)
         losses.append(F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="sum"))
         if for_x or for_weight:
@@ -174,8 +176,8 @@ def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bo
         total_VC.addmm_(errors_sV.t(), x_sC, beta=0 if first else 1)
         return
     # Some rows at a time: the product in half precision would be half as large as the sum.
-    pairs = zip(total_VC.split(_VOCABULARY_ROWS), errors_sV.split(_VOCABULARY_ROWS, dim=1), strict=True)
-    for rows_vC, errors_sv in pairs:
+    parts = torch.split(total_VC, _VOCABULARY_ROWS), torch.split(errors_sV, _VOCABULARY_ROWS, dim=1)
+    for rows_vC, errors_sv in zip(*parts, strict=True):
         product_vC = errors_sv.t() @ x_sC
         if first:
             rows_vC.copy_(product_vC)
