@@ -134,8 +134,10 @@ def loss_bytes(job: Job, in_flight: int) -> int:
     if len(chunks) == 1 or family_of(model) is None:
         return tokens * model.vocab_size * (_FP32 * in_flight + 2 * _FP32 + copy)
     projection = model.vocab_size * model.hidden_size * (_FP32 + copy)
-    return 2 * _FP32 * chunks[0] * model.vocab_size + projection + in_flight * tokens * model.hidden_size * (
-        activation_bytes(job)
+    return (
+        2 * _FP32 * chunks[0] * model.vocab_size
+        + projection
+        + in_flight * tokens * model.hidden_size * (activation_bytes(job))
     )
 
 

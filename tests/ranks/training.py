@@ -66,7 +66,8 @@ def train_steps(
         blank: Microbatches, counted through all replicas, that have no label.
         dtype: Type of the computation where the job says fp32.
     """
-    job = parse_job(document)
+    # Comparisons with the CPU need products in fp32.
+    job = parse_job({**document, "train": {"tf32": False, **document.get("train", {})}})
     seat = seat_of(rank, world, port, job, device=device_type)
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
