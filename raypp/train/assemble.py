@@ -82,8 +82,8 @@ def assemble(
         draw: True: initialise the weights. False: the caller must set every weight.
         part: Called with `rendezvous`, `build` and `data`; returns a context entered around it.
         mark: Called with each action of the schedule as it begins.
-        tell: Called with the events that describe the network, the attention kernel and, on CUDA, its
-            settings.
+        tell: Called with the events that describe the network, the attention kernel and, on
+            CUDA, its settings.
 
     Raises:
         UnreachableError: Two nodes cannot reach each other.
