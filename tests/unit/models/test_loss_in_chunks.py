@@ -119,7 +119,7 @@ def last_stage(**settings: Any) -> nn.Module:
 
 def arguments(length: int) -> tuple[Tensor, Tensor, PackedDocuments]:
     x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(2))
-    return x, torch.arange(length)[None], PackedDocuments.of_rows([[length]], length, torch.device("cpu"))
+    return x, torch.arange(length)[None], PackedDocuments.of_rows([[length]], length)
 
 
 @pytest.mark.parametrize("tied", [False, True])
