@@ -35,6 +35,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
+        ("Precision", "", _precision(job)),
         ("Memory per rank", f"in {_unit(plan)[1]}; an estimate with every row full", _memory(plan)),
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),
@@ -94,6 +95,15 @@ def _schedule(job: Job, plan: Plan) -> str:
     rows = f"{job.train.micro_batch_size} × {job.data.seq_len} tokens"
     ahead = f", lookahead {plan.lookahead}" if plan.lookahead else ""
     return f"{plan.schedule}, {plan.microbatches} microbatches of {rows}{ahead}"
+
+
+def _precision(job: Job) -> str:
+    if job.train.precision == "bf16":
+        return "bf16: weights and gradients in fp32, compute in bf16"
+    if job.resources.device == "cpu":
+        return "fp32"
+    products = "TF32 (train.tf32: false for fp32)" if job.train.tf32 else "fp32 (train.tf32: false)"
+    return f"fp32; on CUDA, matrix products in {products}"
 
 
 def _bubble(plan: Plan) -> RenderableType:

@@ -35,6 +35,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
 from raypp.measure.parity import one_process_job
 from raypp.models.initial_values import initialise
+from raypp.models.loss import Targets, token_loss_sum
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
@@ -46,7 +47,6 @@ from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import assemble
-from raypp.train.loss import token_loss_sum
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -200,8 +200,9 @@ def _one(
     """Returns the seconds of a forward, of a backward, and the wall time of both."""
     given = batch.tokens_BT if first else _activations(batch, job, device).requires_grad_()
     clock = _Clock(device)
-    output = stage(given, **batch.stage_arguments())
-    if last:
+    own_loss = last and getattr(stage, "computes_loss", False)
+    output = stage(given, **batch.stage_arguments(), **({"targets": Targets(batch.labels_BT)} if own_loss else {}))
+    if last and not own_loss:
         output = token_loss_sum(output, batch.labels_BT)
     clock.lap()
     output.backward(None if last else torch.ones_like(output))

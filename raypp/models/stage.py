@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import RMSNorm, rotary_table
+from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
 from raypp.spec.families import FAMILIES, MODELS
 from raypp.spec.models import DecoderOptions
 
@@ -43,7 +44,8 @@ class DecoderStage(nn.Module):
         options: The `model:` section.
         layers: Global indices of the layers this stage holds.
         first: The stage holds the embedding and takes token ids.
-        last: The stage holds the final norm and the output projection and returns logits.
+        last: The stage holds the final norm and the output projection and returns logits or the
+            loss.
         make_layer: The family's function that builds the layer of a global index.
     """
 
@@ -62,8 +64,16 @@ class DecoderStage(nn.Module):
         self._projection: Tensor | None = None
         self._separate = False
 
+    computes_loss = True
+    """Its forward takes `targets`. Without this, the pipeline computes the loss from logits."""
+
     def forward(
-        self, x: Tensor, positions_BT: Tensor, documents: PackedDocuments, labelled_BT: Tensor | None = None
+        self,
+        x: Tensor,
+        positions_BT: Tensor,
+        documents: PackedDocuments,
+        labelled_BT: Tensor | None = None,
+        targets: Targets | None = None,
     ) -> Tensor:
         """Runs the stage on one microbatch.
 
@@ -73,9 +83,11 @@ class DecoderStage(nn.Module):
             documents: The document boundaries.
             labelled_BT: Tokens with a label, bool `[B, T]`, for losses within a layer. None: no
                 such losses.
+            targets: Labels, on the last stage only. None: return logits.
 
         Returns:
-            Activations `[B, T, C]`, or logits `[B, T, V]` on the last stage.
+            Activations `[B, T, C]`. On the last stage logits `[B, T, V]`, or with `targets` the
+            summed loss `[]`.
         """
         if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
@@ -83,7 +95,8 @@ class DecoderStage(nn.Module):
         for layer in self.model.layers.values():
             x = layer(x, rotary, documents, labelled_BT)
         if self.model.norm is not None:
-            x = self._logits(self.model.norm(x))
+            x = self.model.norm(x)
+            return self._logits(x) if targets is None else self._loss(x, targets)
         return x
 
     def _logits(self, x_BTC: Tensor) -> Tensor:
@@ -91,13 +104,27 @@ class DecoderStage(nn.Module):
         if self.lm_head is not None:
             logits: Tensor = self.lm_head(x_BTC)
             return logits
+        return F.linear(x_BTC, self._projection_weight())
+
+    def _loss(self, x_BTC: Tensor, targets: Targets) -> Tensor:
+        """Returns the summed loss `[]` of `[B, T, C]`."""
+        weight = self._projection_weight()
+        if in_chunks(x_BTC, weight):
+            return loss_sum_in_chunks(x_BTC, weight, targets)
+        return token_loss_sum(self._logits(x_BTC), targets.labels_BT)
+
+    def _projection_weight(self) -> Tensor:
+        """Returns the matrix `[V, C]` of the projection."""
+        if self.lm_head is not None:
+            own: Tensor = self.lm_head.weight
+            return own
         assert self.model.embed_tokens is not None
         weight: Tensor = self.model.embed_tokens.weight
         if self._separate and torch.is_grad_enabled():
             if self._projection is None:
                 self._projection = weight.detach().requires_grad_()
             weight = self._projection
-        return F.linear(x_BTC, weight)
+        return weight
 
     def separate_projection(self) -> None:
         """Makes a stage that is the whole model keep the gradient of its tied projection separate.

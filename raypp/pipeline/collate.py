@@ -18,9 +18,9 @@ from raypp.data.packing import Row
 from raypp.models.attention import PLAIN
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import Move, PackedDocuments
+from raypp.models.loss import IGNORED
 from raypp.parallel.context import ContextShare
 
-IGNORED = -100
 ALIGNMENT = 16
 """Each tensor of a joint copy begins at a multiple of this many bytes, as kernels expect."""
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from raypp.models.loss import Targets
 from raypp.parallel.late_sums import reduce_within_backward
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
@@ -140,6 +141,14 @@ def arrivals(
     return proofs
 
 
+def _backward_next(program: Program, stage: int) -> bool:
+    """Whether each forward of a stage is followed by its whole backward before the stage's next."""
+    (own,) = [line for line in program.values() if any(action.stage == stage for action in line)]
+    actions = [(action.kind, action.microbatch) for action in own if action.stage == stage]
+    forwards, backwards = actions[::2], actions[1::2]
+    return forwards == [("F", m) for _, m in forwards] and backwards == [("B", m) for _, m in forwards]
+
+
 class ProgramRuntime:
     """Runs one program on this rank's stages, step after step.
 
@@ -148,7 +157,8 @@ class ProgramRuntime:
         program: Compute-only program of every pipeline rank.
         rank_of_stage: Pipeline rank of every stage.
         microbatches: Number of microbatches per step.
-        loss_fn: Maps logits `[B, T_i, V]` and labels `[B, T_i]` to a scalar; None: no losses.
+        loss_fn: Maps logits `[B, T_i, V]` and labels `[B, T_i]` to a scalar, if the last stage
+            does not compute its loss itself (`DecoderStage.computes_loss`). None: no losses.
         mark: Called with each action's name before it begins.
         backward: False for a forward-only program, which runs under `no_grad`; the weights are
             resharded after it.
@@ -203,6 +213,7 @@ class ProgramRuntime:
         self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
         last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
         self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
+        self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
@@ -281,12 +292,16 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_F, stage.stage_index, microbatch))
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
+        kwargs, loss_fn = self._kwargs[microbatch], self.loss_fn if stage.is_last else None
+        own_loss = loss_fn is not None and getattr(stage.submod, "computes_loss", False)
+        if own_loss:
+            kwargs = {**kwargs, "targets": Targets(self._targets[microbatch], self._backward_next)}
         with self._timed("F", stage):
             if arrived:
                 stage.unpack_forward(microbatch)
-            output = stage.forward_one_chunk(microbatch, arguments, self._kwargs[microbatch], save_forward_output=False)
-            if stage.is_last and self.loss_fn is not None:
-                self._losses[microbatch] = self.loss_fn(output, self._targets[microbatch])
+            output = stage.forward_one_chunk(microbatch, arguments, kwargs, save_forward_output=False)
+            if loss_fn is not None:
+                self._losses[microbatch] = output if own_loss else loss_fn(output, self._targets[microbatch])
         if stage.stage_index + 1 in self.planned:
             self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
         if not self._has_backward and (stage.is_last or stage.stage_index + 1 in self.planned):

@@ -35,20 +35,20 @@ class Device:
     share: float
 
 
-# From the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines (TF32 is off by
-# default).
+# From the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of its tensor
+# cores.
 DEVICES = {
     device.name: device
     for device in (
         Device("cpu", {"fp32": 0.08, "bf16": 0.04}, 0, 0.5),
-        Device("cuda", {"fp32": 40.0, "bf16": 400.0}, 0, 0.5),
-        Device("rtx3090", {"fp32": 35.6, "bf16": 71.0}, 24 * GIB, 0.45),
-        Device("rtx4090", {"fp32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
-        Device("rtx5090", {"fp32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
-        Device("l40s", {"fp32": 91.6, "bf16": 362.0}, 48 * GIB, 0.4),
-        Device("a100", {"fp32": 19.5, "bf16": 312.0}, 80 * GIB, 0.5),
-        Device("h100", {"fp32": 67.0, "bf16": 989.0}, 80 * GIB, 0.4),
-        Device("h200", {"fp32": 67.0, "bf16": 989.0}, 141 * GIB, 0.4),
+        Device("cuda", {"fp32": 40.0, "tf32": 200.0, "bf16": 400.0}, 0, 0.5),
+        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, 24 * GIB, 0.45),
+        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
+        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
+        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, 48 * GIB, 0.4),
+        Device("a100", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
+        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 80 * GIB, 0.4),
+        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 141 * GIB, 0.4),
     )
 }
 
@@ -109,7 +109,10 @@ class Costs:
 
 def computed_costs(job: Job, device: Device) -> Costs:
     """Computes costs from the job's FLOPs and the device's data sheet."""
-    rate = device.tflops[job.train.precision] * device.share * 1e12
+    products: str = job.train.precision
+    if products == "fp32" and job.train.tf32 and "tf32" in device.tflops:
+        products = "tf32"
+    rate = device.tflops[products] * device.share * 1e12
     forward = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
     layer = forward * job.train.micro_batch_size * job.data.seq_len / rate
     factor = recompute_factor(job)
@@ -122,8 +125,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
-        source=f"a {device.name} does {device.share:.0%} of {device.tflops[job.train.precision]:g} TFLOP/s in "
-        f"{job.train.precision}: assumed, not measured",
+        source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
+        f"{products}: assumed, not measured",
     )
 
 
@@ -136,6 +139,8 @@ def cost_identity(job: Job) -> dict[str, Any]:
     model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
     train["compile"] = document["train"]["compile"]
+    if not job.train.tf32:
+        train["tf32"] = False
     return {"model": model, "seq_len": job.data.seq_len, "train": train}
 
 

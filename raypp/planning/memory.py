@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.end_weights import activation_bytes
+from raypp.planning.loss_chunks import chunk_sizes
 from raypp.planning.sizes import sizes_of
+from raypp.spec.families import family_of
 from raypp.spec.job import Job
 
 _FP32 = 4
@@ -26,7 +28,8 @@ class RankMemory:
             are reduced.
         activations: What forwards in flight keep for their backwards, and the messages between
             stages.
-        logits: Logits, softmax and their gradients, on the last stage.
+        logits: Logits, softmax and their gradients, on the last stage. If the loss is computed in
+            chunks: those of a chunk, and the gradients that the forward computes.
     """
 
     weights: int
@@ -68,7 +71,7 @@ def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: 
         optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
         gathered=_gathered(job, parameters - elsewhere, max((cut[s] for s in stages), default=0)),
         activations=activations,
-        logits=tokens * logit_bytes(job, in_flight[last]) if last in stages else 0,
+        logits=loss_bytes(job, in_flight[last]) if last in stages else 0,
     )
 
 
@@ -117,14 +120,25 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     return numbers * activation_bytes(job)
 
 
-def logit_bytes(job: Job, in_flight: int) -> int:
-    """Returns the bytes of the loss per token.
+def loss_bytes(job: Job, in_flight: int) -> int:
+    """Returns the bytes of the loss.
 
-    These are the log-softmax (fp32) of each microbatch in flight, and the logits and gradients of
-    one.
+    From whole logits, these are the log-softmax (fp32) of each microbatch in flight, and the logits
+    and gradients of one. In chunks, these are the logits and the log-softmax of a chunk (fp32), the
+    gradient of the projection (fp32, and a copy in the compute dtype), and that of its input for
+    each microbatch in flight. A device that is chosen later (`auto`) counts as a GPU.
     """
-    working = 2 * _FP32 + (2 if job.train.precision == "bf16" else 0)
-    return job.model.vocab_size * (_FP32 * in_flight + working)
+    tokens, model = microbatch_tokens(job), job.model
+    chunks = chunk_sizes(tokens, model.vocab_size, "cpu" if job.resources.device == "cpu" else "cuda")
+    copy = 2 if job.train.precision == "bf16" else 0
+    if len(chunks) == 1 or family_of(model) is None:
+        return tokens * model.vocab_size * (_FP32 * in_flight + 2 * _FP32 + copy)
+    projection = model.vocab_size * model.hidden_size * (_FP32 + copy)
+    return (
+        2 * _FP32 * chunks[0] * model.vocab_size
+        + projection
+        + in_flight * tokens * model.hidden_size * (activation_bytes(job))
+    )
 
 
 def _gathered(job: Job, parameters: int, layers: int) -> int:

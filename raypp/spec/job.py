@@ -186,7 +186,11 @@ class TrainSection(Section):
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Clip gradients to this global norm. null: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32."""
+    """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32. fp32 on CUDA: see
+    tf32."""
+    tf32: bool = True
+    """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
+    in fp32. false: products in fp32, several times slower. No effect on CPUs or on bf16."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks. bf16 halves the traffic and
     needs precision: bf16."""

@@ -21,6 +21,7 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages, build_stages
+from raypp.train.cuda_settings import cuda_event, prepare_allocator, set_product_precision
 from raypp.train.device_check import check_device, tell_of_mixed_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.process_group import joined, pick_device
@@ -84,15 +85,20 @@ def assemble(
         draw: True: initialise the weights. False: the caller must set every weight.
         part: Called with `rendezvous`, `build` and `data`; returns a context entered around it.
         mark: Called with each action of the schedule as it begins.
-        tell: Called with the events about network, devices and attention kernel.
+        tell: Called with the events about network, devices, CUDA's settings and attention kernel.
 
     Raises:
         UnreachableError: Two nodes cannot reach each other.
         JobError: The rank's device is not there, or cannot run the job.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
+    allocator = prepare_allocator() if seat.device == "cuda" else None  # before CUDA is used
     card = check_device(job, seat)
     device = pick_device(seat)
+    if allocator is not None:
+        set_product_precision(job)
+        if seat.rank == 0:
+            tell(cuda_event(job, seat, allocator, torch.cuda.get_device_name(device)))
     with ExitStack() as stack:
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))

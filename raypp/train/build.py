@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from raypp.models.initial_values import initialise
+from raypp.models.loss import token_loss_sum
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
@@ -20,7 +21,6 @@ from raypp.pipeline.tied import TiedEmbedding
 from raypp.pipeline.wire import message_seed, wire_format
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
-from raypp.train.loss import token_loss_sum
 
 
 @dataclass(frozen=True)

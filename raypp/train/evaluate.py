@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from raypp.models.loss import token_loss_sum
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests
 from raypp.spec.job import Job
-from raypp.train.loss import token_loss_sum
 from raypp.train.step import StepRunner, Stopwatch
 
 

@@ -16,9 +16,10 @@ from training import seat_of
 
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import open_loader
+from raypp.models.loss import IGNORED
 from raypp.models.stage import build_stage
 from raypp.parallel.context import WholeRows
-from raypp.pipeline.collate import IGNORED, collate
+from raypp.pipeline.collate import collate
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -66,7 +66,8 @@ def train_steps(
         blank: Microbatches, counted through all replicas, that have no label.
         dtype: Type of the computation where the job says fp32.
     """
-    job = parse_job(document)
+    # Comparisons with the CPU need products in fp32.
+    job = parse_job({**document, "train": {"tf32": False, **document.get("train", {})}})
     seat = seat_of(rank, world, port, job, device=device_type)
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -121,6 +122,7 @@ class Batch:
         steps: Steps of every job.
         device_type: Device of the computation.
         blank: As for `train_steps`.
+        train: Takes the arguments of `train_steps` and returns what it returns.
     """
 
     def __init__(
@@ -130,7 +132,9 @@ class Batch:
         steps: int,
         device_type: str = "cpu",
         blank: tuple[int, ...] = (),
+        train: Callable[..., dict[str, Any]] = train_steps,
     ) -> None:
+        self._train = train
         self._world, self._jobs, self._steps, self._device_type, self._blank = world, jobs, steps, device_type, blank
         self._results: dict[Any, list[dict[str, Any]]] = {}
 
@@ -142,7 +146,7 @@ class Batch:
         """Returns what each rank found."""
         if not self._results:
             cases = self._cases()
-            results = run_in_turn(self._world, train_steps, list(cases.values()))
+            results = run_in_turn(self._world, self._train, list(cases.values()))
             self._results = dict(zip(cases, results, strict=True))
         return self._results[name]
 

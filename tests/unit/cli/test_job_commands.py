@@ -120,6 +120,21 @@ def test_the_plan_says_everything_within_the_terminals_width(
     assert [word for word in ("fraction", "overhead", "activations", "head", "step time") if word not in printed] == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "fp32; on CUDA, matrix products in TF32 (train.tf32: false for fp32)"),
+        (["train.tf32=false"], "fp32; on CUDA, matrix products in fp32 (train.tf32: false)"),
+        (["train.precision=bf16"], "bf16: weights and gradients in fp32, compute in bf16"),
+        (["resources.device=cpu"], "fp32"),
+    ],
+)
+def test_the_plan_says_the_precision(settings: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", QUICKSTART, *[option for setting in settings for option in ("--set", setting)]]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index("Precision") + 1] == said
+
+
 def test_the_plan_as_json_has_the_textbooks_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", QUICKSTART, "--set", "pipeline.microbatches=3", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

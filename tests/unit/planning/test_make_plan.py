@@ -115,6 +115,16 @@ def test_only_the_last_stage_has_logits() -> None:
     assert [rank.logits > 0 for rank in memory_of().memory] == [False, True]
 
 
+def test_a_loss_in_chunks_needs_a_chunk_and_one_gradient_of_the_projection() -> None:
+    sizes = {"model": {"vocab_size": 152_000, "hidden_size": 1024}, "data": {"seq_len": 2048}}
+    cpu, cuda = (memory_of(resources={"device": kind}, **sizes).memory[1].logits for kind in ("cpu", "cuda"))
+    rows, projection = 4096 * 1024 * 4, 152_000 * 1024 * 4
+    assert cpu == 2 * 4 * 205 * 152_000 + projection + rows  # 20 chunks of 205 tokens
+    assert cuda == 2 * 4 * 1366 * 152_000 + projection + rows  # 3 of 1366
+    small = memory_of(resources={"device": "cpu"}, data={"seq_len": 2048}).memory[1].logits
+    assert small == 4096 * 4096 * 4 * 3  # 64 MiB of logits: not cut
+
+
 def test_step_times_are_told_with_their_assumptions() -> None:
     free = make_plan(job_with(resources={"device": "cpu"}))
     (guess,) = free.predictions

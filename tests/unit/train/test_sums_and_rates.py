@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raypp.models.loss import token_loss_sum
 from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
-from raypp.train.loss import token_loss_sum
 from raypp.train.lost_peer import lost_peer
 from raypp.train.optimizer import build_optimizer, learning_rate
 from raypp.train.reduce import coefficient

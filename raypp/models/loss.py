@@ -1,0 +1,195 @@
+"""The loss: a sum over tokens, divided once by the global number of tokens.
+
+`projected_loss_sum` computes it from the final norm's output. A microbatch with few logits goes
+through `token_loss_sum`, the reference. One with many is cut into chunks of tokens, and no more
+than one chunk's logits exist at a time. The forward then also computes the gradients: each chunk's
+logits are used for everything that needs them and dropped.
+
+Legend: B rows, T tokens, S = B · T, s tokens of a chunk, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raypp.planning.loss_chunks import chunk_sizes
+
+IGNORED = -100
+"""The label of a token that has none."""
+_VOCABULARY_ROWS = 16_384
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What the last stage needs in order to return a loss instead of logits.
+
+    Attributes:
+        labels_BT: `[B, T]`, int64; `IGNORED` where a token has no label.
+        backward_next: The backward of this microbatch is the stage's next computation. Then a
+            forward in chunks also computes the gradient of the projection, `[V, C]`. Otherwise the
+            backward computes it from the logits, which it computes again: microbatches in flight
+            would each hold such a gradient. The bits are the same.
+    """
+
+    labels_BT: Tensor
+    backward_next: bool = True
+
+
+def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Returns the summed cross-entropy of all tokens with a label, a scalar.
+
+    A sum, not a mean: microbatches and replicas differ in tokens, and a mean of means weighs them
+    wrongly. The gradients are divided by the global token count once all microbatches are
+    accumulated.
+
+    Args:
+        logits_BTV: `[B, T, V]`, any floating dtype.
+        labels_BT: `[B, T]`, int64; `IGNORED` where a token has no label.
+
+    Returns:
+        `[]`, fp32 or the logits' wider dtype; 0 if no token has a label.
+    """
+    wide_SV = _wide(logits_BTV.flatten(0, 1))
+    return F.cross_entropy(wide_SV, labels_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def in_chunks(x_BTC: Tensor, weight_VC: Tensor) -> bool:
+    """Whether the loss of a microbatch `[B, T, C]` is computed in more than one chunk.
+
+    `weight_VC`, `[V, C]`, is the projection.
+    """
+    return len(_sizes(x_BTC, weight_VC)) > 1
+
+
+def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Tensor:
+    """Returns `token_loss_sum` of the logits `x · weightᵀ`, without ever holding them all.
+
+    It differs from the reference by rounding: sums over tokens are added chunk by chunk.
+
+    Args:
+        x_BTC: Output of the final norm, `[B, T, C]`.
+        weight_VC: The projection, `[V, C]`, of the same dtype.
+        targets: The labels, and when the gradient of the projection is computed.
+
+    Returns:
+        `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once.
+    """
+    grad = torch.is_grad_enabled()
+    now = grad and targets.backward_next and weight_VC.requires_grad
+    x_SC, labels_S = x_BTC.detach().flatten(0, 1), targets.labels_BT.flatten()
+    loss, x_grad, weight_grad = _over_chunks(x_SC, weight_VC.detach(), labels_S, for_x=grad, for_weight=now)
+    if not grad:
+        return loss
+    # One node for each gradient, joined by a plain addition of 0: torch's split backward computes
+    # them at different times, and torch 2.11 cannot start a backward at a node written in Python.
+    zero = torch.zeros_like(loss)
+    of_x: Tensor = _Known.apply(x_BTC, loss, x_grad)  # type: ignore[no-untyped-call]
+    of_weight: Tensor
+    if weight_grad is None:
+        of_weight = _Later.apply(weight_VC, zero, x_SC, labels_S)  # type: ignore[no-untyped-call]
+    else:
+        of_weight = _Known.apply(weight_VC, zero, weight_grad)  # type: ignore[no-untyped-call]
+    return of_x + of_weight
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradient with respect to a tensor is already computed."""
+
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        """Returns `value`, `[]`; `gradient` has as many numbers as `at`, `[...]`."""
+        ctx.save_for_backward(gradient)
+        ctx.shape = at.shape
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        """Multiplies in place: a copy would be as large as the projection. Runs once."""
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(upstream.to(gradient.dtype)).view(ctx.shape), None, None
+
+
+class _Later(torch.autograd.Function):
+    """A scalar whose gradient with respect to the projection the backward computes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor) -> Tensor:
+        """Returns `value`, `[]`."""
+        ctx.save_for_backward(weight_VC, x_SC, labels_S)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        """Repeats the chunks of the forward, for the gradient `[V, C]` of the projection."""
+        weight_VC, x_SC, labels_S = ctx.saved_tensors
+        _, _, gradient = _over_chunks(x_SC, weight_VC, labels_S, for_x=False, for_weight=True)
+        assert gradient is not None
+        return gradient.mul_(upstream.to(gradient.dtype)), None, None, None
+
+
+@torch.no_grad()
+def _over_chunks(
+    x_SC: Tensor, weight_VC: Tensor, labels_S: Tensor, *, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the loss `[]` and, where wanted, the gradients `[S, C]` and `[V, C]`."""
+    sizes = _sizes(x_SC, weight_VC)
+    x_grad = torch.empty_like(x_SC) if for_x else None
+    wide = torch.promote_types(x_SC.dtype, torch.float32)
+    weight_grad = torch.empty_like(weight_VC, dtype=wide) if for_weight else None
+    losses, start = [], 0
+    for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
+        logs_sV = _wide(F.linear(x_sC, weight_VC)).log_softmax(-1)
+        losses.append(F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="sum"))
+        if for_x or for_weight:
+            errors_sV = _logit_gradients(logs_sV, labels_s).to(x_SC.dtype)
+            del logs_sV
+            if x_grad is not None:
+                torch.mm(errors_sV, weight_VC, out=x_grad[start : start + len(x_sC)])
+            if weight_grad is not None:
+                _add_product(weight_grad, errors_sV, x_sC, first=start == 0)
+            del errors_sV  # before the next chunk
+        start += len(x_sC)
+    if weight_grad is not None:
+        weight_grad = weight_grad.to(weight_VC.dtype)
+    return torch.stack(losses).sum(), x_grad, weight_grad
+
+
+def _logit_gradients(logs_sV: Tensor, labels_s: Tensor) -> Tensor:
+    """Turns log-probabilities `[s, V]` into the gradients of the logits, in place."""
+    labelled_s1 = (labels_s != IGNORED).unsqueeze(1)
+    ones_s1 = labelled_s1.to(logs_sV.dtype)
+    errors_sV = logs_sV.exp_().mul_(ones_s1)
+    return errors_sV.scatter_add_(1, labels_s.clamp(min=0).unsqueeze(1), -ones_s1)
+
+
+def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bool) -> None:
+    """Adds errorsᵀ · x to a sum in fp32 or wider, or sets it if this is the first chunk."""
+    if errors_sV.dtype == total_VC.dtype:
+        total_VC.addmm_(errors_sV.t(), x_sC, beta=0 if first else 1)
+        return
+    # Some rows at a time: the product in half precision would be half as large as the sum.
+    parts = torch.split(total_VC, _VOCABULARY_ROWS), torch.split(errors_sV, _VOCABULARY_ROWS, dim=1)
+    for rows_vC, errors_sv in zip(*parts, strict=True):
+        product_vC = errors_sv.t() @ x_sC
+        if first:
+            rows_vC.copy_(product_vC)
+        else:
+            rows_vC.add_(product_vC)
+
+
+def _sizes(x: Tensor, weight_VC: Tensor) -> list[int]:
+    """Returns the chunks' tokens of `x`, `[..., C]`."""
+    return chunk_sizes(x.shape[:-1].numel(), weight_VC.shape[0], x.device.type)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Returns logits `[..., V]` in fp32, or in their own dtype if that is wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,53 @@
+"""Settings of CUDA for a whole process: its allocator, and the precision of products in fp32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+import torch
+
+from raypp.records import Event, Seat
+from raypp.spec.job import Job
+
+# torch 2.11 and 2.13 read both; the second is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR = "expandable_segments:True"
+
+
+def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> str:
+    """Chooses expandable segments unless the user configures torch's allocator.
+
+    Microbatches of changing lengths fragment segments of a fixed size. Call it before the process
+    first uses CUDA: the allocator reads its settings once, at its first use.
+
+    Args:
+        environment: Where variables are read and set; None: this process's environment.
+
+    Returns:
+        The setting in effect, as `NAME=value`.
+    """
+    environment = os.environ if environment is None else environment
+    name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
+    return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
+
+
+def set_product_precision(job: Job) -> None:
+    """Sets how CUDA multiplies matrices in fp32, by `train.tf32`."""
+    torch.set_float32_matmul_precision("high" if job.train.tf32 else "highest")
+
+
+def cuda_event(job: Job, seat: Seat, allocator: str, device: str) -> Event:
+    """Returns the `cuda` event for the run's records: device, versions, precision, allocator."""
+    precision = job.train.precision
+    products = precision if precision != "fp32" else ("tf32" if job.train.tf32 else "fp32")
+    details = {
+        "device": device,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "precision": precision,
+        "products": products,
+        "allocator": allocator,
+    }
+    words = f"{device}, torch {torch.__version__}: precision {precision}, products in {products}; {allocator}"
+    return Event("cuda", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=details)

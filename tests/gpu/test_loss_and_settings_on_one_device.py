@@ -1,0 +1,66 @@
+"""The loss in chunks on this machine's device, and what a rank on CUDA sets for its process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from ranks import DEVICE
+
+from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
+from raypp.planning import loss_chunks
+from raypp.spec.load import parse_job
+from raypp.train.assemble import assemble
+from raypp.train.own_seat import local_seat
+
+TOKENS, WIDTH, VOCABULARY = 1000, 64, 40_000
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""On the relative error. Measured on CPUs: 3e-7 and 3e-3."""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("backward_next", [True, False])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_loss_in_chunks_is_the_one_from_whole_logits(
+    dtype: torch.dtype, backward_next: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CPU_BYTES", "CUDA_BYTES"):
+        monkeypatch.setattr(loss_chunks, name, 4 * VOCABULARY * 256)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, TOKENS, WIDTH, generator=generator).to(DEVICE, dtype).requires_grad_()
+    weight = (0.3 * torch.randn(VOCABULARY, WIDTH, generator=generator)).to(DEVICE, dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator)
+    labels[0, :50] = IGNORED
+    labels = labels.to(DEVICE)
+    assert in_chunks(x, weight)
+    losses = token_loss_sum(F.linear(x, weight), labels), loss_sum_in_chunks(x, weight, Targets(labels, backward_next))
+    expected, found = ([loss.detach(), *torch.autograd.grad(loss, [x, weight])] for loss in losses)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours.double() - theirs.double()).norm()) <= BOUNDS[dtype] * float(theirs.double().norm())
+
+
+def settings(rank: int, world: int, port: int, train: dict[str, Any]) -> tuple[str, set[bool]]:
+    """Returns the precision of products in fp32, and whether memory is in expandable segments."""
+    job = parse_job(
+        {
+            "name": "settings",
+            "model": {"kind": "llama", "num_layers": 1},
+            "data": {"kind": "synthetic"},
+            "mesh": {"pp": 1},
+            "train": train,
+        }
+    )
+    with assemble(job, local_seat(rank, world, port, job, device="cuda"), hang_timeout_s=60):
+        expandable = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    return torch.get_float32_matmul_precision(), expandable
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("PYTORCH_ALLOC_CONF" in os.environ, reason="the user configures the allocator")
+@pytest.mark.parametrize(("train", "precision"), [({}, "high"), ({"tf32": False}, "highest")], ids=str)
+def test_a_rank_on_cuda_uses_expandable_segments_and_tf32(train: dict[str, Any], precision: str) -> None:
+    assert run_ranks(1, settings, train) == [(precision, {True})]
