@@ -37,6 +37,7 @@ __all__ = [
     "flash_attention_forward",
     "foreach_mul_",
     "foreach_norm",
+    "fake_tensors",
     "fsspec_writer",
     "restart_group_names",
     "stage_backward_input",
@@ -208,6 +209,20 @@ def restart_group_names() -> None:
     in the store; a join that failed half-way leaves it increased. Since 2.4.
     """
     dist.distributed_c10d._world.group_count = 0
+
+
+# Tests that run code without a device (tests/unit).
+
+
+def fake_tensors() -> Any:
+    """Returns a context in which operators compute shapes and devices only, not values.
+
+    An operator that needs a value, or tensors of two devices, raises. Uses
+    `_subclasses.fake_tensor.FakeTensorMode`. Since 2.4.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # Benchmarks.

@@ -118,9 +118,9 @@ class Meter:
             `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `copy_s`,
             `gather_s` and `sum_s` (from `copying_seconds`; zero on GPUs, which copy while they
             compute); `input_share` and `weight_share` (time of a layer's backward halves, run
-            separately, relative to the whole backward; 1 and 0 if blocks are compiled, whose
-            backward is one function); `stretched` (wall seconds per CPU second of
-            the parts); and `device`, its description.
+            separately, relative to the whole backward; 1 and 0 where backwards cannot be split:
+            blocks are compiled or recomputed selectively); `stretched` (wall seconds per CPU second
+            of the parts); and `device`, its description.
         """
         (middle, first, last, *split), stretched = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
@@ -151,7 +151,8 @@ class Meter:
             The two seconds of each measurement, and the ratio of wall time to CPU time.
         """
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
-        if not self._job.train.compile:
+        train = self._job.train
+        if not train.compile and train.activation_checkpointing != "selective":
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         own = passed = 0.0

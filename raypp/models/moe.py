@@ -20,6 +20,7 @@ from raypp.models.experts import Exchange, Names, StackedExperts, counted, inver
 from raypp.models.layers import DecoderLayer
 from raypp.spec.models import MoeOptions
 
+
 class MixtureOfExperts(nn.Module):
     """The feed-forward block of a layer with experts.
 

@@ -34,11 +34,10 @@ def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> 
     """
     contexts = _selective if extent == "selective" else forward_and_recomputation
     for block in _blocks(stage):
-        experts = _experts(block)
-        if extent == "selective" and any(part.exchange is not None for part in experts):
-            parts = [block.get_submodule("self_attn"), *(part.experts for part in experts)]
-        else:
-            parts = [block]
+        parts: list[Any] = [block]
+        spread = [part.experts for part in _experts(block) if part.exchange is not None]
+        if extent == "selective" and spread:
+            parts = [block.get_submodule("self_attn"), *spread]
         for part in parts:
             part.forward = _recomputed(part.forward, contexts)
 
@@ -63,9 +62,9 @@ def recompute_within_compiled_blocks(stage: nn.Module) -> None:
                 "recomputes in compiled blocks",
                 "use train.activation_checkpointing full or none, or train.compile false",
             )
-        experts = _experts(block)
+        experts: list[Any] = [part.experts for part in _experts(block)]
         for part in experts:
-            part.experts.forward = _recomputed(part.experts.forward, _selective)
+            part.forward = _recomputed(part.forward, _selective)
         if not experts:
             block.feed_forward = _recomputed(block.feed_forward, _operators_kept)
 
