@@ -76,8 +76,9 @@ def on_two_ranks(schedule: str, extent: str) -> dict[str, Any]:
 
 # A process compiles a block once, whatever the schedule: all jobs of a batch share that.
 ALONE = Batch(1, {"eager": {**compiled("none"), "train": job()["train"]}} | {e: compiled(e) for e in EXTENTS}, 2)
-PIPELINES = Batch(2, {case: on_two_ranks(*case) for case in MATRIX}, 2)
-SHARDED = Batch(2, {extent: compiled(extent, fsdp=2) for extent in EXTENTS}, 1)
+PIPELINES = {case: on_two_ranks(*case) for case in MATRIX}
+SHARDED = {("fsdp", extent): compiled(extent, fsdp=2) for extent in EXTENTS}
+PAIRS = Batch(2, PIPELINES | SHARDED, 2)
 
 
 @needs_compiler
@@ -98,13 +99,13 @@ def test_recomputation_changes_no_bit_of_compiled_blocks(extent: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("schedule", "extent"), MATRIX)
 def test_a_compiled_pipeline_gives_the_bits_of_one_compiled_process(schedule: str, extent: str) -> None:
-    assert_identical(PIPELINES[schedule, extent], ALONE[extent])
+    assert_identical(PAIRS[schedule, extent], ALONE[extent])
 
 
 @needs_compiler
 @pytest.mark.parametrize("extent", EXTENTS)
 def test_compiled_sharded_blocks_add_up_what_one_compiled_process_does(extent: str) -> None:
-    found, reference = SHARDED[extent], ALONE[extent]
+    found, reference = PAIRS["fsdp", extent], ALONE[extent]
     assert found["loss"][0] == pytest.approx(reference["loss"][0], rel=FIRST_STEP, abs=0)
     assert_tensors_close(found["gradients"][0], reference["gradients"][0], FIRST_STEP)
 
