@@ -27,7 +27,7 @@ def test_neither_lengths_nor_the_number_of_documents_compile_a_block_again() -> 
     compiled = []
     for tokens, documents in ((24, [24]), (40, [10, 30]), (16, [3, 4, 9]), (56, [8] * 7), (32, [2] * 16)):
         rows = [documents, [tokens]]
-        packed = PackedDocuments.of_rows(rows, tokens, torch.device("cpu"))
+        packed = PackedDocuments.of_rows(rows, tokens)
         given = torch.zeros(2, tokens, dtype=torch.int64)
         stage(given, given, packed, given.bool())
         compiled.append(len(graphs))

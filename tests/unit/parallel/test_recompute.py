@@ -34,7 +34,7 @@ def run(stage: nn.Module) -> tuple[int, list[torch.Tensor]]:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    documents = PackedDocuments.of_rows([[10, 14]], 24, torch.device("cpu"))
+    documents = PackedDocuments.of_rows([[10, 14]], 24)
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
         out = stage(torch.arange(24)[None], torch.arange(24)[None], documents)
     out.square().sum().backward()
