@@ -118,10 +118,12 @@ class Meter:
             `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `copy_s`,
             `gather_s` and `sum_s` (from `copying_seconds`; zero on GPUs, which copy while they
             compute); `input_share` and `weight_share` (time of a layer's backward halves, run
-            separately, relative to the whole backward); `stretched` (wall seconds per CPU second of
-            the parts); and `device`, its description.
+            separately, relative to the whole backward; 1 and 0 where backwards cannot be split:
+            blocks are compiled or recomputed selectively); `stretched` (wall seconds per CPU second
+            of the parts); and `device`, its description.
         """
-        (middle, first, last, halves), stretched = self._seconds(rounds)
+        (middle, first, last, *split), stretched = self._seconds(rounds)
+        halves = split[0] if split else (middle[1], 0.0)
         layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
 
         def part(forward: float, backward: float) -> dict[str, float]:
@@ -149,7 +151,9 @@ class Meter:
             The two seconds of each measurement, and the ratio of wall time to CPU time.
         """
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
-        ways.append(partial(_halves, self._stages[0]))
+        train = self._job.train
+        if not train.compile and train.activation_checkpointing != "selective":
+            ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         own = passed = 0.0
         for turn in range(rounds + 1):

@@ -60,7 +60,7 @@ class AttentionAcross(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile blocks again for each number of documents
 class PackedDocuments:
     """The documents of a microbatch of B rows of T tokens, rows end to end.
 

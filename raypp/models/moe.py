@@ -1,124 +1,24 @@
-"""Mixture of experts: a router, experts stacked into one tensor per matrix, no dropped tokens.
+"""Mixture of experts: the block with its router, and the router's losses. No token is dropped.
 
 Each token goes to its `experts_per_token` most likely experts. Their outputs are summed, weighted
 with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
-Rows are sorted by expert with permutations only, so no sum depends on thread timing.
 
 Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
-to experts, n rows of one expert, C residual width, F inner width of an expert. With experts spread
-over ranks, a rank holds part of the E experts and N is the number of rows it received.
+to experts, C residual width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from raypp.models.experts import Exchange, Names, StackedExperts, counted, inverse, reordered, repeated
 from raypp.models.layers import DecoderLayer
 from raypp.spec.models import MoeOptions
-
-Names = tuple[str, str, str]
-Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
-"""`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
-
-The rows `[N, C]` are sorted by expert. The results have the same shape and order.
-"""
-
-_GROUPED_ALIGNMENT = 8
-"""The grouped kernel needs widths that are multiples of 16 bytes: 8 in bf16."""
-
-
-class StackedExperts(nn.Module):
-    """E gated feed-forward blocks. One parameter stacks the same matrix of all blocks.
-
-    Args:
-        count: E.
-        width: C.
-        inner: F.
-        names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
-            matrices.
-    """
-
-    def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
-        super().__init__()
-        self.names = names
-        for name, shape in zip(names, ((inner, width), (inner, width), (width, inner)), strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(count, *shape)))
-
-    def forward(self, rows_NC: Tensor, counts_E: Tensor) -> Tensor:
-        """Runs every expert on its rows.
-
-        Args:
-            rows_NC: Rows sorted by expert, `[N, C]`.
-            counts_E: Rows for each expert held here, int64 `[E]`. Any may be zero, even all.
-
-        Returns:
-            The results `[N, C]`, in the same order.
-        """
-        gate, up, down = (_held(getattr(self, name)) for name in self.names)
-        way = grouped if _can_group(rows_NC, gate) else one_by_one
-        return way(rows_NC, counts_E, gate, up, down)
-
-
-def one_by_one(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
-    """Runs one expert after the other, without those that have no rows.
-
-    Args:
-        rows_NC: Rows sorted by expert, `[N, C]`.
-        counts_E: Rows for each expert, int64 `[E]`.
-        gate_EFC: `[E, F, C]`.
-        up_EFC: `[E, F, C]`.
-        down_ECF: `[E, C, F]`.
-
-    Returns:
-        The results `[N, C]`.
-    """
-    # Use unbind: its backward fills the gradient of the stack once. Each index would fill a whole
-    # one.
-    parts = torch.split(rows_NC, counts_E.tolist())
-    experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
-    out = [
-        F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
-        for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
-        # A rank without rows runs one expert on zero rows: its backward must take part in the
-        # collectives of the other ranks.
-        if len(part_nC) or (index == 0 and not len(rows_NC))
-    ]
-    return torch.cat(out)
-
-
-def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
-    """Runs all experts with one kernel per matrix, without synchronising with the CPU.
-
-    Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`.
-    """
-    ends = counts_E.cumsum(0).to(torch.int32)
-    inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
-    return F.grouped_mm(inner, down_ECF.mT, offs=ends)
-
-
-def _held(parameter: Tensor) -> Tensor:
-    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
-    """Returns whether the grouped kernel can run rows `[N, C]` and matrices `[E, F, C]`.
-
-    It needs CUDA, bf16, at least one row, and aligned widths.
-    """
-    return (
-        rows_NC.is_cuda
-        and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
-        and len(rows_NC) > 0
-        and all(width % _GROUPED_ALIGNMENT == 0 for width in gate_EFC.shape[1:])
-    )
 
 
 class MixtureOfExperts(nn.Module):
@@ -141,7 +41,8 @@ class MixtureOfExperts(nn.Module):
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
 
-    # Not compiled: row counts per expert are Python ints, so every microbatch would recompile.
+    # Not compiled: row counts per expert and rank are Python ints, so every microbatch would
+    # recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_BTC: Tensor, labelled_BT: Tensor | None = None) -> Tensor:
         """Routes every token, including padding, and sums the outputs of its experts.
@@ -164,15 +65,15 @@ class MixtureOfExperts(nn.Module):
         weights_SK = (weights_SK / weights_SK.sum(-1, keepdim=True)).to(x_SC.dtype)
 
         order_N = experts_SK.flatten().argsort(stable=True)
-        back_N = torch.empty_like(order_N)
-        back_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        counts_E = torch.bincount(experts_SK.flatten(), minlength=self.options.num_experts)
-        rows_NC = x_SC[:, None].expand(-1, chosen, -1).reshape(-1, x_SC.shape[-1])[order_N]
+        back_N = inverse(order_N)
+        counts_E = counted(experts_SK.flatten(), self.options.num_experts)
+        rows_NC = repeated(x_SC, chosen, order_N, back_N)
         if self.exchange is None:
             rows_NC = self.experts(rows_NC, counts_E)
         else:
             rows_NC = self.exchange(self.experts, rows_NC, counts_E)
-        out_SC = (rows_NC[back_N].view(*experts_SK.shape, -1) * weights_SK[..., None]).sum(1)
+        returned_SKC = reordered(rows_NC, back_N, order_N).view(*experts_SK.shape, -1)
+        out_SC = (returned_SKC * weights_SK[..., None]).sum(1)
 
         if labelled_BT is not None and torch.is_grad_enabled():
             sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
@@ -211,9 +112,9 @@ def router_sums(
     wide = probabilities_SE.dtype
     counted_S = labelled_S.to(wide)
     with torch.no_grad():
-        choices_E = torch.bincount(
-            experts_SK.flatten(), weights=counted_S.repeat_interleave(chosen), minlength=experts
-        ).to(wide)
+        # Sums of ones: exact in any order.
+        labelled_N = counted_S[:, None].expand(-1, chosen).flatten()
+        choices_E = counted_S.new_zeros(experts).scatter_add_(0, experts_SK.flatten(), labelled_N)
         sums = torch.cat((choices_E, counted_S.sum()[None]))
         if group is not None:
             dist.all_reduce(sums, group=group)

@@ -1,8 +1,10 @@
 """Prepares a stage for training. The steps work in this order only.
 
 0. Spread experts over ranks; each rank keeps its share.
-1. Compile the forward of each block with torch.compile.
-2. Wrap that in activation checkpointing (inside FSDP, so that recomputation sees plain modules).
+1. Compile the forward of each block with torch.compile; selective activation checkpointing goes
+   inside, before.
+2. Wrap that in other activation checkpointing (inside FSDP, so that recomputation sees plain
+   modules).
 3. Shard each block with FSDP2, then the stage itself: it must be the root that the pipeline calls.
 4. Allocate memory on the device.
 """
@@ -21,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
-from raypp.parallel.recompute import recompute_blocks
+from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled_blocks
 from raypp.spec.job import Job
 
 
@@ -68,10 +70,14 @@ def prepare_stage(
     if groups is not None and groups.context is not None:
         for block in moe_blocks(stage):
             block.microbatch_group = groups.context[0]
+    extent, within = job.train.activation_checkpointing, False
     if job.train.compile:
+        within = extent == "selective"
+        if within:
+            recompute_within_compiled_blocks(stage)
         _compile_blocks(stage)
-    if job.train.activation_checkpointing != "none":
-        recompute_blocks(stage, job.train.activation_checkpointing)
+    if extent != "none" and not within:
+        recompute_blocks(stage, extent)
     late_sums = None if data_mesh is None else _shard(stage, job, data_mesh, expert_mesh)
     return PreparedStage(stage.to_empty(device=device), late_sums)
 

@@ -15,6 +15,8 @@ other ranks, C width, R ranks of the ep group, E experts of a layer.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raypp.models.moe import MixtureOfExperts, StackedExperts
+from raypp.models.experts import StackedExperts, inverse, reordered
+from raypp.models.moe import MixtureOfExperts
+from raypp.models.once import once
 from raypp.records import Coordinates
 
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
@@ -112,21 +116,47 @@ class ExpertExchange:
         Returns:
             The results `[N, C]`, in the order of `rows_NC`.
         """
+        sizes = once(partial(self._agree, counts_E))
+        arrived_NC = _AllToAll.apply(rows_NC, sizes.arrive, sizes.leave, self.group)  # type: ignore[no-untyped-call]
+        # Rows arrive sorted by rank, then expert. The experts need them by expert, then rank.
+        ranks, held = sizes.received_RE.shape
+        local = torch.arange(held, device=counts_E.device).repeat(ranks)
+        order_M = local.repeat_interleave(sizes.received_RE.flatten(), output_size=len(arrived_NC)).argsort(stable=True)
+        back_M = inverse(order_M)
+        done_MC = experts(reordered(arrived_NC, order_M, back_M), sizes.received_RE.sum(0), sizes.counts)
+        done_MC = reordered(done_MC, back_M, order_M)
+        returned: Tensor = _AllToAll.apply(done_MC, sizes.leave, sizes.arrive, self.group)  # type: ignore[no-untyped-call]
+        return returned
+
+    def _agree(self, counts_E: Tensor) -> _Sizes:
+        """Exchanges row counts, and reads them: the layer's only wait of the host for the device.
+
+        Collective over the group.
+        """
         ranks = self.group.size()
         sent_RE = counts_E.view(ranks, -1)
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE, group=self.group)
-        leave, arrive = torch.stack((sent_RE.sum(1), received_RE.sum(1))).tolist()
+        sums = torch.cat((sent_RE.sum(1), received_RE.sum(1), received_RE.sum(0))).tolist()
+        return _Sizes(sums[:ranks], sums[ranks : 2 * ranks], sums[2 * ranks :], received_RE)
 
-        arrived_NC = _AllToAll.apply(rows_NC, arrive, leave, self.group)  # type: ignore[no-untyped-call]
-        # Rows arrive sorted by rank, then expert. The experts need them by expert, then rank.
-        local = torch.arange(received_RE.shape[1], device=counts_E.device).repeat(ranks)
-        order_N = local.repeat_interleave(received_RE.flatten()).argsort(stable=True)
-        back_N = torch.empty_like(order_N)
-        back_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        done_NC = experts(arrived_NC[order_N], received_RE.sum(0))
-        returned: Tensor = _AllToAll.apply(done_NC[back_N], leave, arrive, self.group)  # type: ignore[no-untyped-call]
-        return returned
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many rows travel.
+
+    Attributes:
+        leave: Rows sent to each rank.
+        arrive: Rows received from each rank.
+        counts: Rows for each expert held here.
+        received_RE: Rows from each rank for each expert held here, int64 `[R, E / R]`, on the
+            device.
+    """
+
+    leave: list[int]
+    arrive: list[int]
+    counts: list[int]
+    received_RE: Tensor
 
 
 class _AllToAll(torch.autograd.Function):

@@ -9,6 +9,7 @@ from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
 from raypp.planning.end_weights import end_weights
 from raypp.planning.wire_checks import wire_problems
+from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
@@ -23,7 +24,7 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _cut(job)
     problems += _axes(job)
     problems += wire_problems(job)
-    if job.train.activation_checkpointing == "selective":
+    if job.train.activation_checkpointing == "selective" and not job.train.compile:
         problems += _selective(job)
     if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
         fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
@@ -129,20 +130,17 @@ def _context(job: Job) -> Iterator[Problem]:
 
 
 def _selective(job: Job) -> Iterator[Problem]:
-    key = "train.activation_checkpointing"
-    if job.train.compile:
-        what = "selective checkpointing does not work inside compiled blocks"
-        yield Problem(key, what, "use full or none, or train.compile false")
     try:
         program = build_program(
             schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, lookahead_of(job)
         )
     except JobError:
         return  # reported by _schedule
-    if any(action.kind == "W" for actions in program.values() for action in actions):
+    if splits_backward(program):
         what = "selective checkpointing allows one backward per block, but"
         what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
-        yield Problem(key, what, "use full or none, or a schedule with whole backwards, for example 1f1b")
+        fix = "use full or none, or a schedule with whole backwards, for example 1f1b"
+        yield Problem("train.activation_checkpointing", what, fix)
 
 
 def divisors(number: int) -> list[int]:

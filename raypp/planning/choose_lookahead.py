@@ -39,6 +39,8 @@ def depths(
     microbatches: int,
     times: StageTimes,
     most_in_flight: Sequence[int] | None = None,
+    *,
+    whole_backwards: bool = False,
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
@@ -50,12 +52,15 @@ def depths(
         times: Seconds of every stage and of every message.
         most_in_flight: Microbatches in flight that each stage has memory for; None: any number.
             Depth 0 is always included, because it is what the job would do anyway.
+        whole_backwards: As for `build_program`.
     """
     found: list[Depth] = []
     before = None
     for lookahead in range(microbatches):
         try:
-            program = build_program(schedule, pp, stages_per_rank, microbatches, lookahead)
+            program = build_program(
+                schedule, pp, stages_per_rank, microbatches, lookahead, whole_backwards=whole_backwards
+            )
         except JobError:
             break
         if program == before:

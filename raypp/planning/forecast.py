@@ -102,7 +102,9 @@ def forecast(
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
         room = _most_in_flight(job, cut, placement, device_memory) if device_memory else None
-        lookahead = best_depth(depths(pipeline.schedule, *pipeline.sizes, times, room)).lookahead
+        whole = pipeline.whole_backwards
+        found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole)
+        lookahead = best_depth(found).lookahead
     program = pipeline.program_with(lookahead)
     timeline = simulate(program, times)
     free = simulate(program, replace(times, link=0.0))

@@ -18,8 +18,9 @@ from raypp.planning.predict import Grounds, Prediction, predict, stage_times
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
-from raypp.schedules.action import printed
+from raypp.schedules.action import printed, splits_backward
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
+from raypp.schedules.catalogue import build_program
 from raypp.schedules.picture import draw_timeline
 from raypp.schedules.simulate import Slot, StageTimes, simulate
 from raypp.spec.job import Job
@@ -80,7 +81,8 @@ class Plan:
         flops_per_token: Of forward and backward.
         flops_per_step: Of forward and backward, for a step's tokens.
         predictions: Step times under stated assumptions, one per kind of device.
-        remarks: Which numbers are not the model's own, and why.
+        remarks: Which numbers are not the model's own, and what runs otherwise than the schedule
+            says, and why.
     """
 
     name: str
@@ -143,7 +145,8 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     costed = simulate(pipeline.program, stage_times(pipeline))
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
-    per_token, remark = flops_per_token(job), sizes_remark(job.model)
+    per_token = flops_per_token(job)
+    remarks = (sizes_remark(job.model), _backwards_remark(pipeline))
     pp, stages_per_rank, microbatches = pipeline.sizes
     return Plan(
         name=job.name,
@@ -174,7 +177,17 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
         predictions=tuple(predict(job, pipeline, grounds or Grounds(link_gbps=link_gbps))),
-        remarks=(remark,) if remark else (),
+        remarks=tuple(remark for remark in remarks if remark),
+    )
+
+
+def _backwards_remark(pipeline: ResolvedPipeline) -> str:
+    """Says it if a schedule that splits backwards runs whole ones; else an empty string."""
+    if not pipeline.whole_backwards or not splits_backward(build_program(pipeline.schedule, *pipeline.sizes)):
+        return ""
+    return (
+        f"{pipeline.schedule} splits backwards, but a compiled block computes the gradients of its input and weights "
+        "together: every backward is whole, and the bubbles that weight gradients would fill stay (train.compile)"
     )
 
 

@@ -35,6 +35,7 @@ class ResolvedPipeline:
         placement: How the schedule places stages: "loop" or "v".
         stages_of_rank: Stages of every pipeline rank, ascending.
         rank_of_stage: Pipeline rank of every stage.
+        whole_backwards: Backwards are not split, whatever the schedule does: blocks are compiled.
         program: Actions of every pipeline rank, in order.
         wire: Formats in which activations and gradients travel between stages.
     """
@@ -49,6 +50,7 @@ class ResolvedPipeline:
     placement: Placement
     stages_of_rank: tuple[tuple[int, ...], ...]
     rank_of_stage: tuple[int, ...]
+    whole_backwards: bool
     program: Program
     wire: Wire
 
@@ -75,7 +77,9 @@ class ResolvedPipeline:
         Raises:
             JobError: The schedule does not support it.
         """
-        return self.program if lookahead == self.lookahead else build_program(self.schedule, *self.sizes, lookahead)
+        if lookahead == self.lookahead:
+            return self.program
+        return build_program(self.schedule, *self.sizes, lookahead, whole_backwards=self.whole_backwards)
 
     def forward_program(self) -> Program:
         """Returns a program of forwards only, on the same stages, for evaluation."""
@@ -91,7 +95,8 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
     """
     name, lookahead, pp, pipeline = schedule_of(job), lookahead_of(job), job.mesh.pp, job.pipeline
     cut = cut_of(job)
-    program = build_program(name, pp, pipeline.stages_per_rank, pipeline.microbatches, lookahead)
+    sizes = pp, pipeline.stages_per_rank, pipeline.microbatches
+    program = build_program(name, *sizes, lookahead, whole_backwards=job.train.compile)
     placement = schedule_named(name).placement
     stages_of_rank = place_stages(pp, job.num_stages, placement)
     holder = {stage: rank for rank, stages in enumerate(stages_of_rank) for stage in stages}
@@ -107,6 +112,7 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         placement=placement,
         stages_of_rank=tuple(map(tuple, stages_of_rank)),
         rank_of_stage=tuple(holder[stage] for stage in range(job.num_stages)),
+        whole_backwards=job.train.compile,
         program=MappingProxyType({rank: tuple(program[rank]) for rank in range(pp)}),
         wire=wire_of(job),
     )

@@ -46,6 +46,22 @@ Program = Mapping[int, Sequence[Action]]
 """The actions of every pipeline rank, in order. Communication is derived from them."""
 
 
+def with_whole_backwards(program: Program) -> Program:
+    """Returns a program whose backwards are whole: I becomes B, and W is left out.
+
+    The other actions keep their order, so gradients are sent as early as before.
+    """
+    return {
+        rank: [Action(a.stage, "B", a.microbatch) if a.kind == "I" else a for a in actions if a.kind != "W"]
+        for rank, actions in program.items()
+    }
+
+
+def splits_backward(program: Program) -> bool:
+    """Returns whether a program computes the gradients of inputs and weights separately."""
+    return any(action.kind == "W" for actions in program.values() for action in actions)
+
+
 def printed(actions: Iterable[Action]) -> str:
     """Formats the actions of a rank on one line: `0F0 0F1 0B0`."""
     return " ".join(map(str, actions))

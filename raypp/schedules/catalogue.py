@@ -7,7 +7,7 @@ from typing import cast
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import SCHEDULES, ScheduleKind
-from raypp.schedules.action import Program
+from raypp.schedules.action import Program, with_whole_backwards
 from raypp.schedules.custom import from_csv, own_schedule
 
 __all__ = ["SCHEDULES", "build_program", "schedule_named", "size_problems"]
@@ -32,7 +32,9 @@ def schedule_named(name: str) -> ScheduleKind:
         raise JobError(replace(problem, key="pipeline.schedule") for problem in error.problems) from error
 
 
-def build_program(name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+def build_program(
+    name: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0, *, whole_backwards: bool = False
+) -> Program:
     """Builds the compute-only program of a schedule. A user's own program is also checked.
 
     Args:
@@ -42,6 +44,8 @@ def build_program(name: str, pp: int, stages_per_rank: int, microbatches: int, l
         microbatches: Microbatches per replica and step.
         lookahead: Extra warm-up forwards for each later pipeline rank. Schedules without a warm-up
             ignore it.
+        whole_backwards: Compute the gradients of inputs and weights together, also where the
+            schedule splits them.
 
     Raises:
         JobError: There is no such schedule, or it does not support these sizes.
@@ -50,7 +54,8 @@ def build_program(name: str, pp: int, stages_per_rank: int, microbatches: int, l
     problems = size_problems(schedule, pp, stages_per_rank, microbatches)
     if problems:
         raise JobError(problems)
-    return cast(Program, schedule.build()(pp, stages_per_rank, microbatches, lookahead))
+    program = cast(Program, schedule.build()(pp, stages_per_rank, microbatches, lookahead))
+    return with_whole_backwards(program) if whole_backwards else program
 
 
 def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microbatches: int) -> list[Problem]:

@@ -171,13 +171,15 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
             stage; and minus the number of microbatches that fit into memory.
     """
     stages = pipeline.num_stages
-    forward, backward, inputs, links, room = (figures[i * stages : (i + 1) * stages] for i in range(5))
+    forward, backward, inputs, links, memory = (figures[i * stages : (i + 1) * stages] for i in range(5))
     # The first stage's backward is all W: its input needs no gradient.
     share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
     times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
-    most = [int(-number) for number in room]
-    arguments = pipeline.schedule, *pipeline.sizes, times
-    found, unbounded = depths(*arguments, most), depths(*arguments)
+    most = [int(-number) for number in memory]
+    found, unbounded = (
+        depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=pipeline.whole_backwards)
+        for room in (most, None)
+    )
     return Choice(times, found, best_depth(found), best_depth(unbounded), most)
 
 

@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from raypp.models import moe
+from raypp.models.experts import grouped, one_by_one
+from raypp.models.moe import MixtureOfExperts
+from raypp.models.once import forward_and_recomputation
+from raypp.spec.models import MoeOptions
 
 pytestmark = pytest.mark.gpu
 
 
-def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16() -> None:
-    counts = torch.tensor([3, 0, 129, 40], device="cuda")
+@pytest.mark.parametrize("rows", [[3, 0, 129, 40], [0, 0, 0, 172], [1, 1, 1, 169]], ids=str)
+def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16(rows: list[int]) -> None:
+    counts = torch.tensor(rows, device="cuda")
     generator = torch.Generator().manual_seed(0)
     shapes = ((172, 64), (4, 128, 64), (4, 128, 64), (4, 64, 128))
     sources = [torch.randn(shape, generator=generator).mul(0.3).to("cuda", torch.bfloat16) for shape in shapes]
     results = []
-    for way in (moe.one_by_one, moe.grouped):
+    for way, numbers in ((one_by_one, rows), (grouped, counts)):
         inputs = [source.clone().requires_grad_() for source in sources]
-        out = way(inputs[0], counts, *inputs[1:])
+        out = way(inputs[0], numbers, *inputs[1:])
         out.square().sum().backward()
         results.append([out, *(t.grad for t in inputs)])
     for looped, together in zip(*results, strict=True):
         # bf16 has 8 bits: sums in another order differ by a few roundings.
         error = (looped.float() - together.float()).norm() / looped.float().norm()
         assert error <= 2e-2
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(recomputed: bool) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 31, "num_experts": 8}
+    options = MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=128, **sizes)
+    with torch.device("cuda"):
+        block = MixtureOfExperts(options, ("gate_proj", "up_proj", "down_proj")).to(torch.bfloat16)
+        x = torch.randn(2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
+        labelled = torch.ones(2, 40, dtype=torch.bool)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.1)
+    block.router_sums.take()
+    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": forward_and_recomputation}
+    before = torch.cuda.get_sync_debug_mode()
+    for mode in ("default", "error"):  # the first round loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = checkpoint(block, x, labelled, **settings) if recomputed else block(x, labelled)
+            out.backward(torch.ones_like(out))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    assert x.grad is not None and bool(x.grad.any())

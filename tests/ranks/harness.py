@@ -35,7 +35,8 @@ _context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "torch
 
 
 def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    # Each rank would start as many compiling processes as there are cores; each imports torch.
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_COMPILE_THREADS="1")
     torch.set_num_threads(1)
     try:
         # Sends plain bytes: torch would share tensors through file descriptors that close when this

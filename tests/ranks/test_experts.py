@@ -22,7 +22,7 @@ from training import Batch, InBothTypes, Numbers, merged, train_steps
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
-from raypp.models.moe import StackedExperts
+from raypp.models.experts import StackedExperts
 from raypp.parallel.expert import ExpertExchange
 from raypp.storage.directory import DirectoryStore
 

@@ -177,7 +177,6 @@ def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, A
     return run_step(rank, world, port, job, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="experts count their rows on the host: mended elsewhere in issue 12")
 def test_experts_never_wait_for_the_device_unless_they_are_spread_over_ranks() -> None:
     for recompute, (found,) in zip(RECOMPUTE, run_in_turn(1, run_experts, [(r,) for r in RECOMPUTE]), strict=True):
         assert found["reductions"] == {"0B1": 3}, recompute

@@ -16,7 +16,6 @@ FILES = tuple(
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
 _HOST = "a tensor on the CPU, which never was on the device"
-_MENDED = "mended elsewhere in issue 12"
 ALLOWED = {
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
@@ -25,12 +24,14 @@ ALLOWED = {
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
     ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
-    ("raypp.models.moe.MixtureOfExperts.forward", "bincount"): _MENDED,
-    ("raypp.models.moe.one_by_one", "tolist"): _MENDED,
-    ("raypp.models.moe.router_sums", "bincount"): _MENDED,
-    ("raypp.models.moe.router_sums", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.expert.ExpertExchange.__call__", "repeat_interleave"): _MENDED,
-    ("raypp.parallel.expert.ExpertExchange.__call__", "tolist"): _MENDED,
+    (
+        "raypp.models.experts.StackedExperts.forward",
+        "tolist",
+    ): "the loop of the reference: one read per layer and forward",
+    (
+        "raypp.parallel.expert.ExpertExchange._agree",
+        "tolist",
+    ): "NCCL takes the sizes of an exchange from the host: one read per layer and forward",
 }
 """Why each place may wait, or does not wait although it looks like it."""
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from reference import run, whole_model
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models import moe
-from raypp.models.moe import MixtureOfExperts, StackedExperts, router_sums, weighted
+from raypp.models.experts import StackedExperts, grouped, one_by_one
+from raypp.models.moe import MixtureOfExperts, router_sums, weighted
 from raypp.spec.models import MoeOptions
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -145,9 +145,9 @@ def test_the_grouped_kernel_gives_what_the_loop_gives() -> None:
     rows = torch.randn(16, 16, generator=torch.Generator().manual_seed(5))
     matrices = [getattr(random_experts(), name) for name in NAMES]
     results = []
-    for way in (moe.one_by_one, moe.grouped):
+    for way, numbers in ((one_by_one, counts.tolist()), (grouped, counts)):
         inputs = [t.detach().clone().requires_grad_() for t in (rows, *matrices)]
-        out = way(inputs[0], counts, *inputs[1:])
+        out = way(inputs[0], numbers, *inputs[1:])
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results.append([out, *(t.grad for t in inputs)])
     for looped, together in zip(*results, strict=True):

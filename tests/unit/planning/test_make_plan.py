@@ -45,6 +45,18 @@ def test_every_schedule_can_be_planned(name: str) -> None:
     assert 0 < plan.simulated_bubble < 0.5
 
 
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_a_plan_with_compiled_blocks_has_whole_backwards_and_says_so(name: str) -> None:
+    pipeline = {"schedule": name, "stages_per_rank": schedule_named(name).nearest_stages(2)}
+    plain, compiled = (make_plan(job_with(pipeline=pipeline, train={"compile": whether})) for whether in (False, True))
+    splits = schedule_named(name).splits_backward
+    assert any("W" in line for line in plain.program) == splits
+    assert not any("W" in line or "I" in line for line in compiled.program)
+    assert len(compiled.remarks) == splits and plain.remarks == ()
+    assert all(name in remark and "train.compile" in remark for remark in compiled.remarks)
+    assert (compiled.program == plain.program) != splits
+
+
 def test_the_parameters_are_those_of_the_model_that_is_built() -> None:
     job = job_with(model={"num_kv_heads": 2})
     whole = build_stage(job.model, range(8), first=True, last=True)

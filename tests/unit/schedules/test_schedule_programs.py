@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raypp.errors import JobError
 from raypp.mesh.stage_placement import place_stages
-from raypp.schedules.action import Action, parse_actions, printed
+from raypp.schedules.action import Action, parse_actions, printed, splits_backward
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.one_f_one_b import build as build_1f1b
@@ -41,6 +41,23 @@ def test_every_program_is_valid_and_runs(
     assert timeline.makespan >= work * (1 - 1e-9)
     assert all(idle == pytest.approx(timeline.makespan - work, abs=1e-6) for idle in timeline.idle)
     assert all(0 < peak <= microbatches for peak in timeline.in_flight)
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULES if kind.splits_backward])
+@settings(max_examples=60, deadline=None)
+@given(sizes)
+def test_a_program_with_whole_backwards_is_valid_and_holds_no_more_microbatches(
+    name: str, drawn: tuple[int, int, int, int]
+) -> None:
+    sized = allowed(name, *drawn[:3])
+    pp, stages_per_rank, microbatches = sized
+    split, whole = (build_program(name, *sized, drawn[3], whole_backwards=one) for one in (False, True))
+    stages = pp * stages_per_rank
+    assert check_program(whole, place_stages(pp, stages, schedule_named(name).placement), microbatches) == []
+    assert not splits_backward(whole)
+    equal = StageTimes.equal(stages)
+    held, usual = simulate(whole, equal).in_flight, simulate(split, equal).in_flight
+    assert all(a <= b for a, b in zip(held, usual, strict=True))
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

@@ -26,8 +26,6 @@ def test_with_a_backward_in_two_parts(schedule: str) -> None:
     assert problem.startswith("train.activation_checkpointing: selective checkpointing allows one backward per block")
 
 
-def test_with_compiled_blocks_and_not_without() -> None:
-    assert problems("1f1b", compile=True) == [
-        "train.activation_checkpointing: selective checkpointing does not work inside compiled blocks"
-    ]
-    assert problems("1f1b") == []
+@pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES])
+def test_never_with_compiled_blocks_whose_backwards_are_whole(schedule: str) -> None:
+    assert problems(schedule, compile=True) == []

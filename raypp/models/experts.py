@@ -1,0 +1,198 @@
+"""Experts stacked into one tensor per matrix, and the ways rows take to them and back.
+
+Rows are sorted by expert with permutations only, so no sum depends on thread timing.
+
+Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
+to experts, n rows of one expert, C residual width, F inner width of an expert. With experts spread
+over ranks, a rank holds part of the E experts and N is the number of rows it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raypp.models.once import once
+
+Names = tuple[str, str, str]
+Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
+"""`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
+
+The rows `[N, C]` are sorted by expert. The results have the same shape and order.
+"""
+
+_GROUPED_ALIGNMENT = 8
+"""The grouped kernel needs widths that are multiples of 16 bytes: 8 in bf16."""
+
+
+class StackedExperts(nn.Module):
+    """E gated feed-forward blocks. One parameter stacks the same matrix of all blocks.
+
+    Args:
+        count: E.
+        width: C.
+        inner: F.
+        names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
+            matrices.
+    """
+
+    def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
+        super().__init__()
+        self.names = names
+        for name, shape in zip(names, ((inner, width), (inner, width), (width, inner)), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(count, *shape)))
+
+    def forward(self, rows_NC: Tensor, counts_E: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Runs every expert on its rows.
+
+        The grouped kernel takes the counts from the device. The loop needs them on the host.
+
+        Args:
+            rows_NC: Rows sorted by expert, `[N, C]`.
+            counts_E: Rows for each expert held here, int64 `[E]`. Any may be zero, even all.
+            counts: The same on the host. None: not known yet; the loop reads them.
+
+        Returns:
+            The results `[N, C]`, in the same order.
+        """
+        gate, up, down = (_held(getattr(self, name)) for name in self.names)
+        if _can_group(rows_NC, gate):
+            return grouped(rows_NC, counts_E, gate, up, down)
+        if counts is None:
+            counts = once(lambda: cast(list[int], counts_E.tolist()))
+        return one_by_one(rows_NC, counts, gate, up, down)
+
+
+def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+    """Runs one expert after the other, without those that have no rows.
+
+    The reference of `grouped`.
+
+    Args:
+        rows_NC: Rows sorted by expert, `[N, C]`.
+        counts: Rows for each of the E experts.
+        gate_EFC: `[E, F, C]`.
+        up_EFC: `[E, F, C]`.
+        down_ECF: `[E, C, F]`.
+
+    Returns:
+        The results `[N, C]`.
+    """
+    # Use unbind: its backward fills the gradient of the stack once. Each index would fill a whole
+    # one.
+    parts = torch.split(rows_NC, list(counts))
+    experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
+    out = [
+        F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
+        for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
+        # A rank without rows runs one expert on zero rows: its backward must take part in the
+        # collectives of the other ranks.
+        if len(part_nC) or (index == 0 and not len(rows_NC))
+    ]
+    return torch.cat(out)
+
+
+def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+    """Runs all experts with one kernel per matrix, without synchronising with the CPU.
+
+    Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`. Only
+    the counts stay on the device, int64 `[E]`.
+    """
+    ends = counts_E.cumsum(0).to(torch.int32)
+    inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
+    return F.grouped_mm(inner, down_ECF.mT, offs=ends)
+
+
+def _held(parameter: Tensor) -> Tensor:
+    """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
+    """Returns whether the grouped kernel can run rows `[N, C]` and matrices `[E, F, C]`.
+
+    It needs CUDA, bf16, at least one row, and aligned widths.
+    """
+    return (
+        rows_NC.is_cuda
+        and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
+        and len(rows_NC) > 0
+        and all(width % _GROUPED_ALIGNMENT == 0 for width in gate_EFC.shape[1:])
+    )
+
+
+def counted(experts_N: Tensor, experts: int) -> Tensor:
+    """Counts how often each of E experts occurs in int64 `[N]`: int64 `[E]`, on the device.
+
+    `torch.bincount` does the same, but makes the host wait for the largest number.
+    """
+    ones_N = torch.ones_like(experts_N)
+    return experts_N.new_zeros(experts).scatter_add_(0, experts_N, ones_N)
+
+
+def inverse(order_N: Tensor) -> Tensor:
+    """Returns the inverse of a permutation, int64 `[N]`."""
+    back_N = torch.empty_like(order_N)
+    back_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return back_N
+
+
+def reordered(rows_NC: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """Returns `rows_NC[order_N]`, `[N, C]`. `back_N` is the inverse of the permutation `order_N`.
+
+    The backward reorders, too. That of an index would add to zeros, row by row, after it has sorted
+    the indices.
+    """
+    result: Tensor = _Reorder.apply(rows_NC, order_N, back_N)  # type: ignore[no-untyped-call]
+    return result
+
+
+def repeated(x_SC: Tensor, chosen: int, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """Copies every token once for each expert it chose, sorted by expert: `[S, C]` to `[N, C]`.
+
+    Args:
+        x_SC: Tokens.
+        chosen: K.
+        order_N: The choice (token · K + k) that each row belongs to, a permutation.
+        back_N: Its inverse.
+    """
+    result: Tensor = _Repeat.apply(x_SC, chosen, order_N, back_N)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Reorder(torch.autograd.Function):
+    """Permutes rows; the backward permutes them back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NC: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+        """Returns rows `[N, C]` in another order."""
+        ctx.save_for_backward(back_N)
+        return rows_NC.index_select(0, order_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient `[N, C]` in the order of the input."""
+        (back_N,) = ctx.saved_tensors
+        return gradient.index_select(0, back_N), None, None
+
+
+class _Repeat(torch.autograd.Function):
+    """Copies tokens into rows; the backward adds a token's rows in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SC: Tensor, chosen: int, order_N: Tensor, back_N: Tensor) -> Tensor:
+        """Returns the rows `[N, C]` of tokens `[S, C]`."""
+        ctx.save_for_backward(back_N)
+        ctx.shape = len(x_SC), chosen, x_SC.shape[1]
+        return x_SC.index_select(0, order_N.div(chosen, rounding_mode="floor"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Returns the gradient `[S, C]` of the tokens, from that of their rows `[N, C]`."""
+        (back_N,) = ctx.saved_tensors
+        return gradient.index_select(0, back_N).view(ctx.shape).sum(1), None, None, None
