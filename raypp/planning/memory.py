@@ -1,32 +1,71 @@
-"""Device memory that a rank needs, by purpose. An estimate: allocators and kernels need more."""
+"""Device memory that a rank needs, by purpose, at the moment of a step when it needs most.
+
+The rank's actions are played in order. Before, within and after each of them the bytes of all
+tensors are added up, and the largest sum is the prediction. `benchmarks.memory_prediction` compares
+it with what ranks take.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.kinds import OPTIMIZERS
-from raypp.planning.end_weights import activation_bytes
+from raypp.planning.activations import (
+    Kind,
+    backward_bytes,
+    microbatch_tokens,
+    split_backward_bytes,
+    stage_activation_bytes,
+)
+from raypp.planning.choices import wire_of
+from raypp.planning.end_weights import activation_bytes, sum_bytes
+from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.sizes import sizes_of
+from raypp.schedules.action import Action
+from raypp.schedules.communication import RECEIVES_AHEAD
 from raypp.spec.job import Job
 
 _FP32 = 4
+_MB = 10**6
+_NOTHING = LossMemory(0, 0, 0)
+
+CPU_RUNTIME = 35 * _MB
+"""Libraries that a process on a CPU loads in its first steps, and its threads' buffers. Measured
+with a model of 0.1 M parameters."""
+HEAP = 0.19
+"""Share of the tensors' bytes that glibc's heap takes in addition, once the process keeps what it
+frees (`train.host_allocator`): holes that no later tensor fits. Measured (docs/benchmarks)."""
+CUDA_CONTEXT = 500 * _MB
+"""Context, kernels and cuBLAS workspaces of a process on a GPU. NVIDIA names no figure; about this
+is in use on an H100 after the first matrix product. Not measured here."""
+NCCL_GROUP = 200 * _MB
+"""Buffers of one NCCL communicator: channels times NCCL_BUFFSIZE (4 MiB by default) for each of its
+protocols and peers. Not measured here."""
+CACHING = 0.05
+"""Share of the tensors' bytes that torch's caching allocator takes in addition, with expandable
+segments: it rounds sizes and keeps blocks. Not measured here."""
+_UNSHARDED_STAGES = 3
+"""Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, by tensor class.
+    """Bytes of one rank at its peak, by purpose.
 
     Attributes:
         weights: Parameters in fp32; this rank's share under fsdp · cp.
         gradients: In fp32; this rank's share.
         optimizer: State of the optimizer, in fp32; this rank's share.
-        gathered: Under fsdp, cp or bf16: the weights in the compute dtype, and gradients until they
-            are reduced.
-        activations: What forwards in flight keep for their backwards, and the messages between
-            stages.
-        logits: Logits, softmax and their gradients, on the last stage.
+        gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
+            gradients until they are reduced.
+        activations: What forwards in flight keep for their backwards.
+        logits: The loss, on the last stage.
+        working: What the action at the peak needs for itself: gradients of activations, recomputed
+            activations, the gradient of one matrix before it is added.
+        messages: Receives that are posted ahead, and sends.
+        runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
 
     weights: int
@@ -35,6 +74,9 @@ class RankMemory:
     gathered: int
     activations: int
     logits: int
+    working: int
+    messages: int
+    runtime: int
 
     @property
     def total(self) -> int:
@@ -44,32 +86,42 @@ class RankMemory:
         return {**dataclasses.asdict(self), "total": self.total}
 
 
-def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: Sequence[int]) -> RankMemory:
-    """Returns the memory of a pipeline rank.
+def memory_kind(job: Job) -> Kind:
+    """Returns the kind of device whose memory is planned: cuda unless the job asks for a CPU."""
+    return "cpu" if job.resources.device == "cpu" else "cuda"
+
+
+def rank_memory(
+    job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind | None = None
+) -> RankMemory:
+    """Returns the memory of a pipeline rank at its peak.
 
     Args:
         job: The job.
         stages: Stages that the rank holds.
         cut: Layers of every stage of the pipeline.
-        in_flight: Largest number of microbatches in flight of every stage of the pipeline.
+        actions: The rank's part of the program. None at all: what it needs without activations.
+        kind: The kind of device; None: the job's.
     """
-    last = len(cut) - 1
+    kind = kind or memory_kind(job)
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
     share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
-    experts = sum(sizes_of(job.model).stage_experts(_layers(stage, cut)) for stage in stages)
-    elsewhere = experts - experts // job.mesh.ep  # never gathered: tokens go to these experts instead
-    tokens = microbatch_tokens(job)
-    activations = sum(in_flight[s] * tokens * stage_activation_bytes(job, s, cut) for s in stages)
-    if job.train.activation_checkpointing == "full" and any(cut[stage] for stage in stages):
-        activations += tokens * layer_activation_numbers(job) * activation_bytes(job)  # the layer being recomputed
-    return RankMemory(
+    base = RankMemory(
         weights=_FP32 * share,
-        gradients=_FP32 * share,
+        gradients=0,
         optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
-        gathered=_gathered(job, parameters - elsewhere, max((cut[s] for s in stages), default=0)),
-        activations=activations,
-        logits=tokens * logit_bytes(job, in_flight[last]) if last in stages else 0,
+        gathered=0,
+        activations=0,
+        logits=0,
+        working=0,
+        messages=_messages(job, stages, cut) if actions else 0,
+        runtime=0,
     )
+    update = dataclasses.replace(base, gradients=_FP32 * share)
+    peak = max((update, *_moments(job, base, stages, cut, actions, kind)), key=lambda moment: moment.total)
+    fsdp = Gathered.of(job, stages, cut)
+    buffers = fsdp.weights + fsdp.summed if actions else 0
+    return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
@@ -83,61 +135,133 @@ def _layers(stage: int, cut: Sequence[int]) -> range:
     return range(start, start + cut[stage])
 
 
-def microbatch_tokens(job: Job) -> int:
-    """Returns the tokens of a microbatch on one rank if every row is data.seq_len long."""
-    return job.train.micro_batch_size * -(-job.data.seq_len // job.mesh.cp)
+def _moments(
+    job: Job, base: RankMemory, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind
+) -> Iterator[RankMemory]:
+    """Yields the memory before, within and after every action of the pipeline in a later step."""
+    tokens, last = microbatch_tokens(job), len(cut) - 1
+    kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
+    between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
+    loss = {stage: loss_memory(job, tokens) if stage == last else _NOTHING for stage in stages}
+    within = tokens * backward_bytes(job, kind)
+    matrix = _FP32 * max(layer.largest for layer in sizes_of(job.model).layers)
+    ends = _FP32 * job.model.vocab_size * job.model.hidden_size
+    flying, halved = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    whole = Gathered.of(job, stages, cut)
+    done: set[int] = set()
+
+    def moment(working: int, logits: int = 0) -> RankMemory:
+        return dataclasses.replace(
+            base,
+            gradients=0 if whole.replaces else sum(whole.gradients[stage] for stage in done),
+            gathered=whole.weights + (sum(whole.gradients[stage] for stage in done) if whole.replaces else 0),
+            activations=sum(flying[s] * kept[s] + halved[s] * between[s] for s in stages),
+            logits=logits + sum(flying[s] * loss[s].kept for s in stages),
+            working=working,
+        )
+
+    for action in actions:
+        stage = action.stage
+        if action.kind == "F":
+            flying[stage] += 1
+            yield moment(0, loss[stage].forward)
+            continue
+        if action.kind == "W":
+            halved[stage] -= 1
+        else:
+            yield moment(0, loss[stage].backward)
+        added = stage in done
+        yield moment(within + (matrix if added and action.kind != "I" else 0))
+        if action.kind == "I":
+            halved[stage] += 1
+            continue
+        flying[stage] -= 1
+        done.add(stage)
+        yield moment(ends if stage == 0 and added else 0)
+    yield whole.reduction(base)
 
 
-def layer_activation_numbers(job: Job) -> int:
-    """Returns how many values a layer keeps for its backward, per token.
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP holds of a rank's stages: weights in the compute dtype, gradients to be reduced.
 
-    Counts like Korthikanti et al. (arXiv:2205.05198, section 4), for this decoder: the inputs of
-    both norms and of the matrices after them (4 C), q, k, v before and after the rotary encoding,
-    the attention's output, and gate, up, silu(gate) and the product of the feed-forward block.
-    Fused kernels recompute attention scores. With experts, each token's row is kept once more per
-    expert that it goes to, and so is that expert's output.
+    Attributes:
+        replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
+        weights: Bytes of the gathered weights.
+        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
+        summed: Bytes that the reduction holds at its end, besides `share`.
+        share: Bytes of this rank's share of the sums.
     """
-    model = job.model
-    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
-    inner, rows = largest.inner, 2 * largest.sent * model.hidden_size
-    if job.train.activation_checkpointing == "selective":
-        # The block's input and the results of its matrix products and of attention. The rest is
-        # recomputed.
-        return 3 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows
-    return 4 * model.hidden_size + 3 * queries + 3 * keys + 4 * inner + rows
+
+    replaces: bool
+    weights: int
+    gradients: dict[int, int]
+    summed: int
+    share: int
+
+    @classmethod
+    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int]) -> Gathered:
+        """Returns the figures of a rank's stages.
+
+        On CPUs the sums of all blocks are in flight at once, each with what is sent and what is
+        received (`parallel.late_sums`).
+        """
+        replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
+        replaces = replicas > 1 or job.train.precision == "bf16"
+        # Experts elsewhere are never gathered: tokens go to them instead.
+        held = {
+            stage: stage_parameters(job, stage, cut) - (experts - experts // job.mesh.ep)
+            for stage in stages
+            for experts in (sizes_of(job.model).stage_experts(_layers(stage, cut)),)
+        }
+        gradients = {stage: _FP32 * count for stage, count in held.items()}
+        if not replaces:
+            return cls(False, 0, gradients, 0, 0)
+        largest = sorted(held.values())[-_UNSHARDED_STAGES:]
+        weights = sum(largest) * activation_bytes(job)
+        layers = max((cut[stage] for stage in stages), default=0)
+        if job.mesh.reshard_after_forward and layers:
+            weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
+        total = sum(held.values())
+        share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+        return cls(True, weights, gradients, 2 * total * sum_bytes(job), share)
+
+    def reduction(self, base: RankMemory) -> RankMemory:
+        """Returns the memory at the end of the reduction; the weights are no longer gathered."""
+        if not self.replaces:
+            return base
+        return dataclasses.replace(base, gradients=self.share, gathered=self.summed)
 
 
-def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes that a stage keeps per token of a microbatch in flight, with its input."""
-    kept = job.model.hidden_size if job.train.activation_checkpointing == "full" else layer_activation_numbers(job)
-    numbers = cut[stage] * kept
-    if stage == len(cut) - 1:
-        numbers += 2 * job.model.hidden_size  # inputs of the final norm and of the projection
-    return numbers * activation_bytes(job)
+def _messages(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of messages: receives that are posted ahead, and one send per channel.
 
-
-def logit_bytes(job: Job, in_flight: int) -> int:
-    """Returns the bytes of the loss per token.
-
-    These are the log-softmax (fp32) of each microbatch in flight, and the logits and gradients of
-    one.
+    A rank receives activations for its stages from another rank, and gradients.
     """
-    working = 2 * _FP32 + (2 if job.train.precision == "bf16" else 0)
-    return job.model.vocab_size * (_FP32 * in_flight + working)
-
-
-def _gathered(job: Job, parameters: int, layers: int) -> int:
-    """Returns the bytes of unsharded weights and of gradients until the step's reduction.
-
-    Weights are in the compute dtype, gradients in fp32.
-    """
-    replicated = job.mesh.fsdp * job.mesh.cp == 1
-    if replicated and job.mesh.dp_replicate == 1 and job.train.precision == "fp32":
+    if job.mesh.pp == 1:
         return 0
-    weights = parameters * activation_bytes(job)
-    if replicated and job.train.precision == "fp32":
-        weights = 0  # used as they are
-    elif job.mesh.reshard_after_forward and layers:
-        weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
-    return weights + parameters * _FP32
+    width, tokens, wire = job.model.hidden_size, microbatch_tokens(job), wire_of(job)
+
+    def size(form: str) -> int:
+        return tokens * (width + 4 if form == "int8" else width * (2 if form == "bf16" else _FP32))
+
+    ahead = min(RECEIVES_AHEAD, job.pipeline.microbatches)
+    down, up = any(stage > 0 for stage in stages), any(stage < len(cut) - 1 for stage in stages)
+    received = down * size(wire.activations) + up * size(wire.gradients)
+    return ahead * received + down * size(wire.gradients) + up * size(wire.activations)
+
+
+def _runtime(job: Job, tensors: int, buffers: int, kind: Kind) -> int:
+    """Returns the bytes beside the tensors of the peak.
+
+    Args:
+        tensors: Bytes of the tensors at the peak.
+        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients.
+            They live outside the peak, but are larger than the holes that activations leave in
+            glibc's heap, so on a CPU they come on top.
+    """
+    if kind == "cpu":
+        return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))
+    mesh = job.mesh
+    groups = 2 * (mesh.pp > 1) + (mesh.fsdp * mesh.cp > 1) + (mesh.dp_replicate > 1) + (mesh.cp > 1) + (mesh.ep > 1)
+    return CUDA_CONTEXT + groups * NCCL_GROUP + int(CACHING * tensors)

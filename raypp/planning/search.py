@@ -99,7 +99,7 @@ def search(
         if time.monotonic() > end:
             out_of_time = True
             break
-        one = _changed(job, changes)
+        one = changed_job(job, changes)
         if one is None or check_plan(one):
             refused += 1
             continue
@@ -152,7 +152,7 @@ def advice(
     gains = []
     tokens = now.tokens_per_s
     for text, changes in single:
-        one = _changed(job, changes)
+        one = changed_job(job, changes)
         if one is None or check_plan(one):
             continue
         cast = forecast(one, machines, costs, device_memory)
@@ -222,7 +222,7 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
                 moved = list(cut)
                 moved[source] -= 1
                 moved[target] += 1
-                changed = _changed(best.job, {"pipeline.layers_per_stage": moved})
+                changed = changed_job(best.job, {"pipeline.layers_per_stage": moved})
                 if changed is None:
                     continue
                 cast = forecast(changed, machines, costs, device_memory)
@@ -235,7 +235,7 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
     return best
 
 
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
+def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
     """Returns the job with changed keys; None if the result is not a valid job."""
     document = job_document(job)
     for key, value in changes.items():
