@@ -32,11 +32,12 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         width: Width of the terminal, in columns.
     """
     parts: list[RenderableType] = [_title(job, plan)]
+    moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
     for name, remark, body in (
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
-        ("Memory per rank", f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full", _memory(plan)),
+        ("Memory per rank", moment, _memory(plan)),
         ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),

@@ -119,8 +119,8 @@ def rank_memory(
     )
     update = dataclasses.replace(base, gradients=_FP32 * share)
     peak = max((update, *_moments(job, base, stages, cut, actions, kind)), key=lambda moment: moment.total)
-    fsdp = Gathered.of(job, stages, cut)
-    buffers = fsdp.weights + fsdp.summed if actions else 0
+    fsdp = Gathered.of(job, stages, cut, kind)
+    buffers = fsdp.weights + fsdp.buffers if actions else 0
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
 
@@ -144,10 +144,10 @@ def _moments(
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens) if stage == last else _NOTHING for stage in stages}
     within = tokens * backward_bytes(job, kind)
-    matrix = _FP32 * max(layer.largest for layer in sizes_of(job.model).layers)
+    matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
     ends = _FP32 * job.model.vocab_size * job.model.hidden_size
     flying, halved = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    whole = Gathered.of(job, stages, cut)
+    whole = Gathered.of(job, stages, cut, kind)
     done: set[int] = set()
 
     def moment(working: int, logits: int = 0) -> RankMemory:
@@ -189,22 +189,26 @@ class Gathered:
         replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
         weights: Bytes of the gathered weights.
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
-        summed: Bytes that the reduction holds at its end, besides `share`.
+        buffers: Bytes of the reduction's buffers.
+        beside: Bytes of gradients that are held beside these buffers.
         share: Bytes of this rank's share of the sums.
     """
 
     replaces: bool
     weights: int
     gradients: dict[int, int]
-    summed: int
+    buffers: int
+    beside: int
     share: int
 
     @classmethod
-    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int]) -> Gathered:
+    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> Gathered:
         """Returns the figures of a rank's stages.
 
-        On CPUs the sums of all blocks are in flight at once, each with what is sent and what is
-        received (`parallel.late_sums`).
+        A reduction has a buffer with what is sent and, if there are other ranks, one with what is
+        received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`),
+        unless there are replicas or sums are in bf16. Otherwise one block after the other is
+        reduced, beside the gradients.
         """
         replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
         replaces = replicas > 1 or job.train.precision == "bf16"
@@ -216,7 +220,7 @@ class Gathered:
         }
         gradients = {stage: _FP32 * count for stage, count in held.items()}
         if not replaces:
-            return cls(False, 0, gradients, 0, 0)
+            return cls(False, 0, gradients, 0, 0, 0)
         largest = sorted(held.values())[-_UNSHARDED_STAGES:]
         weights = sum(largest) * activation_bytes(job)
         layers = max((cut[stage] for stage in stages), default=0)
@@ -224,13 +228,17 @@ class Gathered:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
         total = sum(held.values())
         share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
-        return cls(True, weights, gradients, 2 * total * sum_bytes(job), share)
+        buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
+        if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
+            buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
+            return cls(True, weights, gradients, buffers, _FP32 * total, share)
+        return cls(True, weights, gradients, buffers, 0, share)
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""
         if not self.replaces:
             return base
-        return dataclasses.replace(base, gradients=self.share, gathered=self.summed)
+        return dataclasses.replace(base, gradients=self.share, gathered=self.buffers + self.beside)
 
 
 def _messages(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
