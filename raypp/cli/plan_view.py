@@ -185,14 +185,16 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
         parts.append(Text(f"{lead}{prediction.bottleneck}"))
         if prediction.lookahead:
             parts.append(Text(f"{lead}with lookahead {prediction.lookahead}"))
-        if 0 < prediction.device_memory < prediction.peak_memory:
-            need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+        need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+        if prediction.peak_memory <= prediction.device_memory:
+            parts.append(Text(f"{lead}a rank needs {need} of the {have} of a {prediction.device}"))
+        elif prediction.device_memory:
             parts.append(Text(f"{lead}does not fit: a rank needs {need}, a {prediction.device} has {have}", "red"))
             for fit in prediction.fits_with:
                 words = f"{' '.join(fit.settings())} ({_size(fit.peak)} per rank, {fit.devices} devices)"
                 parts.append(Text(f"{lead}fits with {words}"))
             if not prediction.fits_with:
-                parts.append(Text(f"{lead}no single change of mesh, batch or recomputation makes it fit"))
+                parts.append(Text(f"{lead}no change of mesh, batch or recomputation that was tried makes it fit"))
         for text, gain in prediction.advice:
             parts.append(Text(f"{lead}would save {gain:.0%}: {text}", style="dim"))
     parts.append(Text(f"assumptions: {'; '.join(shared)}", style="dim"))

@@ -178,6 +178,9 @@ def _moments(
         flying[stage] -= 1
         done.add(stage)
         yield moment(ends if stage == 0 and added else 0)
+    if not actions:
+        done.update(stages)
+        yield moment(0)
     yield whole.reduction(base)
 
 
