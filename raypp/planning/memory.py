@@ -120,7 +120,7 @@ def rank_memory(
     update = dataclasses.replace(base, gradients=_FP32 * share)
     peak = max((update, *_moments(job, base, stages, cut, actions, kind)), key=lambda moment: moment.total)
     fsdp = Gathered.of(job, stages, cut, kind)
-    buffers = fsdp.weights + fsdp.buffers if actions else 0
+    buffers = fsdp.flat + fsdp.buffers if actions else 0
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
 
@@ -160,6 +160,7 @@ def _moments(
             working=working,
         )
 
+    yield dataclasses.replace(base, gathered=whole.flat)
     for action in actions:
         stage = action.stage
         if action.kind == "F":
@@ -190,7 +191,9 @@ class Gathered:
 
     Attributes:
         replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
-        weights: Bytes of the gathered weights.
+        weights: Bytes of the gathered weights while the program runs.
+        flat: Bytes of the weights that are gathered at once when a stage's first action is near:
+            all of them, also where each block is released after its use.
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers.
@@ -199,6 +202,7 @@ class Gathered:
 
     replaces: bool
     weights: int
+    flat: int
     gradients: dict[int, int]
     buffers: int
     beside: int
@@ -223,9 +227,9 @@ class Gathered:
         }
         gradients = {stage: _FP32 * count for stage, count in held.items()}
         if not replaces:
-            return cls(False, 0, gradients, 0, 0, 0)
+            return cls(False, 0, 0, gradients, 0, 0, 0)
         largest = sorted(held.values())[-_UNSHARDED_STAGES:]
-        weights = sum(largest) * activation_bytes(job)
+        weights = flat = sum(largest) * activation_bytes(job)
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
@@ -234,8 +238,8 @@ class Gathered:
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
         if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
             buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
-            return cls(True, weights, gradients, buffers, _FP32 * total, share)
-        return cls(True, weights, gradients, buffers, 0, share)
+            return cls(True, weights, flat, gradients, buffers, _FP32 * total, share)
+        return cls(True, weights, flat, gradients, buffers, 0, share)
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""
