@@ -12,7 +12,7 @@ from raypp.planning.check import check_plan
 from raypp.planning.choices import lookahead_of, schedule_of
 from raypp.planning.memory import rank_memory
 from raypp.planning.resolve import resolve_pipeline
-from raypp.planning.search import changed_job
+from raypp.planning.search import MOST_ACTIONS, changed_job
 from raypp.spec.job import Job
 
 _MOST_DEVICES = 64
@@ -88,7 +88,7 @@ def _first_of_each(fits: Iterable[Fit]) -> list[Fit]:
 
 def _planned(job: Job, changes: Mapping[str, Any], kind: Kind | None) -> Fit | None:
     one = changed_job(job, changes)
-    if one is None or check_plan(one):
+    if one is None or 2 * one.num_stages * one.pipeline.microbatches > MOST_ACTIONS or check_plan(one):
         return None
     try:
         return Fit(dict(changes), peak_memory(one, kind), one.mesh.world)

@@ -117,9 +117,22 @@ def rank_memory(
         messages=_messages(job, stages, cut) if actions else 0,
         runtime=0,
     )
-    update = dataclasses.replace(base, gradients=_FP32 * share)
-    peak = max((update, *_moments(job, base, stages, cut, actions, kind)), key=lambda moment: moment.total)
     fsdp = Gathered.of(job, stages, cut, kind)
+    gradients, activations, logits, working = max(_moments(job, fsdp, stages, cut, actions, kind), key=sum)
+    moments = (
+        dataclasses.replace(base, gathered=fsdp.flat),
+        dataclasses.replace(
+            base,
+            gradients=0 if fsdp.replaces else gradients,
+            gathered=fsdp.weights + (gradients if fsdp.replaces else 0),
+            activations=activations,
+            logits=logits,
+            working=working,
+        ),
+        fsdp.reduction(base),
+        dataclasses.replace(base, gradients=_FP32 * share),  # the update
+    )
+    peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
@@ -136,53 +149,44 @@ def _layers(stage: int, cut: Sequence[int]) -> range:
 
 
 def _moments(
-    job: Job, base: RankMemory, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind
-) -> Iterator[RankMemory]:
-    """Yields the memory before, within and after every action of the pipeline in a later step."""
+    job: Job, fsdp: Gathered, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the bytes of gradients, activations, logits and working memory around every action.
+
+    A step after the first is played. Without actions, all gradients are there.
+    """
     tokens, last = microbatch_tokens(job), len(cut) - 1
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens) if stage == last else _NOTHING for stage in stages}
     within = tokens * backward_bytes(job, kind)
     matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
-    ends = _FP32 * job.model.vocab_size * job.model.hidden_size
-    flying, halved = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    whole = Gathered.of(job, stages, cut, kind)
+    embedding = _FP32 * job.model.vocab_size * job.model.hidden_size
     done: set[int] = set()
-
-    def moment(working: int, logits: int = 0) -> RankMemory:
-        return dataclasses.replace(
-            base,
-            gradients=0 if whole.replaces else sum(whole.gradients[stage] for stage in done),
-            gathered=whole.weights + (sum(whole.gradients[stage] for stage in done) if whole.replaces else 0),
-            activations=sum(flying[s] * kept[s] + halved[s] * between[s] for s in stages),
-            logits=logits + sum(flying[s] * loss[s].kept for s in stages),
-            working=working,
-        )
-
-    yield dataclasses.replace(base, gathered=whole.flat)
+    gradients = activations = logits = 0
     for action in actions:
-        stage = action.stage
+        stage, added = action.stage, action.stage in done
         if action.kind == "F":
-            flying[stage] += 1
-            yield moment(0, loss[stage].forward)
+            activations += kept[stage]
+            logits += loss[stage].kept
+            yield gradients, activations, logits + loss[stage].forward, 0
             continue
         if action.kind == "W":
-            halved[stage] -= 1
+            activations -= between[stage]
         else:
-            yield moment(0, loss[stage].backward)
-        added = stage in done
-        yield moment(within + (matrix if added and action.kind != "I" else 0))
+            yield gradients, activations, logits + loss[stage].backward, 0
+        yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0)
         if action.kind == "I":
-            halved[stage] += 1
+            activations += between[stage]
             continue
-        flying[stage] -= 1
-        done.add(stage)
-        yield moment(ends if stage == 0 and added else 0)
+        activations -= kept[stage]
+        logits -= loss[stage].kept
+        if not added:
+            done.add(stage)
+            gradients += fsdp.gradients[stage]
+        yield gradients, activations, logits, embedding if stage == 0 and added else 0
     if not actions:
-        done.update(stages)
-        yield moment(0)
-    yield whole.reduction(base)
+        yield sum(fsdp.gradients.values()), 0, 0, 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from raypp.spec.load import job_document, parse_job
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
 """A layer is moved only if the step's time falls below this fraction of the previous one."""
-_MOST_ACTIONS = 40_000
+MOST_ACTIONS = 40_000
 """Programs with more actions (ranks · stages · microbatches · 2) are not simulated, because each
 takes seconds."""
 
@@ -185,7 +185,7 @@ def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
                 microbatches = batch // replicas // rows
                 sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
                 for schedule, stages in _schedules(job, pp, microbatches):
-                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= _MOST_ACTIONS:
+                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= MOST_ACTIONS:
                         kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
                         yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
 
