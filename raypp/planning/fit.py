@@ -61,8 +61,8 @@ def changes_that_fit(job: Job, device_memory: int, kind: Kind | None = None) -> 
     before = peak_memory(job, kind)
     if before <= device_memory:
         return []
-    cheap, meshes = list(_cheap(job)), list(_meshes(job))
-    planned = [_planned(job, changes, kind) for changes in (*cheap, *meshes)]
+    cheap = list(_cheap(job))
+    planned = [_planned(job, changes, kind) for changes in (*cheap, *_meshes(job))]
     found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
     if found:
         return found
@@ -73,7 +73,8 @@ def changes_that_fit(job: Job, device_memory: int, kind: Kind | None = None) -> 
             together, before = {**together, **changes}, fit.peak
             if fit.peak <= device_memory:
                 return [fit]
-    planned = [_planned(job, {**together, **changes}, kind) for changes in meshes]
+    cheaper = changed_job(job, together) or job
+    planned = [_planned(job, {**together, **changes}, kind) for changes in _meshes(cheaper)]
     found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
     return sorted(found, key=lambda fit: fit.devices)
 

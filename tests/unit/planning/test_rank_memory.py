@@ -52,6 +52,7 @@ def test_a_split_backward_keeps_activations_and_gradients_between_its_halves() -
         ({"mesh": {"pp": 1}, "train": {"micro_batch_size": 4}}, 7),
         ({"mesh": {"pp": 1, "fsdp": 2}, "train": {"micro_batch_size": 1}}, 6),
         ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 1}}, 5),
+        ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 4}}, 5),
     ],
 )
 def test_every_change_that_is_proposed_makes_the_job_fit(sections: dict[str, dict[str, object]], gib: int) -> None:
