@@ -332,14 +332,14 @@ class MemoryTier:
     def _do_with_fewer(self) -> None:
         """Continues with two files of its own, on all ranks at the same step."""
         if self._ready and self._own_step == self._expected:
-            self._slots.give_back(OWN_FEWEST, keep={self._common, self._copied, self._ticket})
+            self._slots.give_back(OWN_FEWEST, keep={self._common, self._copied, self._ticket, self._own_step})
 
     def _do_without_copies(self) -> None:
         """Continues without copies, on all ranks at the same step; frees the files for the link."""
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
-            self._slots.give_back(OWN_ALONE, keep={self._common})
+            self._slots.give_back(OWN_ALONE, keep={self._common, self._own_step})
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
