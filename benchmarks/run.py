@@ -46,6 +46,7 @@ BENCHMARKS = (
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
     Benchmark("pacing", 6, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
+    Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
@@ -53,7 +54,7 @@ BENCHMARKS = (
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
-PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
+PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as separate processes."""
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypp.cli.schedule_picture import schedule_picture
+from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
 from raypp.planning.search import Found
@@ -31,12 +32,14 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         width: Width of the terminal, in columns.
     """
     parts: list[RenderableType] = [_title(job, plan)]
+    moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
     for name, remark, body in (
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
         ("Precision", "", _precision(job)),
-        ("Memory per rank", f"in {_unit(plan)[1]}; an estimate with every row full", _memory(plan)),
+        ("Memory per rank", moment, _memory(plan)),
+        ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),
     ):
@@ -118,7 +121,7 @@ def _bubble(plan: Plan) -> RenderableType:
 
 
 def _memory(plan: Plan) -> RenderableType:
-    rows = [memory.as_dict() for memory in plan.memory]
+    rows = [_parts_of(memory) for memory in plan.memory]
     shown = [name for name in rows[0] if any(row[name] for row in rows)]
     table = _table("", *shown, justify="right")
     divisor, _ = _unit(plan)
@@ -126,6 +129,31 @@ def _memory(plan: Plan) -> RenderableType:
         cells = [Text(_figures(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
         table.add_row(f"pp{pp}", *cells)
     return table
+
+
+def _parts_of(memory: RankMemory) -> dict[str, int]:
+    """Returns the columns of the memory table; a terminal of 80 columns has no room for more."""
+    parts = memory.as_dict()
+    total = parts.pop("total")
+    rest = sum(parts.pop(name) for name in ("working", "messages", "runtime"))
+    return {**parts, "other": rest, "total": total}
+
+
+def _host(plan: Plan) -> RenderableType:
+    host = plan.host
+    each = f"{host.ranks} rank{'s' if host.ranks > 1 else ''}"
+    lines = []
+    if host.computing:
+        lines.append(f"{_size(host.computing)}  {each} that compute on the CPU")
+    if host.files:
+        fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
+        of = f"{host.files} × {_size(host.state)} for {each}{fewer}"
+        lines.append(f"{_size(host.snapshots)}  snapshots (checkpoint.memory_tier): {of}")
+    lines.append(f"{_size(host.saving)}  buffer of a save")
+    have = f", {_size(host.available)} of {host.node} are free" if host.available else ""
+    lines.append(f"{_size(host.total)}  together{have}")
+    text = Text("\n".join(lines))
+    return Group(text, Text(problem, "red")) if (problem := host.problem()) else text
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
@@ -167,9 +195,16 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
         parts.append(Text(f"{lead}{prediction.bottleneck}"))
         if prediction.lookahead:
             parts.append(Text(f"{lead}with lookahead {prediction.lookahead}"))
-        if 0 < prediction.device_memory < prediction.peak_memory:
-            need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+        need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+        if prediction.peak_memory <= prediction.device_memory:
+            parts.append(Text(f"{lead}a rank needs {need} of the {have} of a {prediction.device}"))
+        elif prediction.device_memory:
             parts.append(Text(f"{lead}does not fit: a rank needs {need}, a {prediction.device} has {have}", "red"))
+            for fit in prediction.fits_with:
+                words = f"{' '.join(fit.settings())} ({_size(fit.peak)} per rank, {fit.devices} devices)"
+                parts.append(Text(f"{lead}fits with {words}"))
+            if not prediction.fits_with:
+                parts.append(Text(f"{lead}no change of mesh, batch or recomputation that was tried makes it fit"))
         for text, gain in prediction.advice:
             parts.append(Text(f"{lead}would save {gain:.0%}: {text}", style="dim"))
     parts.append(Text(f"assumptions: {'; '.join(shared)}", style="dim"))

@@ -276,7 +276,8 @@ def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
 def links_document(report: dict[str, Any]) -> dict[str, Any]:
     """Returns the document that `raypp plan --links` reads.
 
-    It has the nodes, the links in each direction, the devices, and the time of the measurement.
+    It has the nodes, the memory that each has free for snapshots, the links in each direction, the
+    devices, and the time of the measurement.
     """
     links = []
     for link in report["links"]:
@@ -286,7 +287,9 @@ def links_document(report: dict[str, Any]) -> dict[str, Any]:
             links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
             links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
     nodes = [node["ip"] for node in report["nodes"]]
-    return {"measured": report["measured"], "nodes": nodes, "links": links, "devices": devices(report)}
+    memory = {node["ip"]: min(node["memory_free"], node["shm_free"]) for node in _working(report)}
+    facts = {"nodes": nodes, "memory": memory, "links": links, "devices": devices(report)}
+    return {"measured": report["measured"], **facts}
 
 
 def _some(nodes: list[str]) -> str:

@@ -197,6 +197,8 @@ class CopySender:
         self.arrived: int | None = None
         """The last step whose copy is complete at the partner."""
         self.error = ""
+        self.failures = 0
+        """Attempts since the last copy that arrived."""
         self._thread = threading.Thread(target=self._run, name="raypp-copy", daemon=True)
         self._thread.start()
 
@@ -218,7 +220,6 @@ class CopySender:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        failures = 0
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closed or self._slot is not None)
@@ -233,10 +234,10 @@ class CopySender:
             except (OSError, ValueError) as error:
                 self._drop()
                 self.error = str(error)
-                self._pause(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
-                failures += 1
+                self._pause(_RETRY_S[min(self.failures, len(_RETRY_S) - 1)])
+                self.failures += 1
                 continue
-            failures, self.error = 0, ""
+            self.failures, self.error = 0, ""
             with self._wake:
                 if self._slot is slot:
                     self._slot = None

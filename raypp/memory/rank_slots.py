@@ -20,12 +20,8 @@ from raypp.memory.files import (
     room,
 )
 from raypp.memory.slot import Slot, encode_layout, encode_tail
+from raypp.planning.host_memory import COPIES, TIER_SHARE
 from raypp.records import Seat
-
-COPIES = 2
-"""Number of files for the copies of each rank that this one is the partner of."""
-_MARGIN = 0.8
-"""Share of the available memory that the tier may take."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class RankSlots:
 
     def room(self) -> int:
         """Returns how many bytes of host memory the ranks of this node may take."""
-        return int(_MARGIN * room(self.directory, self.life.run, self.life.life))
+        return int(TIER_SHARE * room(self.directory, self.life.run, self.life.life))
 
     def take_memory(self, files: int, size: int) -> None:
         """Allocates `files` files of `size` bytes; reuses this rank's files of earlier attempts."""
@@ -131,9 +127,9 @@ class RankSlots:
             slots.append(Slot.create(self.directory, name))
         return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
 
-    def give_back(self, files: int, keep: int) -> None:
-        """Removes files of this rank until `files` are left, but never the file of step `keep`."""
-        spare = [slot for slot in self.slots if slot.step is None or slot.step != keep]
+    def give_back(self, files: int, keep: set[int]) -> None:
+        """Removes files of this rank until `files` are left, but none of the steps to `keep`."""
+        spare = [slot for slot in self.slots if slot.step is None or slot.step not in keep]
         for slot in spare[: max(0, len(self.slots) - files)]:
             self.slots.remove(slot)
             self._buffers.pop(slot, None)

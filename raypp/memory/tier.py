@@ -29,19 +29,22 @@ from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError, in_words
 from raypp.memory.files import SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
-from raypp.memory.rank_slots import COPIES, RankSlots, RunLife
+from raypp.memory.rank_slots import RankSlots, RunLife
 from raypp.memory.slot import Slot
 from raypp.pipeline.agreement import SnapshotState
 from raypp.pipeline.device_clock import Span
+from raypp.planning.host_memory import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
 from raypp.records import Event, Reporter, Seat
 from raypp.storage.rate_limit import Pace
 
 log = logging.getLogger(__name__)
 
-_ALONE, _WITH_PARTNER = 2, 4
-"""Files per rank: without a partner, and with one (two more wait for the link)."""
-_NO_COPIES, _OFF = 1, 2
+_FEWER, _NO_COPIES, _OFF = 1, 2, 3
+"""What is wrong, worse last: memory for two files of its own only, for no copies, for nothing."""
 _CLOSE_S = 10.0
+_MOST_FAILURES = 4
+"""With few files a snapshot waits for its copy. After so many failures in a row it waits no more:
+the ranks do without copies."""
 _SHARE = 0.02
 """Share of a step's time that snapshots may cost with checkpoint.memory_every_steps: auto."""
 
@@ -124,7 +127,7 @@ class MemoryTier:
         self._started = self._asked = self._ready = self._announced = False
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
-        self._superseded = False
+        self._superseded = self._fewer = False
         self._costs = SnapshotCosts()
         self._hook: Any = None
 
@@ -189,6 +192,9 @@ class MemoryTier:
         """Returns the state of this rank's snapshots, to agree on at the start of the next step."""
         unready = not self._ready  # read before `trouble`, because it is set after it
         self._record_cost()
+        if self._fewer and self._sender is not None and self._sender.failures > _MOST_FAILURES:
+            why = f"the copies of rank {self.seat.rank} do not arrive ({self._sender.error})"
+            self._fail(f"{why}: no copies on another node", _NO_COPIES)
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
         return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
@@ -215,6 +221,9 @@ class MemoryTier:
             return
         if agreed.trouble == _NO_COPIES:
             self._do_without_copies()
+        self._fewer = agreed.trouble == _FEWER
+        if self._fewer:
+            self._do_with_fewer()
         self._common, self._copied = max(self._common, agreed.own), max(self._copied, agreed.arrived)
         if done == 0:
             return  # there is no optimizer state yet
@@ -227,7 +236,10 @@ class MemoryTier:
         self._announce_ready(agreed.every)
         self._forget_earlier(agreed.arrived if self._sender is not None else agreed.own)
         link_free = self._sender is not None and self._ticket <= self._copied
-        if done - self._taken >= agreed.every and agreed.own == self._expected:
+        # With two files, the one to write is that of a step which the partners have no longer: the
+        # other file's step must be with all of them.
+        may = not self._fewer or (link_free and self._common <= self._copied)
+        if may and done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
@@ -340,12 +352,17 @@ class MemoryTier:
         self._started = False
         self.trouble = _OFF
 
+    def _do_with_fewer(self) -> None:
+        """Continues with two files of its own, on all ranks at the same step."""
+        if self._ready and self._own_step == self._expected:
+            self._slots.give_back(OWN_FEWEST, keep={self._common, self._copied, self._ticket, self._own_step})
+
     def _do_without_copies(self) -> None:
         """Continues without copies, on all ranks at the same step; frees the files for the link."""
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
-            self._slots.give_back(_ALONE, keep=self._common)
+            self._slots.give_back(OWN_ALONE, keep={self._common, self._own_step})
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
@@ -369,13 +386,17 @@ class MemoryTier:
     def _prepare(self, size: int) -> None:
         """Allocates the memory, once; reuses files of earlier attempts."""
         clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
-        files = _WITH_PARTNER if self._sender is not None else _ALONE
+        files = OWN_WITH_PARTNER if self._sender is not None else OWN_ALONE
         copies = COPIES * clients if self._sender is not None else 0
         there = self._slots.room()
         ranks = self.seat.local_world_size
         if copies and (files + copies) * size * ranks > there:
-            self._fail(f"{_need(files + copies, size, ranks, there)}: no copies on another node", _NO_COPIES)
-            files = _ALONE
+            short, files = _need(files + copies, size, ranks, there), OWN_FEWEST
+            if (files + copies) * size * ranks <= there:
+                self._fail(f"{short}: with {files + copies}, snapshots wait for their copies", _FEWER)
+            else:
+                self._fail(f"{_need(files + copies, size, ranks, there)}: no copies on another node", _NO_COPIES)
+                files = OWN_ALONE
         if files * size * ranks > there:
             self._fail(f"{_need(files, size, ranks, there)}: no snapshots stay in host memory", _OFF)
             return

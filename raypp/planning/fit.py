@@ -5,44 +5,66 @@ By the planned memory, so an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import JobError, Problem
+from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan
-from raypp.planning.plan import make_plan
+from raypp.planning.choices import lookahead_of, schedule_of
+from raypp.planning.memory import rank_memory
+from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.search import MOST_ACTIONS, changed_job
 from raypp.spec.job import Job
-from raypp.spec.load import job_document, parse_job
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
 _GIB, _MIB = 1 << 30, 1 << 20
-_MOST = 4
+_MOST_DEVICES = 64
+"""Meshes with more than this many times the job's devices are not proposed."""
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of a job.
+class Fit:
+    """Changes with which a job fits.
 
     Attributes:
-        settings: `key=value`, ready for `--set`.
-        ranks: Number of ranks after the change.
-        bytes: Planned memory of its largest rank.
+        changes: Keys and values, ready for `--set`.
+        peak: Bytes of the rank that then needs most.
+        devices: Devices that it then needs.
     """
 
-    settings: tuple[str, ...]
-    ranks: int
-    bytes: int
+    changes: Mapping[str, Any]
+    peak: int
+    devices: int
 
-    def words(self, ranks_now: int) -> str:
-        more = f" on {self.ranks} devices" if self.ranks != ranks_now else ""
-        return f"--set {' --set '.join(self.settings)}{more} ({size_text(self.bytes)})"
+    def settings(self) -> list[str]:
+        """Returns `key=value` settings for `raypp submit --set`."""
+        return [f"{key}={_text(value)}" for key, value in self.changes.items()]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def size_text(size: float) -> str:
     """Returns a number of bytes as text, in GiB or MiB."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
+
+
+def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
+    """Returns the bytes of every pipeline rank at its peak."""
+    pipeline = resolve_pipeline(job)
+    return [
+        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    ]
+
+
+def peak_memory(job: Job, kind: Kind | None = None) -> int:
+    """Returns the bytes of the rank that needs most."""
+    return max(memory_of_ranks(job, kind))
 
 
 def memory_problems(job: Job, capacity: int) -> list[Problem]:
@@ -52,8 +74,7 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
         job: A job in which `check_plan` finds no problem.
         capacity: Bytes of the smallest device that a rank may get.
     """
-    plan = make_plan(job)
-    needs = [memory.total for memory in plan.memory]
+    needs = memory_of_ranks(job)
     if CERTAIN * max(needs) <= capacity:
         return []
     large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
@@ -63,74 +84,103 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
 
 
 def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
-    """Returns the changes of `changes_that_fit` as one sentence."""
-    found = changes_that_fit(job, capacity, factor)
-    if not found:
-        what = f"no single change fits into {size_text(capacity)} by plan"
-        return f"{what}: use more devices, or a smaller model or sequence"
-    return f"fits by plan: {'; or '.join(change.words(job.mesh.world) for change in found)}"
-
-
-def changes_that_fit(job: Job, capacity: int, factor: float = 1.0) -> list[Change]:
-    """Returns changes that make every rank fit into `capacity` bytes, those of fewest ranks first.
-
-    None of them changes how many rows a step takes.
+    """Returns the changes of `changes_that_fit` as one sentence.
 
     Args:
         job: A job in which `check_plan` finds no problem.
         capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
     """
-    found: list[Change] = []
-    fitting: list[set[str]] = []
-    for changes in _changes(job):
-        changed = None if any(keys <= changes.keys() for keys in fitting) else _changed(job, changes)
-        if changed is None:  # or changing fewer keys, or the same ones less, is enough
-            continue
-        need = int(factor * max(memory.total for memory in make_plan(changed).memory))
-        if need <= capacity:
-            fitting.append(set(changes))
-            found.append(Change(_settings(changes), changed.mesh.world, need))
-    return sorted(found, key=lambda change: (change.ranks, len(change.settings)))[:_MOST]
+    found = changes_that_fit(job, int(capacity / factor))
+    if not found:
+        what = f"no change that was tried fits into {size_text(capacity)} by plan"
+        return f"{what}: use more devices, or a smaller model or sequence"
+    return f"fits by plan: {'; or '.join(_in_words(fit, job, factor) for fit in found)}"
 
 
-def _changes(job: Job) -> Iterator[dict[str, Any]]:
-    train, mesh, microbatches = job.train, job.mesh, job.pipeline.microbatches
-    recompute = "train.activation_checkpointing"
-    stronger = {"none": ["selective", "full"], "selective": ["full"], "full": []}[train.activation_checkpointing]
-    smaller = [
-        {"train.micro_batch_size": train.micro_batch_size // by, "pipeline.microbatches": microbatches * by}
-        for by in (2, 4, 8, 16)
-        if train.micro_batch_size % by == 0
-    ]
-    more = [
-        {"mesh.fsdp": mesh.fsdp * by, "pipeline.microbatches": microbatches // by}
-        for by in (2, 4, 8)
-        if microbatches % by == 0
-    ] + [{"mesh.pp": mesh.pp * by} for by in (2, 4)]
-    if mesh.cp > 1 or job.data.seq_len >= 8192:
-        more += [{"mesh.cp": mesh.cp * by} for by in (2, 4)]
-    yield from ({recompute: value} for value in stronger)
-    yield from smaller
-    yield from ({recompute: value} | change for change in smaller for value in stronger)
-    if not mesh.reshard_after_forward:
-        yield {"mesh.reshard_after_forward": True}
-    yield from more
-    yield from ({recompute: value} | change for change in more for value in stronger[-1:])
+def _in_words(fit: Fit, job: Job, factor: float) -> str:
+    more = f" on {fit.devices} devices" if fit.devices != job.mesh.world else ""
+    return f"--set {' --set '.join(fit.settings())}{more} ({size_text(factor * fit.peak)})"
 
 
-def _settings(changes: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items())
+def changes_that_fit(job: Job, device_memory: int, kind: Kind | None = None) -> list[Fit]:
+    """Returns changes with which every rank fits into a device's memory; the global batch stays.
+
+    Each proposal has been planned. Single changes come first; if none suffices, all that save
+    memory on the same devices together; if they do not, these with a mesh of more devices.
+
+    Args:
+        job: A job in which `check_plan` finds no problem.
+        device_memory: Bytes of a device.
+        kind: The kind of device; None: the job's.
+    """
+    before = peak_memory(job, kind)
+    if before <= device_memory:
+        return []
+    cheap = list(_cheap(job))
+    planned = [_planned(job, changes, kind) for changes in (*cheap, *_meshes(job))]
+    found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
+    if found:
+        return found
+    together: dict[str, Any] = {}
+    for changes in cheap:
+        fit = _planned(job, {**together, **changes}, kind)
+        if fit is not None and fit.peak < before:
+            together, before = {**together, **changes}, fit.peak
+            if fit.peak <= device_memory:
+                return [fit]
+    cheaper = changed_job(job, together) or job
+    planned = [_planned(job, {**together, **changes}, kind) for changes in _meshes(cheaper)]
+    found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
+    return sorted(found, key=lambda fit: fit.devices)
 
 
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
-    """Returns the changed job; None if it cannot run."""
-    document = job_document(job)
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        document[section][name] = value
+def _first_of_each(fits: Iterable[Fit]) -> list[Fit]:
+    """Returns the first proposal for each set of keys: the smallest change of these keys."""
+    found: dict[frozenset[str], Fit] = {}
+    for fit in fits:
+        found.setdefault(frozenset(fit.changes), fit)
+    return list(found.values())
+
+
+def _planned(job: Job, changes: Mapping[str, Any], kind: Kind | None) -> Fit | None:
+    one = changed_job(job, changes)
+    if one is None or 2 * one.num_stages * one.pipeline.microbatches > MOST_ACTIONS or check_plan(one):
+        return None
     try:
-        changed = parse_job(document)
+        return Fit(dict(changes), peak_memory(one, kind), one.mesh.world)
     except JobError:
         return None
-    return None if check_plan(changed) else changed
+
+
+def _cheap(job: Job) -> Iterator[dict[str, Any]]:
+    """Yields single changes on the same devices, those that cost little time first."""
+    mesh, pipeline, train = job.mesh, job.pipeline, job.train
+    if lookahead_of(job):
+        yield {"pipeline.lookahead": 0}
+    if schedule_of(job) == "gpipe" and pipeline.microbatches >= mesh.pp:
+        yield {"pipeline.schedule": "1f1b"}
+    rows, factor = train.micro_batch_size, 2
+    while rows % factor == 0:
+        smaller = {"train.micro_batch_size": rows // factor}
+        yield {**smaller, "pipeline.microbatches": pipeline.microbatches * factor}
+        factor *= 2
+    for extent in ("selective", "full"):
+        if extent != train.activation_checkpointing and train.activation_checkpointing != "full":
+            yield {"train.activation_checkpointing": extent}
+    if mesh.fsdp * mesh.cp > 1 and not mesh.reshard_after_forward:
+        yield {"mesh.reshard_after_forward": True}
+
+
+def _meshes(job: Job) -> Iterator[dict[str, Any]]:
+    """Yields meshes of more devices, smallest first."""
+    mesh, pipeline = job.mesh, job.pipeline
+    factor = 2
+    while factor <= _MOST_DEVICES:
+        if pipeline.microbatches % factor == 0:
+            wider = {"mesh.fsdp": mesh.fsdp * factor, "pipeline.microbatches": pipeline.microbatches // factor}
+            yield wider
+            yield {**wider, "mesh.reshard_after_forward": True}
+        if pipeline.layers_per_stage is None:
+            yield {"mesh.pp": mesh.pp * factor}
+        factor *= 2

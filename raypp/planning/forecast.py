@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
+from raypp.planning.activations import Kind, microbatch_tokens, stage_activation_bytes
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
+from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import RankMemory, microbatch_tokens, rank_memory, stage_activation_bytes, stage_parameters
+from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     Border,
@@ -75,7 +77,12 @@ class Forecast:
 
 
 def forecast(
-    job: Job, machines: Machines, costs: Costs, device_memory: int = 0, pipeline: ResolvedPipeline | None = None
+    job: Job,
+    machines: Machines,
+    costs: Costs,
+    device_memory: int = 0,
+    pipeline: ResolvedPipeline | None = None,
+    kind: Kind | None = None,
 ) -> Forecast:
     """Forecasts a step of a job.
 
@@ -85,12 +92,13 @@ def forecast(
         costs: Costs of a device of speed 1.
         device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
         pipeline: The job's resolved pipeline, if known.
+        kind: The kind of device whose memory is planned; None: the job's.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
         JobError: Its schedule does not support its sizes.
     """
-    mesh, pipeline = Mesh.of(job.mesh), pipeline or resolve_pipeline(job)
+    mesh, pipeline, kind = Mesh.of(job.mesh), pipeline or resolve_pipeline(job), kind or memory_kind(job)
     seats = machines.seats(mesh)
     cut, placement, holder = pipeline.cut, pipeline.stages_of_rank, pipeline.rank_of_stage
     microbatches = pipeline.microbatches
@@ -101,14 +109,14 @@ def forecast(
 
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
-        room = _most_in_flight(job, cut, placement, device_memory) if device_memory else None
+        room = _most_in_flight(job, cut, placement, device_memory, kind) if device_memory else None
         whole = pipeline.whole_backwards
         found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole)
         lookahead = best_depth(found).lookahead
     program = pipeline.program_with(lookahead)
     timeline = simulate(program, times)
     free = simulate(program, replace(times, link=0.0))
-    memory = tuple(rank_memory(job, stages, cut, timeline.in_flight) for stages in placement)
+    memory = tuple(rank_memory(job, stages, cut, program[rank], kind) for rank, stages in enumerate(placement))
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
     slowest = min(node.speed for node in seats)
@@ -184,7 +192,9 @@ def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
     return gather, parameters * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
 
 
-def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int) -> list[int]:
+def _most_in_flight(
+    job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int, kind: Kind
+) -> list[int]:
     """Returns how many microbatches in flight fit into memory for every stage.
 
     The rank's other memory is subtracted first.
@@ -192,11 +202,11 @@ def _most_in_flight(job: Job, cut: Sequence[int], placement: Sequence[Sequence[i
     room = [0] * len(cut)
     tokens = microbatch_tokens(job)
     for stages in placement:
-        fixed = rank_memory(job, stages, cut, [0] * len(cut)).total
+        fixed = rank_memory(job, stages, cut, (), kind).total
         for stage in stages:
-            each = tokens * stage_activation_bytes(job, stage, cut) * len(stages)
+            each = tokens * stage_activation_bytes(job, stage, cut, kind) * len(stages)
             if stage == len(cut) - 1:
-                each += tokens * job.model.vocab_size * _FP32
+                each += loss_memory(job, tokens, kind).kept
             room[stage] = int(max(0, memory - fixed) // max(1, each))
     return room
 

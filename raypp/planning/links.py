@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from raypp.planning.activations import microbatch_tokens
 from raypp.planning.choices import wire_of
-from raypp.planning.memory import microbatch_tokens
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
 

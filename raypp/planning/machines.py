@@ -25,11 +25,13 @@ class Node:
         name: Name to show.
         devices: Number of ranks it can take.
         speed: Speed of one of its devices relative to the device whose costs are known.
+        memory: Bytes of host memory that is free; 0: unknown.
     """
 
     name: str
     devices: int
     speed: float = 1.0
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def read_machines(path: Path) -> Machines:
     """Reads the file that `raypp doctor --out` wrote.
 
     The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`,
-    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when). If a
+    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when), optional
+    `memory` (free bytes by node). If a
     pair was measured in both directions, the slower one counts.
 
     Raises:
@@ -125,7 +128,8 @@ def read_machines(path: Path) -> Machines:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         names = [node if isinstance(node, str) else str(node["node"]) for node in found["nodes"]]
-        nodes = tuple(_node(name, found.get("devices", [])) for name in names)
+        memory = found.get("memory", {})
+        nodes = tuple(_node(name, found.get("devices", []), int(memory.get(name, 0))) for name in names)
         links: dict[frozenset[str], Link] = {}
         for entry in found.get("links", []):
             pair = frozenset((str(entry["from"]), str(entry["to"])))
@@ -146,7 +150,7 @@ def read_machines(path: Path) -> Machines:
     return Machines(nodes, links=links, measured=True, source=source)
 
 
-def _node(name: str, devices: Sequence[Mapping[str, Any]]) -> Node:
+def _node(name: str, devices: Sequence[Mapping[str, Any]], memory: int) -> Node:
     own = [device for device in devices if str(device["node"]) == name]
     speeds = [float(device.get("flops_rel") or 1.0) for device in own]
-    return Node(name, max(1, len(own)), min(speeds, default=1.0))
+    return Node(name, max(1, len(own)), min(speeds, default=1.0), memory)

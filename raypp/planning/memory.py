@@ -1,35 +1,71 @@
-"""Device memory that a rank needs, by purpose. An estimate: allocators and kernels need more."""
+"""Device memory that a rank needs, by purpose, at the moment of a step when it needs most.
+
+The rank's actions are played in order. Before, within and after each of them the bytes of all
+tensors are added up, and the largest sum is the prediction. `benchmarks.memory_prediction` compares
+it with what ranks take.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.kinds import OPTIMIZERS
-from raypp.planning.end_weights import activation_bytes
-from raypp.planning.loss_chunks import chunk_sizes
+from raypp.planning.activations import (
+    Kind,
+    backward_bytes,
+    microbatch_tokens,
+    split_backward_bytes,
+    stage_activation_bytes,
+)
+from raypp.planning.choices import wire_of
+from raypp.planning.end_weights import activation_bytes, sum_bytes
+from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.sizes import sizes_of
-from raypp.spec.families import family_of
+from raypp.schedules.action import Action
+from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
 
 _FP32 = 4
+_MB = 10**6
+_NOTHING = LossMemory(0, 0, 0)
+
+CPU_RUNTIME = 35 * _MB
+"""Libraries that a process on a CPU loads in its first steps, and its threads' buffers. Measured
+with a model of 0.1 M parameters."""
+HEAP = 0.19
+"""Share of the tensors' bytes that glibc's heap takes in addition, once the process keeps what it
+frees (`train.host_allocator`): holes that no later tensor fits. Measured (docs/benchmarks)."""
+CUDA_CONTEXT = 500 * _MB
+"""Context, kernels and cuBLAS workspaces of a process on a GPU. NVIDIA names no figure; about this
+is in use on an H100 after the first matrix product. Not measured here."""
+NCCL_GROUP = 200 * _MB
+"""Buffers of one NCCL communicator: channels times NCCL_BUFFSIZE (4 MiB by default) for each of its
+protocols and peers. Not measured here."""
+CACHING = 0.05
+"""Share of the tensors' bytes that torch's caching allocator takes in addition, with expandable
+segments: it rounds sizes and keeps blocks. Not measured here."""
+_UNSHARDED_STAGES = 3
+"""Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, by tensor class.
+    """Bytes of one rank at its peak, by purpose.
 
     Attributes:
         weights: Parameters in fp32; this rank's share under fsdp · cp.
         gradients: In fp32; this rank's share.
         optimizer: State of the optimizer, in fp32; this rank's share.
-        gathered: Under fsdp, cp or bf16: the weights in the compute dtype, and gradients until they
-            are reduced.
-        activations: What forwards in flight keep for their backwards, and the messages between
-            stages.
-        logits: Logits, softmax and their gradients, on the last stage. If the loss is computed in
-            chunks: those of a chunk, and the gradients that the forward computes.
+        gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
+            gradients until they are reduced.
+        activations: What forwards in flight keep for their backwards.
+        logits: The loss, on the last stage.
+        working: What the action at the peak needs for itself: gradients of activations, recomputed
+            activations, the gradient of one matrix before it is added.
+        messages: Receives that are posted ahead, and sends.
+        runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
 
     weights: int
@@ -38,6 +74,9 @@ class RankMemory:
     gathered: int
     activations: int
     logits: int
+    working: int
+    messages: int
+    runtime: int
 
     @property
     def total(self) -> int:
@@ -47,32 +86,55 @@ class RankMemory:
         return {**dataclasses.asdict(self), "total": self.total}
 
 
-def rank_memory(job: Job, stages: Sequence[int], cut: Sequence[int], in_flight: Sequence[int]) -> RankMemory:
-    """Returns the memory of a pipeline rank.
+def memory_kind(job: Job) -> Kind:
+    """Returns the kind of device whose memory is planned: cuda unless the job asks for a CPU."""
+    return "cpu" if job.resources.device == "cpu" else "cuda"
+
+
+def rank_memory(
+    job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind | None = None
+) -> RankMemory:
+    """Returns the memory of a pipeline rank at its peak.
 
     Args:
         job: The job.
         stages: Stages that the rank holds.
         cut: Layers of every stage of the pipeline.
-        in_flight: Largest number of microbatches in flight of every stage of the pipeline.
+        actions: The rank's part of the program. None at all: what it needs without activations.
+        kind: The kind of device; None: the job's.
     """
-    last = len(cut) - 1
+    kind = kind or memory_kind(job)
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
     share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
-    experts = sum(sizes_of(job.model).stage_experts(_layers(stage, cut)) for stage in stages)
-    elsewhere = experts - experts // job.mesh.ep  # never gathered: tokens go to these experts instead
-    tokens = microbatch_tokens(job)
-    activations = sum(in_flight[s] * tokens * stage_activation_bytes(job, s, cut) for s in stages)
-    if job.train.activation_checkpointing == "full" and any(cut[stage] for stage in stages):
-        activations += tokens * layer_activation_numbers(job) * activation_bytes(job)  # the layer being recomputed
-    return RankMemory(
+    base = RankMemory(
         weights=_FP32 * share,
-        gradients=_FP32 * share,
+        gradients=0,
         optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
-        gathered=_gathered(job, parameters - elsewhere, max((cut[s] for s in stages), default=0)),
-        activations=activations,
-        logits=loss_bytes(job, in_flight[last]) if last in stages else 0,
+        gathered=0,
+        activations=0,
+        logits=0,
+        working=0,
+        messages=_messages(job, stages, cut, actions, kind),
+        runtime=0,
     )
+    fsdp = Gathered.of(job, stages, cut, kind)
+    gradients, activations, logits, working = max(_moments(job, fsdp, stages, cut, actions, kind), key=sum)
+    moments = (
+        dataclasses.replace(base, gathered=fsdp.flat),
+        dataclasses.replace(
+            base,
+            gradients=0 if fsdp.replaces else gradients,
+            gathered=fsdp.weights + (gradients if fsdp.replaces else 0),
+            activations=activations,
+            logits=logits,
+            working=working,
+        ),
+        fsdp.reduction(base),
+        dataclasses.replace(base, gradients=_FP32 * share),  # the update
+    )
+    peak = max(moments, key=lambda moment: moment.total)
+    buffers = fsdp.flat + fsdp.buffers if actions else 0
+    return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
@@ -86,72 +148,150 @@ def _layers(stage: int, cut: Sequence[int]) -> range:
     return range(start, start + cut[stage])
 
 
-def microbatch_tokens(job: Job) -> int:
-    """Returns the tokens of a microbatch on one rank if every row is data.seq_len long."""
-    return job.train.micro_batch_size * -(-job.data.seq_len // job.mesh.cp)
+def _moments(
+    job: Job, fsdp: Gathered, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the bytes of gradients, activations, logits and working memory around every action.
 
-
-def layer_activation_numbers(job: Job) -> int:
-    """Returns how many values a layer keeps for its backward, per token.
-
-    Counts like Korthikanti et al. (arXiv:2205.05198, section 4), for this decoder: the inputs of
-    both norms and of the matrices after them (4 C), q, k, v before and after the rotary encoding,
-    the attention's output, and gate, up, silu(gate) and the product of the feed-forward block.
-    Fused kernels recompute attention scores. With experts, each token's row is kept once more per
-    expert that it goes to, and so is that expert's output.
+    A step after the first is played. Without actions, all gradients are there.
     """
-    model = job.model
-    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
-    inner, rows = largest.inner, 2 * largest.sent * model.hidden_size
-    if job.train.activation_checkpointing == "selective":
-        # The block's input and the results of its matrix products and of attention. The rest is
-        # recomputed.
-        return 3 * model.hidden_size + 2 * queries + 2 * keys + 2 * inner + rows
-    return 4 * model.hidden_size + 3 * queries + 3 * keys + 4 * inner + rows
+    tokens, last = microbatch_tokens(job), len(cut) - 1
+    kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
+    between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
+    loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
+    within = tokens * backward_bytes(job, kind)
+    matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    embedding = _FP32 * job.model.vocab_size * job.model.hidden_size
+    done: set[int] = set()
+    gradients = activations = logits = 0
+    for action in actions:
+        stage, added = action.stage, action.stage in done
+        if action.kind == "F":
+            activations += kept[stage]
+            logits += loss[stage].kept
+            yield gradients, activations, logits + loss[stage].forward, 0
+            continue
+        if action.kind == "W":
+            activations -= between[stage]
+        else:
+            yield gradients, activations, logits + loss[stage].backward, 0
+        yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0)
+        if action.kind == "I":
+            activations += between[stage]
+            continue
+        activations -= kept[stage]
+        logits -= loss[stage].kept
+        if not added:
+            done.add(stage)
+            gradients += fsdp.gradients[stage]
+        yield gradients, activations, logits, embedding if stage == 0 and added else 0
+    if not actions:
+        yield sum(fsdp.gradients.values()), 0, 0, 0
 
 
-def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes that a stage keeps per token of a microbatch in flight, with its input."""
-    kept = job.model.hidden_size if job.train.activation_checkpointing == "full" else layer_activation_numbers(job)
-    numbers = cut[stage] * kept
-    if stage == len(cut) - 1:
-        numbers += 2 * job.model.hidden_size  # inputs of the final norm and of the projection
-    return numbers * activation_bytes(job)
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP holds of a rank's stages: weights in the compute dtype, gradients to be reduced.
 
-
-def loss_bytes(job: Job, in_flight: int) -> int:
-    """Returns the bytes of the loss.
-
-    From whole logits, these are the log-softmax (fp32) of each microbatch in flight, and the logits
-    and gradients of one. In chunks, these are the logits and the log-softmax of a chunk (fp32), the
-    gradient of the projection (fp32, and a copy in the compute dtype), and that of its input for
-    each microbatch in flight. A device that is chosen later (`auto`) counts as a GPU.
+    Attributes:
+        replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
+        weights: Bytes of the gathered weights while the program runs.
+        flat: Bytes of the weights that are gathered at once when a stage's first action is near:
+            all of them, also where each block is released after its use.
+        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
+        buffers: Bytes of the reduction's buffers.
+        beside: Bytes of gradients that are held beside these buffers.
+        share: Bytes of this rank's share of the sums.
     """
-    tokens, model = microbatch_tokens(job), job.model
-    chunks = chunk_sizes(tokens, model.vocab_size, "cpu" if job.resources.device == "cpu" else "cuda")
-    copy = 2 if job.train.precision == "bf16" else 0
-    if len(chunks) == 1 or family_of(model) is None:
-        return tokens * model.vocab_size * (_FP32 * in_flight + 2 * _FP32 + copy)
-    projection = model.vocab_size * model.hidden_size * (_FP32 + copy)
-    return (
-        2 * _FP32 * chunks[0] * model.vocab_size
-        + projection
-        + in_flight * tokens * model.hidden_size * (activation_bytes(job))
-    )
+
+    replaces: bool
+    weights: int
+    flat: int
+    gradients: dict[int, int]
+    buffers: int
+    beside: int
+    share: int
+
+    @classmethod
+    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> Gathered:
+        """Returns the figures of a rank's stages.
+
+        A reduction has a buffer with what is sent and, if there are other ranks, one with what is
+        received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`),
+        unless there are replicas or sums are in bf16. Otherwise one block after the other is
+        reduced, beside the gradients.
+        """
+        replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
+        replaces = replicas > 1 or job.train.precision == "bf16"
+        # Experts elsewhere are never gathered: tokens go to them instead.
+        held = {
+            stage: stage_parameters(job, stage, cut) - (experts - experts // job.mesh.ep)
+            for stage in stages
+            for experts in (sizes_of(job.model).stage_experts(_layers(stage, cut)),)
+        }
+        gradients = {stage: _FP32 * count for stage, count in held.items()}
+        if not replaces:
+            return cls(False, 0, 0, gradients, 0, 0, 0)
+        largest = sorted(held.values())[-_UNSHARDED_STAGES:]
+        weights = flat = sum(largest) * activation_bytes(job)
+        layers = max((cut[stage] for stage in stages), default=0)
+        if job.mesh.reshard_after_forward and layers:
+            weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
+        total = sum(held.values())
+        share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+        buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
+        if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
+            buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
+            return cls(True, weights, flat, gradients, buffers, _FP32 * total, share)
+        return cls(True, weights, flat, gradients, buffers, 0, share)
+
+    def reduction(self, base: RankMemory) -> RankMemory:
+        """Returns the memory at the end of the reduction; the weights are no longer gathered."""
+        if not self.replaces:
+            return base
+        return dataclasses.replace(base, gradients=self.share, gathered=self.buffers + self.beside)
 
 
-def _gathered(job: Job, parameters: int, layers: int) -> int:
-    """Returns the bytes of unsharded weights and of gradients until the step's reduction.
+def _messages(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:
+    """Returns the bytes of messages: receives that are posted ahead, and one send per channel.
 
-    Weights are in the compute dtype, gradients in fp32.
+    A rank receives activations for its stages from another rank, and gradients. With NCCL the order
+    of all ranks' actions says how many receives are posted before their use (`schedules.posting`).
+    They were always fewer than the microbatches in flight, which are counted here.
     """
-    replicated = job.mesh.fsdp * job.mesh.cp == 1
-    if replicated and job.mesh.dp_replicate == 1 and job.train.precision == "fp32":
+    if job.mesh.pp == 1 or not actions:
         return 0
-    weights = parameters * activation_bytes(job)
-    if replicated and job.train.precision == "fp32":
-        weights = 0  # used as they are
-    elif job.mesh.reshard_after_forward and layers:
-        weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
-    return weights + parameters * _FP32
+    width, tokens, wire = job.model.hidden_size, microbatch_tokens(job), wire_of(job)
+
+    def size(form: str) -> int:
+        return tokens * (width + 4 if form == "int8" else width * (2 if form == "bf16" else _FP32))
+
+    ahead = min(RECEIVES_AHEAD, job.pipeline.microbatches) if kind == "cpu" else _most_in_flight(actions)
+    down, up = any(stage > 0 for stage in stages), any(stage < len(cut) - 1 for stage in stages)
+    received = down * size(wire.activations) + up * size(wire.gradients)
+    return ahead * received + down * size(wire.gradients) + up * size(wire.activations)
+
+
+def _most_in_flight(actions: Sequence[Action]) -> int:
+    """Returns the largest number of forwards whose backwards are still to come."""
+    found = open_ones = 0
+    for action in actions:
+        open_ones += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        found = max(found, open_ones)
+    return found
+
+
+def _runtime(job: Job, tensors: int, buffers: int, kind: Kind) -> int:
+    """Returns the bytes beside the tensors of the peak.
+
+    Args:
+        tensors: Bytes of the tensors at the peak.
+        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients.
+            They live outside the peak, but are larger than the holes that activations leave in
+            glibc's heap, so on a CPU they come on top.
+    """
+    if kind == "cpu":
+        return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))
+    mesh = job.mesh
+    groups = 2 * (mesh.pp > 1) + (mesh.fsdp * mesh.cp > 1) + (mesh.dp_replicate > 1) + (mesh.cp > 1) + (mesh.ep > 1)
+    return CUDA_CONTEXT + groups * NCCL_GROUP + int(CACHING * tensors)

@@ -12,9 +12,10 @@ from typing import Any
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.flops import flops_per_token
+from raypp.planning.host_memory import HostMemory, host_memory
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
-from raypp.planning.predict import Grounds, Prediction, predict, stage_times
+from raypp.planning.predict import Grounds, Prediction, kind_of, predict, stage_times
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
@@ -70,7 +71,9 @@ class Plan:
         simulated_bubble: Idle fraction of a step of this program with this cut's stage costs and
             free links.
         in_flight: Largest number of microbatches in flight, by stage.
-        memory: Bytes by tensor class, of every pipeline rank.
+        memory: Bytes by purpose, of every pipeline rank at its peak.
+        memory_device: The kind of device that `memory` is planned for: cpu or cuda.
+        host: Host memory of the node that needs most.
         boundaries: Messages between stages.
         link_bytes_per_step: Bytes over the busiest boundary of one pipeline in a step, in its
             busier direction.
@@ -104,6 +107,8 @@ class Plan:
     simulated_bubble: float
     in_flight: tuple[int, ...]
     memory: tuple[RankMemory, ...]
+    memory_device: str
+    host: HostMemory
     boundaries: tuple[Boundary, ...]
     link_bytes_per_step: int
     link_gbps: float | None
@@ -147,7 +152,13 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
     per_token = flops_per_token(job)
     remarks = (sizes_remark(job.model), _backwards_remark(pipeline))
+    grounds = grounds or Grounds(link_gbps=link_gbps)
+    kind = kind_of(grounds.devices_for(job)[-1])
     pp, stages_per_rank, microbatches = pipeline.sizes
+    memory = tuple(
+        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind)
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    )
     return Plan(
         name=job.name,
         world=mesh.world,
@@ -167,7 +178,9 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         bubble_overhead=bubble_overhead(pp, microbatches, stages_per_rank),
         simulated_bubble=costed.bubble,
         in_flight=tuple(drawn.in_flight),
-        memory=tuple(rank_memory(job, stages, pipeline.cut, drawn.in_flight) for stages in pipeline.stages_of_rank),
+        memory=memory,
+        memory_device=kind,
+        host=host_memory(job, pipeline, memory, grounds.machines_for(job), kind),
         boundaries=tuple(crossing),
         link_bytes_per_step=microbatches * largest,
         link_gbps=link_gbps,
@@ -176,7 +189,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
-        predictions=tuple(predict(job, pipeline, grounds or Grounds(link_gbps=link_gbps))),
+        predictions=tuple(predict(job, pipeline, grounds)),
         remarks=tuple(remark for remark in remarks if remark),
     )
 

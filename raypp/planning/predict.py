@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
+from raypp.planning.fit import Fit, changes_that_fit
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 from raypp.planning.resolve import ResolvedPipeline
@@ -31,6 +33,7 @@ class Prediction:
         advice: Single changes that would help, and the fraction of the step's time that each saves.
         peak_memory: Bytes of the rank that needs most.
         device_memory: Bytes of a device; 0: unknown.
+        fits_with: Changes with which the job fits, if it does not.
         measured: Which inputs were measured: costs, links.
         assumptions: Description of each assumption.
     """
@@ -46,6 +49,7 @@ class Prediction:
     advice: tuple[tuple[str, float], ...]
     peak_memory: int
     device_memory: int
+    fits_with: tuple[Fit, ...]
     measured: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -83,6 +87,11 @@ class Grounds:
         return [DEVICES["cpu" if kind == "auto" else kind] for kind in kinds]
 
 
+def kind_of(device: Device) -> Kind:
+    """Returns the kind of device whose memory is planned."""
+    return "cpu" if device.name == "cpu" else "cuda"
+
+
 def stage_times(
     pipeline: ResolvedPipeline, layer_s: float = 1.0, backward: float = 2.0, link_s: float = 0.0
 ) -> StageTimes:
@@ -112,7 +121,7 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Pred
 def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
     costs = grounds.costs or computed_costs(job, device)
     machines = grounds.machines_for(job)
-    found: Forecast = forecast(job, machines, costs, device.memory, pipeline)
+    found: Forecast = forecast(job, machines, costs, device.memory, pipeline, kind_of(device))
     return Prediction(
         device="measured" if costs.measured else device.name,
         step_s=found.step_s,
@@ -125,6 +134,7 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         advice=tuple(advice(job, machines, costs, found, device.memory)),
         peak_memory=found.peak_memory,
         device_memory=device.memory,
+        fits_with=tuple(changes_that_fit(job, device.memory, kind_of(device)) if device.memory else ()),
         measured=found.measured,
         assumptions=(*found.sources, "every row is data.seq_len tokens long"),
     )

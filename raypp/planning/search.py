@@ -25,7 +25,7 @@ from raypp.spec.load import job_document, parse_job
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
 """A layer is moved only if the step's time falls below this fraction of the previous one."""
-_MOST_ACTIONS = 40_000
+MOST_ACTIONS = 40_000
 """Programs with more actions (ranks · stages · microbatches · 2) are not simulated, because each
 takes seconds."""
 
@@ -99,7 +99,7 @@ def search(
         if time.monotonic() > end:
             out_of_time = True
             break
-        one = _changed(job, changes)
+        one = changed_job(job, changes)
         if one is None or check_plan(one):
             refused += 1
             continue
@@ -152,7 +152,7 @@ def advice(
     gains = []
     tokens = now.tokens_per_s
     for text, changes in single:
-        one = _changed(job, changes)
+        one = changed_job(job, changes)
         if one is None or check_plan(one):
             continue
         cast = forecast(one, machines, costs, device_memory)
@@ -185,7 +185,7 @@ def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
                 microbatches = batch // replicas // rows
                 sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
                 for schedule, stages in _schedules(job, pp, microbatches):
-                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= _MOST_ACTIONS:
+                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= MOST_ACTIONS:
                         kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
                         yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
 
@@ -222,7 +222,7 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
                 moved = list(cut)
                 moved[source] -= 1
                 moved[target] += 1
-                changed = _changed(best.job, {"pipeline.layers_per_stage": moved})
+                changed = changed_job(best.job, {"pipeline.layers_per_stage": moved})
                 if changed is None:
                     continue
                 cast = forecast(changed, machines, costs, device_memory)
@@ -235,7 +235,7 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
     return best
 
 
-def _changed(job: Job, changes: Mapping[str, Any]) -> Job | None:
+def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
     """Returns the job with changed keys; None if the result is not a valid job."""
     document = job_document(job)
     for key, value in changes.items():

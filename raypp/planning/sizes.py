@@ -30,6 +30,7 @@ class LayerSize:
         inner: Width of the feed-forward block that each token passes; with experts, of all it is
             routed to.
         sent: Number of experts that each token is routed to.
+        largest: Parameters of the largest matrix; of a stack of experts' matrices together.
     """
 
     parameters: int
@@ -37,6 +38,7 @@ class LayerSize:
     multiplied: int
     inner: int
     sent: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,11 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
 
 
 def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
-    parameters = experts = multiplied = inner = 0
+    parameters = experts = multiplied = inner = largest = 0
     chosen = getattr(model, "experts_per_token", 0)
     for weight in weights:
         parameters += weight.parameters
+        largest = max(largest, weight.parameters)
         passes = 1
         if weight.part == "experts":
             experts += weight.parameters
@@ -118,7 +121,7 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
             multiplied += passes * prod(weight.shape[-2:])
         if weight.residual and weight.part in ("feed_forward", "experts"):
             inner += passes * weight.shape[-1]
-    return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0)
+    return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest)
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
@@ -137,7 +140,8 @@ def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
     layers = []
     for index, shapes in enumerate(built["layers"]):
         multiplied = sum(prod(shape) for shape in shapes if len(shape) > 1)
-        layers.append(LayerSize(sum(map(prod, shapes)), 0, multiplied, guess.layers[index].inner))
+        largest = max(map(prod, shapes), default=0)
+        layers.append(LayerSize(sum(map(prod, shapes)), 0, multiplied, guess.layers[index].inner, largest=largest))
     _counted[model] = ModelSizes(tuple(layers), built["first"], built["last"], built["whole"])
 
 

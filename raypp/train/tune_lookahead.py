@@ -23,8 +23,8 @@ import torch.distributed as dist
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.link_probe import message_seconds
 from raypp.pipeline.wire import wire_format
+from raypp.planning.activations import Kind, stage_activation_bytes
 from raypp.planning.choose_lookahead import Depth, best_depth, depths
-from raypp.planning.memory import stage_activation_bytes
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.records import Event
 from raypp.schedules.simulate import StageTimes
@@ -153,10 +153,11 @@ class LookaheadTuner:
     def _room(self) -> dict[int, int]:
         """Returns how many microbatches fit, per stage, if its stages share free memory equally."""
         rank = self._rank
+        kind: Kind = "cuda" if rank.device.type == "cuda" else "cpu"
         free = _SHARE * free_bytes(rank.device, rank.seat.local_world_size) / len(self.runtime.planned)
         found = {}
         for stage in self.runtime.planned:
-            computed = self._tokens * stage_activation_bytes(self.job, stage, self.pipeline.cut)
+            computed = self._tokens * stage_activation_bytes(self.job, stage, self.pipeline.cut, kind)
             found[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
         return found
 

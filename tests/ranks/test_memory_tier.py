@@ -14,6 +14,8 @@ import torch
 from lives import Fate, Lives, same
 
 from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
+from raypp.planning.plan import make_plan
+from raypp.spec.load import parse_job
 
 pytestmark = pytest.mark.ranks
 
@@ -152,6 +154,26 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
     why = {event.message.split(",")[0] for event in told.of_kind("memory_tier_off")}
     assert why and all(one.startswith("2 ranks of this node need 2 × ") for one in why), told.events
     assert told.losses == undisturbed[0] and not list(folder.iterdir())
+
+
+def test_with_memory_for_four_snapshots_copies_survive_a_node_as_well(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    """Four files per rank fit on each node, six do not."""
+    here, there = shared_memory(), shared_memory()
+    state = make_plan(parse_job({**document(), "checkpoint": {"url": "/nowhere"}})).host.state
+    limit = {LIMIT_VARIABLE: str(6 * state / 1e6)}  # 80 % of it are for snapshots
+    lives = Lives(document(), tmp_path, [here, there], [0, 1], limit)
+    first = lives.attempt_once(Fate((0, 1), after=5, copies=2))
+    why = {event.message for event in first.of_kind("memory_tier_reduced")}
+    assert why and all(one.endswith("with 4, snapshots wait for their copies") for one in why), first.events
+    assert all(sum(name.kind == kind for name, _ in list_slots(here)) == 2 for kind in ("own", "copy"))
+    for path in there.iterdir():
+        path.unlink()
+    second = lives.attempt_once()
+    assert second.restored().startswith("from memory: step ") and "rank 1 from the copy" in second.restored()
+    losses, state_after = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state_after)
 
 
 def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:

@@ -1,0 +1,104 @@
+"""What forwards keep for their backwards, and what a backward needs meanwhile, per token.
+
+The counts are those of the tensors that autograd saves in the layers of `raypp/models`
+(`tests/unit/planning/test_activations.py` counts them in a real layer). The method is that of
+Korthikanti et al. (arXiv:2205.05198, section 4).
+
+Legend: C residual width, Q width of all queries, K width of all keys, F inner width of the
+feed-forward block that a token passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raypp.planning.end_weights import activation_bytes
+from raypp.planning.sizes import sizes_of
+from raypp.spec.job import Job
+
+Kind = Literal["cpu", "cuda"]
+"""The kind of device; kernels differ in what they keep."""
+
+
+def microbatch_tokens(job: Job) -> int:
+    """Returns the tokens of a microbatch on one rank if every row is data.seq_len long."""
+    return job.train.micro_batch_size * -(-job.data.seq_len // job.mesh.cp)
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts."""
+
+    residual: int
+    queries: int
+    keys: int
+    inner: int
+    rows: int
+
+
+def _widths(job: Job) -> _Widths:
+    model = job.model
+    largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
+    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
+    return _Widths(model.hidden_size, queries, keys, largest.inner, 2 * largest.sent * model.hidden_size)
+
+
+def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
+    """Returns how many values a layer keeps for its backward, per token.
+
+    Without recomputation: input and output of both norms and the residual stream between (4 C; on
+    CPUs the norm is not fused and keeps its input divided by its root mean square as well: 6 C),
+    queries, keys and values as attention takes them, its output, and gate, up, silu(gate) and the
+    product of the feed-forward block. Attention kernels recompute scores. Experts keep each token's
+    row once more per expert that it goes to, and that expert's output.
+
+    "selective" keeps the layer's input and the results of its matrix products and of attention,
+    "full" the input.
+    """
+    w = _widths(job)
+    extent = job.train.activation_checkpointing
+    if extent == "full":
+        return w.residual
+    if extent == "selective":
+        return 3 * w.residual + 2 * w.queries + 2 * w.keys + 2 * w.inner + w.rows
+    return _everything(w, kind)
+
+
+def _everything(w: _Widths, kind: Kind) -> int:
+    norms = 6 if kind == "cpu" else 4
+    return norms * w.residual + 2 * w.queries + 2 * w.keys + 4 * w.inner + w.rows
+
+
+def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
+    """Returns the bytes that a stage keeps per token of a microbatch in flight.
+
+    Its layers', the table of the rotary encoding (2 D), its output if another stage follows, and on
+    the last stage what the final norm keeps.
+    """
+    width = job.model.hidden_size
+    numbers = cut[stage] * layer_activation_numbers(job, kind) + 2 * job.model.dim_per_head + width
+    if stage == len(cut) - 1:
+        numbers += width * (2 if kind == "cpu" else 1)
+    return numbers * activation_bytes(job)
+
+
+def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
+    """Returns the bytes per token that a backward keeps between its two halves.
+
+    These are the gradients of the results of all matrix products and norms of the stage's layers.
+    """
+    w = _widths(job)
+    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + 2 * w.inner) * activation_bytes(job)
+
+
+def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
+    """Returns the bytes per token of a layer's backward at its largest.
+
+    The gradients of its output and of the product of its feed-forward block, and what the layer
+    recomputes.
+    """
+    w = _widths(job)
+    recomputed = _everything(w, kind) - layer_activation_numbers(job, kind)
+    return (w.residual + w.inner + recomputed) * activation_bytes(job)

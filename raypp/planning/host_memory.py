@@ -1,0 +1,115 @@
+"""Host memory of the nodes: snapshots of the memory tier, and what a save buffers.
+
+The memory tier keeps whole copies of a rank's state in files. A new snapshot never overwrites the
+only whole one, neither here nor at the partner, so two files on each side are the least. Two more
+let a rank take snapshots while an older one is on its way (docs/design/0028).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypp.mesh.geometry import Mesh
+from raypp.planning.activations import Kind
+from raypp.planning.machines import Machines
+from raypp.planning.memory import RankMemory
+from raypp.planning.resolve import ResolvedPipeline
+from raypp.spec.job import Job
+
+OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4
+"""Files for a rank's own snapshots: on a single node; with a partner on another node when memory is
+short; and when it is not."""
+COPIES = 2
+"""Files for the copies of each rank that a rank is the partner of."""
+TIER_SHARE = 0.8
+"""Share of the available memory that the tier takes at most."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of the node that needs most. Bytes.
+
+    Attributes:
+        node: Its name.
+        ranks: Ranks on it.
+        state: Weights and optimizer state of its largest rank: the size of one snapshot.
+        files: Snapshots that each rank keeps, its own and its partner's; 0 without a tier.
+        fewest_files: The same when memory is short: every failure is survived as before, but
+            snapshots wait for the link between the nodes.
+        snapshots: All snapshots.
+        saving: Buffers of a save.
+        computing: Memory of the ranks themselves, if they run on the CPU.
+        available: What the node has; 0 if that is not known.
+    """
+
+    node: str
+    ranks: int
+    state: int
+    files: int
+    fewest_files: int
+    snapshots: int
+    saving: int
+    computing: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.snapshots + self.saving + self.computing
+
+    def problem(self) -> str:
+        """Returns what will happen because the node's memory is short; empty if it is not."""
+        if not self.available:
+            return ""
+        left = self.available - self.computing - self.saving
+        if left < 0:
+            return "the node has too little memory for its ranks and a save"
+        room = int(TIER_SHARE * left)
+        if self.snapshots <= room:
+            return ""
+        if self.snapshots // max(1, self.files) * self.fewest_files <= room:
+            return "too little for all snapshots: they will wait for the link between nodes"
+        if self.files > OWN_ALONE and self.ranks * OWN_ALONE * self.state <= room:
+            return "too little for copies on another node: a lost node resumes from the store"
+        return "too little for snapshots: a failure resumes from the store"
+
+
+def host_memory(
+    job: Job, pipeline: ResolvedPipeline, memory: Sequence[RankMemory], machines: Machines, kind: Kind
+) -> HostMemory:
+    """Returns the host memory of the node that needs most.
+
+    Args:
+        job: The job.
+        pipeline: Its pipeline, resolved.
+        memory: The device memory of every pipeline rank.
+        machines: The nodes.
+        kind: The kind of device.
+
+    Raises:
+        ResourcesError: The job has more ranks than the machines have devices.
+    """
+    mesh = Mesh.of(job.mesh)
+    seats = machines.seats(mesh)
+    several = len({node.name for node in seats}) > 1
+    own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
+    tier = job.checkpoint.memory_tier
+    found = []
+    for name, ranks in Counter(node.name for node in seats).items():
+        here = [memory[mesh.coordinates(rank).pp] for rank, node in enumerate(seats) if node.name == name]
+        state = max(rank.weights + rank.optimizer for rank in here)
+        found.append(
+            HostMemory(
+                node=name,
+                ranks=ranks,
+                state=state,
+                files=(own + copies) * tier,
+                fewest_files=(fewest + copies) * tier,
+                snapshots=(own + copies) * tier * ranks * state,
+                saving=sum(rank.weights + rank.optimizer for rank in here),
+                computing=sum(rank.total for rank in here) if kind == "cpu" else 0,
+                available=next(node.memory for node in machines.nodes if node.name == name),
+            )
+        )
+    return max(found, key=lambda node: (node.total - node.available, node.total))

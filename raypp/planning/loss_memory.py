@@ -1,0 +1,58 @@
+"""Memory of the loss. It follows `models/loss.py` and changes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypp.planning.activations import Kind
+from raypp.planning.end_weights import activation_bytes
+from raypp.planning.loss_chunks import chunk_sizes
+from raypp.spec.families import family_of
+from raypp.spec.job import Job
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """Bytes of the loss on the last stage, for one microbatch.
+
+    Attributes:
+        kept: From its forward to its backward.
+        forward: In addition to that, while the forward computes.
+        backward: In addition to that, while the backward computes.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
+    """Returns the memory of the cross-entropy of `tokens` tokens.
+
+    From whole logits: the stage's output, the logits in the compute dtype, is kept, and so is the
+    log-softmax in fp32, which the backward needs. The backward has two fp32 gradients at once: of
+    the log-softmax and of its input. In bf16 the forward also has an fp32 copy of the logits.
+
+    In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits and
+    the log-softmax of a chunk (fp32), and the gradient of the projection (fp32, and a copy in the
+    compute dtype).
+
+    Args:
+        job: The job.
+        tokens: Tokens of a microbatch on one rank.
+        kind: The kind of device.
+    """
+    model, compute = job.model, activation_bytes(job)
+    chunks = chunk_sizes(tokens, model.vocab_size, kind)
+    if len(chunks) == 1 or family_of(model) is None:
+        values = tokens * model.vocab_size
+        return LossMemory(
+            kept=values * (compute + _FP32),
+            forward=values * _FP32 if compute < _FP32 else 0,
+            backward=values * 2 * _FP32,
+        )
+    projection = model.vocab_size * model.hidden_size * (_FP32 + (compute if compute < _FP32 else 0))
+    working = 2 * _FP32 * chunks[0] * model.vocab_size + projection
+    return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=working)

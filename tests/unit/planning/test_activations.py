@@ -1,0 +1,57 @@
+"""Counts what autograd saves in real layers and compares it with the plan's counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planned_jobs import job_with
+
+from raypp.models.documents import PackedDocuments
+from raypp.models.loss import token_loss_sum
+from raypp.models.stage import build_stage
+from raypp.planning.activations import microbatch_tokens, stage_activation_bytes
+from raypp.planning.loss_memory import loss_memory
+from raypp.spec.job import Job
+
+MOE = {"kind": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 128, "num_kv_heads": 2}
+
+
+def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
+    """Returns the bytes of the storages that a stage's forward keeps, parameters left out."""
+    stage = build_stage(job.model, range(1), first=False, last=last).to_empty(device="cpu")
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    rows, length = job.train.micro_batch_size, job.data.seq_len
+    given = torch.randn(rows, length, job.model.hidden_size, requires_grad=True)
+    own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    documents = PackedDocuments.of_rows([[length]] * rows, length)
+    positions = torch.arange(length).repeat(rows, 1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = stage(given, positions, documents)
+        if loss:
+            token_loss_sum(out, torch.zeros(rows, length, dtype=torch.int64))
+    kept[out.untyped_storage().data_ptr()] = out  # the stage's output is kept as well
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("model", [{}, {"num_kv_heads": 2}, MOE], ids=["llama", "grouped", "experts"])
+def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
+    job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
+    planned = microbatch_tokens(job) * stage_activation_bytes(job, 1, [1, 1, 1], "cpu")
+    # Beside it: one number per head, row or norm, and the routing of tokens.
+    assert planned == pytest.approx(saved_bytes(job, last=False), rel=0.02)
+
+
+def test_the_loss_keeps_what_the_plan_counts() -> None:
+    job = job_with(data={"seq_len": 64}, train={"micro_batch_size": 2})
+    tokens = microbatch_tokens(job)
+    planned = loss_memory(job, tokens, "cpu").kept + tokens * stage_activation_bytes(job, 2, [1, 1, 1], "cpu")
+    assert planned == pytest.approx(saved_bytes(job, last=True, loss=True), rel=0.02)

@@ -1,0 +1,98 @@
+"""Tests the memory of a rank at its peak, and the changes that make a job fit."""
+
+from __future__ import annotations
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.planning.activations import stage_activation_bytes
+from raypp.planning.fit import changes_that_fit, peak_memory
+from raypp.planning.host_memory import HostMemory, host_memory
+from raypp.planning.machines import Machines, Node
+from raypp.planning.plan import make_plan
+from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.search import changed_job
+from raypp.spec.job import Job
+
+GIB = 1024**3
+LARGE = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632, "num_layers": 8}
+
+
+def test_the_parts_are_those_of_one_moment() -> None:
+    """At the end of gpipe's warm-up nothing has been accumulated yet; 1f1b has both at once."""
+    cut = {"layers_per_stage": [4, 4], "microbatches": 16}
+    gpipe, usual = (
+        make_plan(job_with(pipeline={"schedule": name, **cut}, train={"micro_batch_size": 8})).memory[1]
+        for name in ("gpipe", "1f1b")
+    )
+    assert gpipe.activations == 16 * usual.activations and gpipe.logits > usual.logits
+    assert gpipe.gradients == 0 and usual.gradients == usual.weights
+
+
+def test_receives_ahead_and_runtime_are_counted() -> None:
+    one, two = (make_plan(job_with(mesh={"pp": pp}, resources={"device": "cpu"})).memory[0] for pp in (1, 2))
+    message = 2 * 256 * 256 * 4
+    assert one.messages == 0 and two.messages == (3 + 1) * message
+    on_card = make_plan(job_with(resources={"device": "cuda"})).memory[0]
+    assert on_card.runtime > two.runtime > 0
+
+
+def test_a_split_backward_keeps_activations_and_gradients_between_its_halves() -> None:
+    sections = {"schedule": "zbv", "stages_per_rank": 2}
+    split = make_plan(job_with(pipeline=sections, train={"micro_batch_size": 8})).memory[0]
+    flying = make_plan(job_with(pipeline=sections)).in_flight
+    rows = 8 * 256 * stage_activation_bytes(job_with(pipeline=sections), 0, [2, 2, 2, 2])
+    assert split.activations > max(flying) * rows
+
+
+@pytest.mark.parametrize(
+    ("sections", "gib"),
+    [
+        ({"train": {"micro_batch_size": 8}, "pipeline": {"schedule": "gpipe"}}, 8),
+        ({"mesh": {"pp": 1}, "train": {"micro_batch_size": 4}}, 7),
+        ({"mesh": {"pp": 1, "fsdp": 2}, "train": {"micro_batch_size": 1}}, 6),
+        ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 1}}, 5),
+        ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 4}}, 5),
+    ],
+)
+def test_every_change_that_is_proposed_makes_the_job_fit(sections: dict[str, dict[str, object]], gib: int) -> None:
+    job = job_with(model=LARGE, **{"data": {"seq_len": 2048}, **sections})
+    assert peak_memory(job) > gib * GIB
+    found = changes_that_fit(job, gib * GIB)
+    assert found
+    for fit in found:
+        changed = changed_job(job, fit.changes)
+        assert changed is not None
+        assert max(rank.total for rank in make_plan(changed).memory) == fit.peak <= gib * GIB
+        assert make_plan(changed).tokens_per_step == make_plan(job).tokens_per_step, "the batch must stay"
+        assert changed.mesh.world == fit.devices
+
+
+def test_nothing_is_proposed_for_a_job_that_fits_or_never_will() -> None:
+    job = job_with()
+    assert changes_that_fit(job, 80 * GIB) == []
+    assert changes_that_fit(job, 1024) == []
+
+
+def of(job: Job, memory: int) -> HostMemory:
+    plan = make_plan(job)
+    machines = Machines((Node("a", 1, memory=memory), Node("b", 1, memory=memory)))
+    return host_memory(job, resolve_pipeline(job), plan.memory, machines, "cuda")
+
+
+def test_several_nodes_keep_six_snapshots_a_rank_or_four_when_memory_is_short() -> None:
+    job = job_with(checkpoint={"url": "/tmp/somewhere"})
+    unknown = of(job, 0)
+    assert (unknown.files, unknown.fewest_files, unknown.snapshots) == (6, 4, 6 * unknown.state)
+    assert unknown.state == 12 * max(rank.weights for rank in make_plan(job).memory) // 4
+    assert unknown.problem() == ""
+
+    def with_room_for(files: float) -> str:
+        return of(job, int((files * unknown.state + unknown.saving / 1.25) * 1.25) + 100).problem()
+
+    assert with_room_for(6) == ""
+    assert "wait for the link" in with_room_for(5)
+    assert "copies on another node" in with_room_for(3)
+    assert "too little for snapshots" in with_room_for(1)
+    alone = host_memory(job, resolve_pipeline(job), make_plan(job).memory, Machines.alike(2, 2, None), "cuda")
+    assert (alone.files, alone.snapshots) == (2, 2 * 2 * alone.state)
