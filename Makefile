@@ -5,8 +5,10 @@
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-clusters test-slow test-torch211 lint docs bench chaos clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs bench chaos clean
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
+endif
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -59,7 +61,10 @@ ifdef TESTS
 test: venv
 	@$(PYTEST) $(TESTS)
 else
-test: test-unit test-ranks test-s3 test-clusters
+# The last three wait more than they compute. Each prints when it ends.
+test: test-unit test-ranks
+	@echo "test-s3, test-ray and test-e2e run side by side (some minutes)"
+	@$(MAKE) --no-print-directory -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e
 endif
 
 test-unit: venv
@@ -77,10 +82,6 @@ test-ray: venv
 
 test-e2e: venv
 	@$(PYTEST) $(E2E)
-
-# Both tiers in one process: their tests share the clusters.
-test-clusters: venv
-	@$(PYTEST) $(RAY) $(E2E)
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)

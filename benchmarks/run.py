@@ -35,6 +35,7 @@ BENCHMARKS = (
     Benchmark("throughput", 6, "raypp's step compared with a bare Schedule1F1B script"),
     Benchmark("schedules", 4, "each schedule's measured and simulated step"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
+    Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
     Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
     Benchmark("memory", 3, "peak memory by number of microbatches"),
     Benchmark("loss_memory", 7, "peak memory and time of the loss, by whole logits and in chunks"),
