@@ -49,6 +49,7 @@ class PlannedStage(ChunkStage):
         gradients: Wire format of gradients; None: as computed.
         seed: Seeds the formats' random numbers, with the step, the stage and the microbatch.
         late_sums: The gradient sums that are awaited at the end of a step; None if there are none.
+        frees_weights: Whether each block frees its gathered weights after its use.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class PlannedStage(ChunkStage):
         gradients: WireFormat | None = None,
         seed: int = 0,
         late_sums: LateSums | None = None,
+        frees_weights: bool = False,
     ) -> None:
         super().__init__(module, index, num_stages, device, up_group)
         self.rank_of_stage = list(rank_of_stage)
         self.hidden_size = hidden_size
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
-        self.late_sums = late_sums
+        self.late_sums, self.frees_weights = late_sums, frees_weights
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []

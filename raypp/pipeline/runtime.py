@@ -365,12 +365,18 @@ class ProgramRuntime:
     # Weights.
 
     def _unshard(self, stage: PlannedStage, microbatch: int) -> None:
-        if isinstance(stage.submod, FSDPModule):
-            for module in stage.submod.modules():
-                if isinstance(module, FSDPModule):
-                    # Its first forward waits for it in FSDP's own hook, block by block: the rest
-                    # of the stage is still being gathered while its first blocks compute.
-                    module.unshard(async_op=True)
+        if not isinstance(stage.submod, FSDPModule):
+            return
+        if stage.frees_weights:
+            # Each block gathers its weights when it is reached, and frees them after its use. All
+            # of them at once could be more than the device holds.
+            stage.submod.unshard(async_op=True)
+            return
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                # Its first forward waits for it in FSDP's own hook, block by block: the rest
+                # of the stage is still being gathered while its first blocks compute.
+                module.unshard(async_op=True)
 
     def _reshard(self, stage: PlannedStage, microbatch: int) -> None:
         if isinstance(stage.submod, FSDPModule):

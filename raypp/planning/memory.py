@@ -196,8 +196,8 @@ class Gathered:
     Attributes:
         replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
         weights: Bytes of the gathered weights while the program runs.
-        flat: Bytes of the weights that are gathered at once when a stage's first action is near:
-            all of them, also where each block is released after its use.
+        flat: Bytes of the weights that are gathered when a stage's first action is near. On CPUs
+            all of them, also where each block frees its own after use: the heap keeps their memory.
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers.
@@ -237,6 +237,7 @@ class Gathered:
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
+            flat = flat if kind == "cpu" else weights
         total = sum(held.values())
         share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)

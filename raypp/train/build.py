@@ -96,6 +96,7 @@ def build_stages(
                 gradients=wire_format(pipeline.wire.gradients),
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
                 late_sums=prepared.late_sums,
+                frees_weights=job.mesh.reshard_after_forward,
             )
         )
     if job.mesh.pp > 1:
