@@ -97,9 +97,15 @@ def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
                 name = f"recomputation {kept}{', compiled' if compiled else ''}"
                 settings = {"train.compile": compiled, "train.activation_checkpointing": kept}
                 found.append(Variant(name, model, seq_len, settings))
-            packed = {"train.compile": True, "train.activation_checkpointing": "full",
-                      "data.document_len": [seq_len // 16, seq_len // 2]}  # fmt: skip
-            found.append(Variant("recomputation full, compiled, packed documents", model, seq_len, packed))
+            base = {"train.compile": True, "train.activation_checkpointing": "full"}
+            others: dict[str, dict[str, Any]] = {
+                "packed documents": {"data.document_len": [seq_len // 16, seq_len // 2]},
+                "fp32 without TF32": {"train.precision": "fp32", "train.tf32": False},
+            }
+            if torch.cuda.is_available():
+                others |= {f"attention {kernel}": {"train.attention": kernel} for kernel in ("plain", "flex")}
+            for name, changed in others.items():
+                found.append(Variant(f"recomputation full, compiled, {name}", model, seq_len, base | changed))
     return found
 
 
