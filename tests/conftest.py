@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,9 @@ settings.load_profile("any-machine")
 # Set before torch is imported: OpenMP threads that wait for each other cost more than the small
 # tensors of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs tests in the background ignores SIGINT, and so would the commands they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for folder in ("e2e", "servers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
