@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +48,29 @@ DEVICES = {
         Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
         Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
         Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, 48 * GIB, 0.4),
-        Device("a100", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
+        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 40 * GIB, 0.5),
+        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
         Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 80 * GIB, 0.4),
         Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 141 * GIB, 0.4),
     )
 }
+
+
+def device_named(name: str) -> Device:
+    """Returns a kind of device by the name that a user gave.
+
+    Case, spaces and the maker's words do not count: `RTX 4090`, `4090`; `a100` is the one of 80 GB.
+
+    Raises:
+        JobError: There is no such device; names the closest.
+    """
+    plain = re.sub("nvidia|geforce|[ _]", "", name.lower())
+    for known in (plain, f"rtx{plain}", f"{plain}-80"):
+        if known in DEVICES:
+            return DEVICES[known]
+    close = difflib.get_close_matches(plain, DEVICES, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise JobError(f"--device {name}: unknown", f"{meant}use one of {', '.join(DEVICES)}, or measure: --measure FILE")
 
 
 @dataclass(frozen=True)
