@@ -214,7 +214,11 @@ def search_view(found: Found, job: Job) -> RenderableType:
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
-            str(place), time_text(cast.step_s), count_text(cast.tokens_per_s), size_text(cast.peak_memory), Text(settings)
+            str(place),
+            time_text(cast.step_s),
+            count_text(cast.tokens_per_s),
+            size_text(cast.peak_memory),
+            Text(settings),
         )
     best = found.best[0]
     said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from raypp.errors import Problem
 from raypp.planning.costs import DEVICES
-from raypp.planning.fit_search import Proposal, changes_that_fit, memory_of_ranks
+from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit, memory_of_ranks
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind
 from raypp.planning.search import Candidate
@@ -47,7 +47,7 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
     return [Problem("train", what, changes_in_words(job, capacity))]
 
 
-def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
+def changes_in_words(job: Job, capacity: int, factor: float = 1.0, patience_s: float = PATIENCE_S) -> str:
     """Returns the first changes of `changes_that_fit` as one sentence.
 
     They are ranked by their times on an unnamed device with free links.
@@ -56,10 +56,11 @@ def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
         job: A job in which `check_plan` finds no problem.
         capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
+        patience_s: Most seconds to search.
     """
     device = replace(DEVICES[memory_kind(job)], memory=int(capacity / factor))
     machines = Machines.alike(job.mesh.world, max(1, job.mesh.world // job.mesh.pp), None)
-    found = changes_that_fit(job, machines, device, keep=_IN_WORDS)
+    found = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s)
     words = [_in_words(one, factor) for one in found.same]
     if found.more is not None:
         words.append(f"{_in_words(found.more, factor)} on {found.more.job.mesh.world} devices")

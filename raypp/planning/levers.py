@@ -6,7 +6,7 @@ in `LEVERS`; nothing else lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,41 +37,41 @@ class Lever:
     """
 
     name: str
-    levels: Callable[[Job], list[Changes]]
+    levels: Callable[[Job], Sequence[Changes]]
     costs: str = ""
     apart: bool = False
 
 
-def _after(job: Job, key: str, *values: str) -> list[Changes]:
+def _after(job: Job, key: str, *values: str) -> Sequence[Changes]:
     """Returns the changes to the values that follow the current one."""
     section, name = key.split(".")
     now = getattr(getattr(job, section), name)
     return [{key: value} for value in values[values.index(now) + 1 :]] if now in values else []
 
 
-def _recomputation(job: Job) -> list[Changes]:
+def _recomputation(job: Job) -> Sequence[Changes]:
     return _after(job, "train.activation_checkpointing", "none", "selective", "full")
 
 
-def _precision(job: Job) -> list[Changes]:
+def _precision(job: Job) -> Sequence[Changes]:
     return _after(job, "train.precision", "fp32", "bf16")
 
 
-def _reshard(job: Job) -> list[Changes]:
+def _reshard(job: Job) -> Sequence[Changes]:
     shards = job.mesh.fsdp * job.mesh.cp
     return [{"mesh.reshard_after_forward": True}] if shards > 1 and not job.mesh.reshard_after_forward else []
 
 
-def _schedule(job: Job) -> list[Changes]:
+def _schedule(job: Job) -> Sequence[Changes]:
     late = schedule_of(job) == "gpipe" and job.pipeline.microbatches >= job.mesh.pp > 1
     return [{"pipeline.schedule": "1f1b"}] if late else []
 
 
-def _lookahead(job: Job) -> list[Changes]:
+def _lookahead(job: Job) -> Sequence[Changes]:
     return [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []
 
 
-def _shorter(job: Job) -> list[Changes]:
+def _shorter(job: Job) -> Sequence[Changes]:
     """Halves the sequences; as many more microbatches keep the tokens of a step."""
     found = []
     for factor in (2**power for power in range(1, _MOST_HALVINGS + 1)):
