@@ -29,6 +29,8 @@ PATIENCE_S = 20.0
 """Seconds that a search takes at most, unless told otherwise."""
 _MOST_TIMES = 16
 """More than this many times the job's devices are not proposed."""
+_CLOSE = 1.25
+"""Times a device's memory. A larger plan is not too large because of what one lever takes itself."""
 
 Point = tuple[int, ...]
 """The level of every lever; 0: unchanged."""
@@ -162,12 +164,11 @@ class _Search:
     def _on_shape(self, shaped: Job, shape: Changes) -> list[Proposal]:
         """Returns the smallest sets of levers with which a mesh fits.
 
-        If the strongest levels together need too much, and also without any one of them, the mesh
-        is given up.
+        If the strongest levels together need too much, and also without any one of them (which is
+        tried where they need little too much), the mesh is given up.
         """
         levels: list[list[Changes]] = [[{}, *lever.levels(shaped)] for lever in self._levers]
         strongest = tuple(len(one) - 1 for one in levels)
-        ends = [strongest, *_each_left_out(strongest)]
         peaks: dict[Point, int | None] = {}
 
         def fits(point: Point) -> bool:
@@ -178,8 +179,11 @@ class _Search:
             found = peaks[point]
             return found is not None and found <= self._device.memory
 
-        if not any(map(fits, ends)):
-            return []
+        if not fits(strongest):
+            least = peaks[strongest]
+            close = least is None or least <= _CLOSE * self._device.memory
+            if not close or not any(map(fits, _each_left_out(strongest))):
+                return []
         proposals: list[Proposal] = []
         smallest: list[Point] = []
         for point in _by_size(strongest):
