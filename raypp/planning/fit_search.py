@@ -30,7 +30,7 @@ PATIENCE_S = 20.0
 _MOST_TIMES = 16
 """More than this many times the job's devices are not proposed."""
 _CLOSE = 1.25
-"""Times a device's memory. A larger plan is not too large because of what one lever takes itself."""
+"""Times a device's memory. Beyond it, leaving out one lever will not help."""
 
 Point = tuple[int, ...]
 """The level of every lever; 0: unchanged."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from raypp.planning.check import divisors
 from raypp.planning.choices import schedule_of
+from raypp.spec.checks import value_at
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
 
@@ -44,8 +45,7 @@ class Lever:
 
 def _after(job: Job, key: str, *values: str) -> Sequence[Changes]:
     """Returns the changes to the values that follow the current one."""
-    section, name = key.split(".")
-    now = getattr(getattr(job, section), name)
+    now = value_at(job, key)
     return [{key: value} for value in values[values.index(now) + 1 :]] if now in values else []
 
 
