@@ -95,10 +95,11 @@ def export_hf(
         StoreError: One of the stores failed.
     """
     options = saved_options(commit)
-    saved: SavedTensors | MergedTensors = SavedTensors(store, commit)
+    adapters = SavedTensors(store, commit)
+    saved: SavedTensors | MergedTensors = adapters
     if options.lora is not None:
         seed = int(((job or commit.job).get("train") or {}).get("seed", 0))
-        saved = MergedTensors(saved, options, seed)
+        saved = MergedTensors(adapters, options, seed)
         dtype = dtype or saved.dtype
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)

@@ -10,7 +10,7 @@ Legend: r rank, E experts, N rows sorted by expert, n rows of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,16 +101,19 @@ class AdaptedStack:
     b: Tensor
     scale: float
 
-    def unbind(self) -> list[AdaptedMatrix]:
-        """Returns the experts, one by one."""
-        parts = zip(self.weight.unbind(), self.a.unbind(), self.b.unbind(), strict=True)
-        return [AdaptedMatrix(*part, self.scale) for part in parts]
-
 
 Matrix = Tensor | AdaptedMatrix
 """The matrix of one expert, `[out, in]`."""
 Stack = Tensor | AdaptedStack
 """The matrices of all experts, `[E, out, in]`."""
+
+
+def unbound(stack: Stack) -> Sequence[Matrix]:
+    """Returns the matrices of a stack, expert by expert."""
+    if isinstance(stack, Tensor):
+        return stack.unbind()
+    parts = zip(stack.weight.unbind(), stack.a.unbind(), stack.b.unbind(), strict=True)
+    return [AdaptedMatrix(*part, stack.scale) for part in parts]
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:
