@@ -93,8 +93,8 @@ def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: 
     Returns:
         The results `[N, C]`.
     """
-    # `unbound` uses unbind: its backward fills the gradient of the stack once. Each index would fill a whole
-    # one.
+    # `unbound` uses unbind: its backward fills the gradient of the stack once. Each index would
+    # fill a whole one.
     parts = torch.split(rows_NC, list(counts))
     experts = zip(parts, *map(unbound, (gate_EFC, up_EFC, down_ECF)), strict=True)
     out = [
