@@ -5,6 +5,7 @@ By the planned memory, so an estimate.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from raypp.errors import Problem
@@ -28,7 +29,7 @@ def size_text(size: float) -> str:
 
 def set_words(one: Candidate) -> str:
     """Returns a candidate's changes as they are typed: `--set a=1 --set b=2`."""
-    return " ".join(f"--set {setting}" for setting in one.settings())
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in one.settings())
 
 
 def memory_problems(job: Job, capacity: int) -> list[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 from raypp.planning.check import divisors
 from raypp.planning.choices import schedule_of
 from raypp.spec.checks import value_at
+from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
 
@@ -82,12 +83,20 @@ def _shorter(job: Job) -> Sequence[Changes]:
     return found
 
 
+def _adapters(job: Job) -> Sequence[Changes]:
+    if job.model.lora is not None or family_of(job.model) is None:
+        return []
+    base = "fp32" if job.train.precision == "fp32" else "bf16"
+    return [{"model.lora.rank": 16, "model.lora.base": base}]
+
+
 LEVERS = (
     Lever("lookahead", _lookahead),
     Lever("schedule", _schedule),
     Lever("recomputation", _recomputation),
     Lever("sharded weights", _reshard),
     Lever("precision", _precision, "computes in bf16"),
+    Lever("adapters", _adapters, "trains adapters only (model.lora), with a learning rate of their own", apart=True),
     Lever("shorter sequences", _shorter, "cuts longer documents into pieces that do not see each other", apart=True),
 )
 

@@ -243,6 +243,8 @@ def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
         *sections, name = key.split(".")
         place = document
         for section in sections:
+            if place[section] is None:  # an optional section
+                place[section] = {}
             place = place[section]
         place[name] = value
     try:

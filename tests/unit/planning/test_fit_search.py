@@ -72,10 +72,10 @@ def assert_all_hold(job: Job, found: Fitting, card: str, gbps: float = 1.0) -> N
             assert plan.predictions[0].peak_memory == one.peak
             assert plan.predictions[0].step_s == pytest.approx(one.forecast.step_s)
         assert plan.tokens_per_step == make_plan(job).tokens_per_step, "the batch must stay"
-        assert changed.model == job.model
+        assert changed.model.model_copy(update={"lora": None}) == job.model
         assert (changed.mesh.world == job.mesh.world) == (one is not found.more)
         if one in found.same:
-            assert changed.data == job.data
+            assert changed.data == job.data and changed.model == job.model
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_cards_by_name(card: str, world: int, fits_now: bool, fits_changed: bool
 
 def test_something_that_can_never_fit() -> None:
     found = ask(eight_b(pp=1, microbatches=1), "rtx4090", gib=1)
-    assert not found.same and not found.apart and found.more is None
+    assert not found.same and not found.apart and found.more is None  # not even its adapters
     assert found.nearest is not None and found.nearest.peak > GIB
 
 
@@ -195,8 +195,21 @@ def test_shorter_sequences_are_offered_apart() -> None:
     job = job_with(model=LARGE, data={"seq_len": 16384}, mesh={"pp": 2}, train={"micro_batch_size": 1})
     found = ask(job, "rtx4090", gib=5)
     assert all("data.seq_len" not in one.changes for one in found.same)
-    (shorter,) = found.apart
-    assert shorter.job.data.seq_len < 16384 and "cuts longer documents" in shorter.costs[0]
+    (shorter,) = (one for one in found.apart if "data.seq_len" in one.changes)
+    assert (
+        shorter.job.model.lora is None
+        and shorter.job.data.seq_len < 16384
+        and "cuts longer documents" in shorter.costs[0]
+    )
+    assert_all_hold(job, found, "rtx4090")
+
+
+def test_adapters_are_offered_apart_and_never_with_full_training() -> None:
+    job = eight_b(pp=2, microbatches=4)
+    found = ask(job, "rtx4090")
+    assert not found.same, "full training does not fit on two cards"
+    (adapters,) = (one for one in found.apart if one.job.model.lora is not None)
+    assert "trains adapters only" in adapters.costs[0] and adapters.job.data == job.data
     assert_all_hold(job, found, "rtx4090")
 
 
