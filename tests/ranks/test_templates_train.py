@@ -46,4 +46,5 @@ def test_the_small_twin_of_a_job_trains(name: str, twins: dict[str, Batch]) -> N
     assert sum(losses[-2:]) < 0.99 * sum(losses[:2]), losses
     held = {key for rank in ranks for key in rank["weights"]}
     moved = {key for rank in ranks for step in rank["gradients"] for key, g in step.items() if g.abs().max() > 0}
-    assert moved == held, f"never got a gradient: {sorted(held - moved)}"
+    trained = {key for key in held if "lora_" in key} or held
+    assert moved == trained, f"only one has them: {sorted(trained ^ moved)}"
