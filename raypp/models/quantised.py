@@ -114,7 +114,10 @@ def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tens
 @torch.library.custom_op("raypp::quantised_experts_backward", mutates_args=())
 def _grouped_backward(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
     """Returns the gradient `[N, C]` of the rows."""
-    return F.grouped_mm(gradient, dequantise_rows(stored, cast(Base, base), width, gradient.dtype), offs=ends)
+    # An expanded gradient (of a sum) has strides that the kernel refuses.
+    return F.grouped_mm(
+        gradient.contiguous(), dequantise_rows(stored, cast(Base, base), width, gradient.dtype), offs=ends
+    )
 
 
 @_grouped_backward.register_fake

@@ -113,9 +113,7 @@ def _ahead(program: Program, rank_of_stage: Sequence[int], ahead: int) -> dict[i
             if (message := sent_by(action, rank_of_stage, backward)) is not None:
                 channels[rank, rank_of_stage[message.to_stage]].append(message)
     incoming = {rank: {source: sent for (source, to), sent in channels.items() if to == rank} for rank in program}
-    return {
-        rank: _line(actions, incoming[rank], rank_of_stage, backward, ahead) for rank, actions in program.items()
-    }
+    return {rank: _line(actions, incoming[rank], rank_of_stage, backward, ahead) for rank, actions in program.items()}
 
 
 def _line(

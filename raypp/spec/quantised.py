@@ -21,7 +21,13 @@ BASES: tuple[Base, ...] = get_args(Base)
 BLOCK = 64
 """Weights of a row that share a scale in nf4, as in QLoRA (arXiv:2305.14314)."""
 _SCALE_BYTES = 4
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def quantised_base(options: DecoderOptions) -> Base | None:
+    """Returns how a model's frozen matrices are quantised; None if they are not."""
+    lora = options.lora
+    return lora.base if lora is not None and (lora.base == "int8" or lora.base == "nf4") else None
 
 
 def row_bytes(base: Base, width: int) -> int:
@@ -48,7 +54,7 @@ def is_quantised(weight: Weight) -> bool:
     """
     dims = {"attention": 2, "feed_forward": 2, "experts": 3}.get(weight.part)
     module = weight.name.removesuffix(".weight").rpartition(".")[2]
-    return len(weight.shape) == dims and module not in _ROUTERS
+    return len(weight.shape) == dims and module not in ROUTERS
 
 
 def quantised_bytes(base: Base, weight: Weight) -> int:
@@ -56,16 +62,10 @@ def quantised_bytes(base: Base, weight: Weight) -> int:
     return prod(weight.shape[:-1]) * row_bytes(base, weight.shape[-1])
 
 
-def width_problems(options: DecoderOptions, base: Base, key: str) -> Iterator[Problem]:
-    """Finds matrices whose rows a quantised base cannot store: one problem per width.
-
-    Args:
-        options: The `model:` section, with its sizes.
-        base: int8 or nf4.
-        key: The job's key that asks for this base.
-    """
+def width_problems(options: DecoderOptions) -> Iterator[Problem]:
+    """Finds matrices whose rows `model.lora.base` cannot store: one problem per width."""
     family = family_of(options)
-    if base != "nf4" or family is None:
+    if quantised_base(options) != "nf4" or family is None:
         return
     seen: set[int] = set()
     for index in range(options.num_layers):
@@ -74,4 +74,4 @@ def width_problems(options: DecoderOptions, base: Base, key: str) -> Iterator[Pr
             if width % BLOCK and width not in seen:
                 seen.add(width)
                 what = f"nf4 has blocks of {BLOCK} weights, but model.layers.{index}.{weight.name} has rows of {width}"
-                yield Problem(key, what, "use int8, which takes any width")
+                yield Problem("model.lora.base", what, "use int8, which takes any width")
