@@ -60,8 +60,8 @@ class _Piece:
     format: Format | None
 
 
-def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
-    """Fills this rank's parameters in place.
+def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False) -> LoadedFromHf:
+    """Fills this rank's parameters in place: those that are trained, or the frozen ones.
 
     No communication; the values do not depend on the mesh. Ranges are read by row only: for a
     tensor that is cut along another dim, a rank reads whole rows.
@@ -69,6 +69,7 @@ def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
     Args:
         url: The model's directory or S3 URL.
         stages: This rank's stages; the names of their parameters are global.
+        frozen: Fills frozen parameters.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape (no parameter was changed), a
@@ -76,7 +77,8 @@ def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
     """
     started = time.monotonic()
     files = HfFiles(url)
-    targets = [target for slices in model_slices(stages).values() for target in slices if target.tensor.numel()]
+    held = model_slices(stages, frozen=frozen)
+    targets = [target for slices in held.values() for target in slices if target.tensor.numel()]
     formats = {name: form for stage in stages for name, form in stored_formats(stage)}
     wanted = {target.name: _shape(target, formats.get(target.name)) for target in targets}
     there = matching_tensors(files, wanted)

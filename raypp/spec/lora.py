@@ -8,7 +8,6 @@ The matrix `self_attn.q_proj.weight` `[out, in]` gets `self_attn.q_proj.lora_A.w
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from raypp.spec.quantised import ROUTERS
 
 ALL_LINEAR = "all-linear"
 _WEIGHT = ".weight"
-_ADAPTER = re.compile(r"\.lora_[AB]\.")
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,6 @@ class Adapter:
     @property
     def parameters(self) -> int:
         return self.a.parameters + self.b.parameters
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a global name is that of an adapter's parameter."""
-    return _ADAPTER.search(name) is not None
 
 
 def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
@@ -78,6 +71,12 @@ def model_adapters(options: DecoderOptions) -> dict[str, Adapter]:
         for index in range(options.num_layers)
         for adapter in layer_adapters(options, index)
     }
+
+
+def adapter_names(matrix: str, adapter: Adapter) -> tuple[str, str]:
+    """Returns the global names of A and B of the matrix with a global name."""
+    layer = matrix.removesuffix(adapter.module)
+    return layer + adapter.a.name, layer + adapter.b.name
 
 
 def trains(options: DecoderOptions, layers: range) -> bool:
