@@ -17,6 +17,7 @@ from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import quantised_base, quantised_names
 
 _WIDE = "F32"
 
@@ -51,6 +52,7 @@ class MergedTensors:
                 if info is None or info.shape != weight.shape:
                     raise CheckpointError(Problem(part, f"is not in the checkpoint with shape {list(weight.shape)}"))
             self._adapters[name if adapter.stacked else f"{name}.weight"] = adapter, pair
+        self._quantised = quantised_names(options)
         self._files: HfFiles | None = None
         self._there: dict[str, HfTensor] = {}
         if options.from_hf is not None:
@@ -58,6 +60,15 @@ class MergedTensors:
             with_base_id(options, self._files)
             self._there = matching_tensors(self._files, shapes)
         self.dtype = max((tensor.dtype for tensor in self._there.values()), default=_WIDE)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of the merged weights."""
+        base = quantised_base(self._options)
+        if base is None:
+            return []
+        what = f"{len(self._quantised)} frozen tensors were dequantised from {base}, as the adapters were trained on"
+        return [f"{what}: they are not the weights of the model that model.from_hf names"]
 
     def rows(self, name: str, first: int, last: int) -> Array:
         """Returns the rows `[first, last)` of a merged tensor, in fp32."""
@@ -88,5 +99,18 @@ class MergedTensors:
             else:
                 tensors = [self._there[part.name] for part in parts[first:last]]
                 found = np.stack([convert(files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
+        return self._as_stored(name, found)
+
+    def _as_stored(self, name: str, rows: Array) -> Array:
+        """Returns rows in fp32 with the rounding of `model.lora.base`."""
+        base = quantised_base(self._options)
+        if base is not None and name in self._quantised:
+            import torch
+
+            from raypp.models.quantised_rows import dequantise_rows, quantise_rows
+
+            weights = torch.from_numpy(np.ascontiguousarray(rows))
+            stored = quantise_rows(weights, base)
+            return np.asarray(dequantise_rows(stored, base, weights.shape[-1], torch.float32).numpy())
         assert self._options.lora is not None
-        return convert(convert(found, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else found
+        return convert(convert(rows, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else rows

@@ -245,3 +245,13 @@ def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> N
             form = Format(base, weight.shape[-1])
             setattr(parent, name, form.empty(weight.shape))
             parent.formats = {**getattr(parent, "formats", {}), name: form}  # type: ignore[assignment]
+
+
+def store_rest(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the frozen weights of a stage that are not quantised (embeddings, norms) a dtype.
+
+    The stage is on the meta device.
+    """
+    for parameter in stage.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

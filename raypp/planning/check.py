@@ -13,6 +13,7 @@ from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
+from raypp.spec.quantised import quantised_base
 
 
 def check_plan(job: Job) -> list[Problem]:
@@ -107,16 +108,24 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
 
     def cuts(rest: int) -> bool:
+        if quantised_base(model) is not None:  # only between rows
+            return model.expert_ffn_size % rest == 0 and model.hidden_size % rest == 0
         return model.expert_ffn_size % rest == 0 or model.hidden_size % rest == 0
 
     near = _near(ep, [d for d in divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
     if model.num_experts % ep:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and not cuts(shard // ep):
-        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
-        widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
-        what += f"{widths} is divisible by {shard // ep}"
-        yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
+        rest, base = shard // ep, quantised_base(model)
+        what = f"{ep} leaves {rest} ranks of mesh.fsdp · mesh.cp to split each expert over, but "
+        widths = ("model.expert_ffn_size", model.expert_ffn_size), ("model.hidden_size", model.hidden_size)
+        if base is None:
+            what += "neither " + " nor ".join(f"{key} {width}" for key, width in widths) + f" is divisible by {rest}"
+            yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {rest}")
+            return
+        odd = " and ".join(f"{key} {width}" for key, width in widths if width % rest)
+        what += f"a matrix in {base} is cut between its rows, and {odd} cannot be divided by {rest}"
+        yield Problem("mesh.ep", what, f"use {near}, or make both widths multiples of {rest}")
 
 
 def _context(job: Job) -> Iterator[Problem]:

@@ -57,6 +57,19 @@ def is_quantised(weight: Weight) -> bool:
     return len(weight.shape) == dims and module not in ROUTERS
 
 
+def quantised_names(options: DecoderOptions) -> frozenset[str]:
+    """Returns the global names of the matrices that `model.lora.base` quantises."""
+    family = family_of(options)
+    if family is None or quantised_base(options) is None:
+        return frozenset()
+    return frozenset(
+        f"model.layers.{index}.{weight.name}"
+        for index in range(options.num_layers)
+        for weight in family.weights(options, index)
+        if is_quantised(weight)
+    )
+
+
 def quantised_bytes(base: Base, weight: Weight) -> int:
     """Returns the bytes of a quantised matrix, or of a stack of them."""
     return prod(weight.shape[:-1]) * row_bytes(base, weight.shape[-1])
