@@ -95,12 +95,12 @@ def export_hf(
         StoreError: One of the stores failed.
     """
     options = saved_options(commit)
-    own = SavedTensors(store, commit)
-    saved: SavedTensors | MergedTensors = own
+    adapters = SavedTensors(store, commit)
+    saved: SavedTensors | MergedTensors = adapters
     merged: list[str] = []
     if options.lora is not None:
         seed = int(((job or commit.job).get("train") or {}).get("seed", 0))
-        saved = MergedTensors(own, options, seed)
+        saved = MergedTensors(adapters, options, seed)
         dtype, merged = dtype or saved.dtype, saved.remarks
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)

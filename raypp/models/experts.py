@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raypp.models.lora import AdaptedStack, Matrix, PlainStack, Stack, grouped_product, product
+from raypp.models.lora import AdaptedStack, PlainStack, Stack, grouped_product, product, unbound
 from raypp.models.once import once
 from raypp.models.quantised import Format, QuantisedStack
 
@@ -98,11 +98,10 @@ def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: 
     Returns:
         The results `[N, C]`.
     """
-    # Use unbind: its backward fills the gradient of the stack once. Each index would fill a whole
-    # one.
+    # `unbound` uses unbind: its backward fills the gradient of the stack once. Each index would
+    # fill a whole one.
     parts = torch.split(rows_NC, list(counts))
-    matrices: list[Sequence[Matrix]] = [gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind()]
-    experts = zip(parts, *matrices, strict=True)
+    experts = zip(parts, *map(unbound, (gate_EFC, up_EFC, down_ECF)), strict=True)
     out = [
         product(F.silu(product(part_nC, gate_FC)) * product(part_nC, up_FC), down_CF)
         for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)

@@ -113,17 +113,20 @@ class AdaptedStack:
     b: Tensor
     scale: float
 
-    def unbind(self) -> list[AdaptedMatrix]:
-        """Returns the experts, one by one."""
-        weights: Sequence[PlainMatrix] = self.weight.unbind()
-        parts = zip(weights, self.a.unbind(), self.b.unbind(), strict=True)
-        return [AdaptedMatrix(weight, a, b, self.scale) for weight, a, b in parts]
-
 
 Matrix = PlainMatrix | AdaptedMatrix
 """The matrix of one expert, `[out, in]`."""
 Stack = PlainStack | AdaptedStack
 """The matrices of all experts, `[E, out, in]`."""
+
+
+def unbound(stack: Stack) -> Sequence[Matrix]:
+    """Returns the matrices of a stack, expert by expert."""
+    if not isinstance(stack, AdaptedStack):
+        return stack.unbind()
+    weights: Sequence[PlainMatrix] = stack.weight.unbind()
+    parts = zip(weights, stack.a.unbind(), stack.b.unbind(), strict=True)
+    return [AdaptedMatrix(weight, a, b, stack.scale) for weight, a, b in parts]
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:

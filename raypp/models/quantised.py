@@ -199,7 +199,7 @@ class QuantisedLinear(nn.Module):
         in_features: C.
         out_features: O.
         base: int8 or nf4.
-        bias: It has a bias, which is not quantised.
+        bias: It has a bias, which is frozen, but not quantised.
     """
 
     def __init__(self, in_features: int, out_features: int, base: Base, *, bias: bool = False) -> None:
@@ -208,7 +208,7 @@ class QuantisedLinear(nn.Module):
         self.format = Format(base, in_features)
         self.formats = {"weight": self.format}
         self.weight = self.format.empty((out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features, device="meta")) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""

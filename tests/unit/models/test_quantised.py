@@ -1,17 +1,14 @@
 """Quantised modules compute what plain modules with the dequantised matrix compute."""
 
-import gc
-import resource  # noqa: F401
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models.quantised import Format, QuantisedLinear, QuantisedStack, quantise_layer, stored_formats
+from raypp.models.quantised import Format, QuantisedLinear, QuantisedStack
 from raypp.pipeline.split import backward_for_input
-from raypp.spec.quantised import BASES, quantised_bytes
+from raypp.spec.quantised import BASES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -46,13 +43,12 @@ def test_a_linear_layer_computes_with_the_dequantised_matrix(base: str, dtype: t
     assert layer.weight.grad is None
 
 
-def test_a_bias_is_added_and_gets_a_gradient() -> None:
+def test_a_bias_is_added_and_frozen() -> None:
     layer = filled("nf4", bias=True)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
     x = random(5, 128, seed=1)
     out = layer(x)
     assert torch.equal(out, F.linear(x, layer.format.dequantise(layer.weight, x.dtype)) + layer.bias)
-    out.sum().backward()
-    assert torch.equal(layer.bias.grad, torch.full((96,), 5.0))
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -67,7 +63,6 @@ def test_the_backward_keeps_the_bytes_only(base: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(random(3, 128).requires_grad_())
     assert [tensor.data_ptr() for tensor in kept] == [layer.weight.data_ptr()]
-    gc.collect()
 
 
 @pytest.mark.parametrize("base", BASES)

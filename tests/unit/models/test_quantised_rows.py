@@ -30,7 +30,7 @@ def test_the_nf4_codes_are_those_of_bitsandbytes() -> None:
 
 def test_the_nf4_values_are_quantiles_of_the_normal_distribution() -> None:
     """arXiv:2305.14314, section 3 and appendix E: the means of neighbouring quantiles, 8 negative
-    and 9 positive ones with a shared zero, scaled to 1. The last quantile is that of bitsandbytes."""
+    and 9 positive ones with a shared zero, scaled to 1. The last quantile is bitsandbytes'."""
     offset = 0.9677083
     normal = torch.distributions.Normal(0.0, 1.0)
     positive = normal.icdf(torch.linspace(offset, 0.5, 9)[:-1].double())
