@@ -109,7 +109,7 @@ class MergedTensors:
 
             from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 
-            weights = torch.from_numpy(np.ascontiguousarray(rows))
+            weights = torch.from_numpy(np.array(rows))
             stored = quantise_rows(weights, base)
             return np.asarray(dequantise_rows(stored, base, weights.shape[-1], torch.float32).numpy())
         assert self._options.lora is not None

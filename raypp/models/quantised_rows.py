@@ -49,6 +49,7 @@ NF4 = (
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST = 255
 _CHUNK = 1 << 20
+_CHUNK_ON_CUDA = 1 << 24
 """Weights that are converted at a time; bounds the memory for intermediate results."""
 
 
@@ -69,7 +70,7 @@ def quantise_rows(matrix_MC: Tensor, base: Base) -> Tensor:
     flat_MC = matrix_MC.reshape(-1, width)
     out_MR = torch.empty(len(flat_MC), row_bytes(base, width), dtype=torch.uint8, device=matrix_MC.device)
     convert = _to_int8 if base == "int8" else _to_nf4
-    step = max(1, _CHUNK // width)
+    step = _rows_at_a_time(flat_MC)
     for first in range(0, len(flat_MC), step):
         convert(flat_MC[first : first + step].float(), out_MR[first : first + step])
     return out_MR.view(*matrix_MC.shape[:-1], -1)
@@ -90,10 +91,14 @@ def dequantise_rows(bytes_MR: Tensor, base: Base, width: int, dtype: torch.dtype
     flat_MR = bytes_MR.reshape(-1, bytes_MR.shape[-1]).to(torch.uint8)
     out_MC = torch.empty(len(flat_MR), width, dtype=dtype, device=bytes_MR.device)
     convert = _from_int8 if base == "int8" else _from_nf4
-    step = max(1, _CHUNK // width)
+    step = _rows_at_a_time(out_MC)
     for first in range(0, len(flat_MR), step):
         convert(flat_MR[first : first + step], out_MC[first : first + step])
     return out_MC.view(*bytes_MR.shape[:-1], width)
+
+
+def _rows_at_a_time(matrix_MC: Tensor) -> int:
+    return max(1, (_CHUNK_ON_CUDA if matrix_MC.is_cuda else _CHUNK) // matrix_MC.shape[1])
 
 
 def _to_int8(rows_MC: Tensor, out_MR: Tensor) -> None:
