@@ -3,8 +3,8 @@
 Each row runs in a process of its own, on one rank. The first table is of loading: a model is read
 from Hugging Face's files in bf16. It compares the bytes of the frozen weights with the plan's, and
 shows how much the peak of resident memory exceeds them meanwhile. The second is of training
-adapters: tokens/s, and the peak of resident memory. With `--against bitsandbytes` (not a dependency of raypp: install it first)
-the rows are compared with its nf4.
+adapters: tokens/s, and the peak of resident memory. With `--against bitsandbytes` (not a dependency
+of raypp: install it first) the rows are compared with its nf4.
 """
 
 from __future__ import annotations

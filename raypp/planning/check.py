@@ -12,6 +12,7 @@ from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job
+from raypp.spec.lora import model_adapters
 from raypp.spec.models import MoeOptions
 from raypp.spec.quantised import quantised_base
 
@@ -107,25 +108,29 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
 
+    base = quantised_base(model)
+    adapted = any(adapter.stacked for adapter in model_adapters(model).values())
+
     def cuts(rest: int) -> bool:
-        if quantised_base(model) is not None:  # only between rows
-            return model.expert_ffn_size % rest == 0 and model.hidden_size % rest == 0
-        return model.expert_ffn_size % rest == 0 or model.hidden_size % rest == 0
+        inner, width = model.expert_ffn_size % rest == 0, model.hidden_size % rest == 0
+        if base is not None or (adapted and model.lora is not None and model.lora.rank % rest):
+            return inner and width
+        return inner or width
 
     near = _near(ep, [d for d in divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
     if model.num_experts % ep:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and not cuts(shard // ep):
-        rest, base = shard // ep, quantised_base(model)
-        what = f"{ep} leaves {rest} ranks of mesh.fsdp · mesh.cp to split each expert over, but "
-        widths = ("model.expert_ffn_size", model.expert_ffn_size), ("model.hidden_size", model.hidden_size)
-        if base is None:
-            what += "neither " + " nor ".join(f"{key} {width}" for key, width in widths) + f" is divisible by {rest}"
-            yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {rest}")
-            return
-        odd = " and ".join(f"{key} {width}" for key, width in widths if width % rest)
-        what += f"a matrix in {base} is cut between its rows, and {odd} cannot be divided by {rest}"
-        yield Problem("mesh.ep", what, f"use {near}, or make both widths multiples of {rest}")
+        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
+        widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
+        what += f"{widths} is divisible by {shard // ep}"
+        if adapted and model.lora is not None and model.lora.rank % (shard // ep):
+            what = f"{what.partition(', but')[0]}: model.lora.rank, or both model.expert_ffn_size and model.hidden_size"
+            what += f", must be divisible by {shard // ep}"
+        if base is not None:
+            what = f"{what.partition(', but')[0]}, but matrices in {base} are cut between rows: "
+            what += f"{widths.replace(' nor ', ' and ')} must be divisible by {shard // ep}"
+        yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 
 def _context(job: Job) -> Iterator[Problem]:

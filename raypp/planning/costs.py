@@ -10,7 +10,7 @@ from typing import Any
 
 from raypp.errors import JobError, in_words
 from raypp.planning.end_weights import end_weights
-from raypp.planning.flops import layer_flops, recompute_factor
+from raypp.planning.flops import layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -125,6 +125,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
+        input_share=1 - weight_share(job),
+        weight_share=weight_share(job),
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
         f"{products}: assumed, not measured",
     )
@@ -137,6 +139,8 @@ def cost_identity(job: Job) -> dict[str, Any]:
     """
     document = job_document(job)
     model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
+    if model["lora"] is None:
+        del model["lora"]
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
     train["compile"] = document["train"]["compile"]
     if not job.train.tf32:

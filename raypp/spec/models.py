@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 class LoraOptions(Section):
-    """LoRA (arXiv:2106.09685): only adapters are trained, W + (alpha / rank) · B · A; W is frozen."""
+    """LoRA (arXiv:2106.09685): trains adapters, W + (alpha / rank) · B · A; W is frozen."""
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""

@@ -5,12 +5,23 @@ The reference is one process.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_identical, assert_same_sums
+from hf_folder import write_hf_folder
+from safetensors.numpy import load_file
+from test_recut_of_runs import run_all
 from training import Batch, InBothTypes
+
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.hf.export_model import export_hf
+from raypp.hf.from_hf import hf_options
+from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks
 
@@ -99,7 +110,9 @@ def test_a_pipeline_of_adapters_gives_the_bits_of_one_process(case: tuple[str, s
     assert moved and all(found["weights"][name].any() for name in moved)
 
 
-SUMS_OF_ONE = InBothTypes(1, {"all": document(), "upper": document(UPPER), "experts": document(kind="qwen3_moe")}, STEPS)
+SUMS_OF_ONE = InBothTypes(
+    1, {"all": document(), "upper": document(UPPER), "experts": document(kind="qwen3_moe")}, STEPS
+)
 SUMS = InBothTypes(
     2,
     {
@@ -142,3 +155,34 @@ def test_frozen_weights_stay_as_they_were_drawn() -> None:
     full = Batch(1, {"": {**document(model={"lora": None}), "train": {"optimizer": {"lr": 0.0}, "seed": 3}}}, 1)[""]
     assert set(full["weights"]) < set(weights)
     assert all(torch.equal(weights[name], value) for name, value in full["weights"].items())
+
+
+def test_a_run_begins_with_the_named_base_saves_adapters_only_and_refuses_another_base(tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 96}
+    frozen = write_hf_folder(tmp_path / "hf", **sizes)
+    lora = LoraOptions(rank=4, base="fp32")
+    model = hf_options(DecoderOptions(from_hf=str(tmp_path / "hf"), lora=lora)).model_dump(mode="json")
+    assert model["lora"]["base_id"] is not None
+
+    def job(steps: int, **mesh: int) -> dict[str, Any]:
+        found = document(mesh=mesh, train={"steps": steps, "lr_schedule": {"kind": "constant", "warmup_steps": 1}})
+        checkpoint = {"url": str(tmp_path / "store"), "every_steps": 0, "memory_tier": False}
+        return {**found, "model": model, "checkpoint": checkpoint}
+
+    for step, mesh in ((1, {"pp": 2}), (2, {"fsdp": 2})):
+        (results,) = run_all([(job(step, **mesh), step)])
+        assert results[0]["kinds"].count("loaded_from_hf") == 1 and results[0]["committed"] == step
+        assert ("resumed" in results[0]["kinds"]) == (step == 2)
+    store = DirectoryStore(tmp_path / "store")
+    commit = read_commit(store, "lora", 2)
+    saved = SavedTensors(store, commit)
+    assert saved.infos and all(".lora_" in name for name in saved.infos)
+    export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == frozen.keys()
+    same = {name for name, value in frozen.items() if (merged[name] == value).all()}
+    assert {name for name in frozen if "_proj" not in name} == same
+
+    write_hf_folder(tmp_path / "hf", 1, **sizes)
+    with pytest.raises(AssertionError, match="holds other weights"):
+        run_all([(job(3), 3)])
