@@ -20,7 +20,6 @@ Legend: M rows, C weights in a row, R bytes in a row.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -118,10 +117,9 @@ def _to_nf4(rows_MC: Tensor, out_MR: Tensor) -> None:
     rows, width = rows_MC.shape
     blocks_MK64 = rows_MC.view(rows, -1, BLOCK)
     scales_MK = _largest(blocks_MK64).squeeze(-1)
-    blocks_MK64 = blocks_MK64 / scales_MK.clamp(min=_TINY)[..., None]
-    codes_MC = torch.zeros(rows, width, dtype=torch.uint8, device=rows_MC.device)
-    for lower, upper in pairwise(NF4):  # a few times as fast as torch.bucketize
-        codes_MC += (blocks_MK64 > _middle(lower, upper)).view(rows, width)
+    middles = _table(rows_MC.device).unfold(0, 2, 1).mean(1)
+    codes_MC = torch.bucketize(blocks_MK64 / scales_MK.clamp(min=_TINY)[..., None], middles, out_int32=True)
+    codes_MC = codes_MC.to(torch.uint8).view(rows, width)
     step_M1 = scales_MK.amax(1, keepdim=True) / _LARGEST**2
     k_MK = (scales_MK / step_M1.clamp(min=_TINY)).sqrt_().round_().clamp_(max=_LARGEST).to(torch.uint8)
     pairs = (codes_MC[:, 0::2] << 4) | codes_MC[:, 1::2]
@@ -136,11 +134,6 @@ def _from_nf4(bytes_MR: Tensor, out_MC: Tensor) -> None:
     both = _pair_table(bytes_MR.device).index_select(0, pairs.reshape(-1).to(torch.int32))
     values = both.view(torch.float32).view(rows, -1, BLOCK)
     torch.mul(values, scales_MK[..., None], out=out_MC.view(rows, -1, BLOCK))
-
-
-def _middle(lower: float, upper: float) -> float:
-    """Returns the mean of two values in fp32."""
-    return float(torch.tensor((lower, upper)).mean())
 
 
 def _largest(values: Tensor) -> Tensor:
