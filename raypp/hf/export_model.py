@@ -98,8 +98,7 @@ def export_hf(
     adapters = SavedTensors(store, commit)
     saved: SavedTensors | MergedTensors = adapters
     if options.lora is not None:
-        seed = int(((job or commit.job).get("train") or {}).get("seed", 0))
-        saved = MergedTensors(adapters, options, seed)
+        saved = MergedTensors(adapters, options)
         dtype = dtype or saved.dtype
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)
