@@ -99,8 +99,7 @@ def export_hf(
     saved: SavedTensors | MergedTensors = adapters
     merged: list[str] = []
     if options.lora is not None:
-        seed = int(((job or commit.job).get("train") or {}).get("seed", 0))
-        saved = MergedTensors(adapters, options, seed)
+        saved = MergedTensors(adapters, options)
         dtype, merged = dtype or saved.dtype, saved.remarks
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)

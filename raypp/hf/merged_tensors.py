@@ -10,10 +10,10 @@ import numpy as np
 
 from raypp.checkpoint.arrays import Array, convert
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.from_hf import matching_tensors
-from raypp.hf.model_files import HfFiles, HfTensor
+from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions
@@ -28,20 +28,21 @@ class MergedTensors:
     Args:
         saved: The adapters.
         options: The `model:` section of the run; it has `lora`.
-        seed: train.seed of the run, from which frozen weights were drawn if there is no
-            `model.from_hf`.
 
     Attributes:
         infos: By global name.
         dtype: safetensors' name of the dtype of the frozen weights.
 
     Raises:
-        JobError: `model.from_hf` is not there, or holds other weights than the run had.
+        JobError: The run had no `model.from_hf`, or it holds other weights by now.
         CheckpointError: The checkpoint lacks an adapter.
     """
 
-    def __init__(self, saved: SavedTensors, options: DecoderOptions, seed: int) -> None:
-        self._saved, self._options, self._seed = saved, options, seed
+    def __init__(self, saved: SavedTensors, options: DecoderOptions) -> None:
+        if options.from_hf is None:
+            what = "the run's frozen weights were drawn from train.seed: no file holds them"
+            raise JobError(Problem("model.from_hf", what, "export the adapters (--adapter)"))
+        self._saved, self._options = saved, options
         shapes = model_tensors(options)
         self.infos = {name: TensorInfo(name, _WIDE, shape) for name, shape in shapes.items()}
         self._adapters: dict[str, tuple[Adapter, tuple[str, str]]] = {}
@@ -53,13 +54,10 @@ class MergedTensors:
                     raise CheckpointError(Problem(part, f"is not in the checkpoint with shape {list(weight.shape)}"))
             self._adapters[name if adapter.stacked else f"{name}.weight"] = adapter, pair
         self._quantised = quantised_names(options)
-        self._files: HfFiles | None = None
-        self._there: dict[str, HfTensor] = {}
-        if options.from_hf is not None:
-            self._files = HfFiles(options.from_hf)
-            with_base_id(options, self._files)
-            self._there = matching_tensors(self._files, shapes)
-        self.dtype = max((tensor.dtype for tensor in self._there.values()), default=_WIDE)
+        self._files = HfFiles(options.from_hf)
+        with_base_id(options, self._files)
+        self._there = matching_tensors(self._files, shapes)
+        self.dtype = max(tensor.dtype for tensor in self._there.values())
 
     @property
     def remarks(self) -> list[str]:
@@ -84,21 +82,13 @@ class MergedTensors:
     def _base(self, name: str, first: int, last: int) -> Array:
         """Returns rows of the frozen weights as training used them, in fp32."""
         shape = self.infos[name].shape
-        if self._files is None:
-            import torch  # only frozen weights that were drawn need it
-
-            from raypp.models.initial_values import initial_value
-
-            drawn = initial_value(name, torch.Size(shape), self._options, self._seed)
-            found: Array = drawn[first:last].float().numpy()
+        parts = list(hf_parts(name, shape))
+        if parts[0].expert is None:
+            tensor = self._there[name]
+            found = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
         else:
-            files, parts = self._files, list(hf_parts(name, shape))
-            if parts[0].expert is None:
-                tensor = self._there[name]
-                found = convert(files.rows(tensor, first, last), tensor.dtype, _WIDE)
-            else:
-                tensors = [self._there[part.name] for part in parts[first:last]]
-                found = np.stack([convert(files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
+            tensors = [self._there[part.name] for part in parts[first:last]]
+            found = np.stack([convert(self._files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
         return self._as_stored(name, found)
 
     def _as_stored(self, name: str, rows: Array) -> Array:

@@ -27,7 +27,6 @@ from raypp.planning.sizes import sizes_of
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import quantised_base
 
 _FP32 = 4
@@ -108,11 +107,9 @@ def rank_memory(
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
-    parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
-    trained = sum(stage_trained(job, stage, cut)[0] for stage in stages)
-    share, frozen = (-(-count // (job.mesh.fsdp * job.mesh.cp)) for count in (trained, parameters - trained))
+    share = -(-sum(stage_trained(job, stage, cut)[0] for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
     base = RankMemory(
-        weights=_FP32 * share + _frozen_share(job, stages, cut, frozen),
+        weights=_FP32 * share + frozen_bytes(job, stages, cut),
         gradients=0,
         optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
         gathered=0,
@@ -154,16 +151,14 @@ def stage_trained(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
     return sizes_of(job.model).stage_trained(_layers(stage, cut), first=stage == 0, last=last)
 
 
-def frozen_bytes(model: DecoderOptions) -> int:
-    """Returns the bytes of one frozen parameter that is not quantised."""
-    return 2 if model.lora is not None and model.lora.base == "bf16" else _FP32
-
-
-def _frozen_share(job: Job, stages: Sequence[int], cut: Sequence[int], frozen: int) -> int:
-    """Returns the bytes of this rank's share of the frozen parameters, `frozen` in number."""
-    if quantised_base(job.model) is None:
-        return frozen_bytes(job.model) * frozen
-    return -(-sum(_base(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of a rank's share of the frozen parameters of its stages."""
+    shards = job.mesh.fsdp * job.mesh.cp
+    if quantised_base(job.model) is not None:
+        return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
+    frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
+    each = 2 if job.model.lora is not None and job.model.lora.base == "bf16" else _FP32
+    return each * -(-frozen // shards)
 
 
 def _base(job: Job, stage: int, cut: Sequence[int], ep: int = 1) -> int:

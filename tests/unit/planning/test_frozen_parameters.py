@@ -46,6 +46,11 @@ def test_memory_is_that_of_the_frozen_weights_and_of_the_adapters_state() -> Non
     assert sum(m.weights for m in wide.memory) == 4 * stage.whole
     assert sum(m.weights for m in adapters.memory) == 2 * (stage.whole - trained) + 4 * trained
     assert sum(m.optimizer for m in adapters.memory) == 8 * trained
+    assert adapters.host.state == 12 * max(stage.stage_trained(r, first=False, last=False)[0] for r in _cut())
+
+
+def _cut() -> tuple[range, ...]:
+    return resolve_pipeline(lora_job()).layers_of_stage
 
 
 def test_a_stage_below_all_adapters_keeps_no_activations() -> None:

@@ -48,7 +48,7 @@ def test_any_stages_may_train_nothing(name: str) -> None:
             sent = [item.message for line in lines.values() for item in line if isinstance(item, Send)]
             assert not any(message.kind == "B" and message.to_stage < lowest for message in sent)
             assert not find_hangs(lines, ranks, "gloo" if posting == "ahead" else "nccl")
-        # Where nothing is trained, a backward has one half; so has the last one, that of the weights.
+        # Where nothing is trained, a backward has one half; so has the lowest one.
         halved = [1.0 if not trains or stage == lowest > 0 else 2.0 for stage, trains in enumerate(trained)]
         lean_times = simulate(lean, StageTimes([1.0] * len(ranks), halved))
         assert lean_times.makespan <= whole.makespan

@@ -67,7 +67,7 @@ def test_targets_are_ends_of_names() -> None:
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     ]  # fmt: skip
     model = parse_job(document("llama", ("layers.1.self_attn.q_proj",))).model
-    assert (trains(model, range(0, 1)), trains(model, range(1, 2))) == (False, True)
+    assert (trains(model, range(1)), trains(model, range(1, 2))) == (False, True)
     assert [a.parameters for a in layer_adapters(model, 1)] == [16 * (256 + 256)]
 
 
