@@ -97,10 +97,10 @@ def export_hf(
     options = saved_options(commit)
     adapters = SavedTensors(store, commit)
     saved: SavedTensors | MergedTensors = adapters
+    merged: list[str] = []
     if options.lora is not None:
-        seed = int(((job or commit.job).get("train") or {}).get("seed", 0))
-        saved = MergedTensors(adapters, options, seed)
-        dtype = dtype or saved.dtype
+        saved = MergedTensors(adapters, options)
+        dtype, merged = dtype or saved.dtype, saved.remarks
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)
     files = []
@@ -128,7 +128,7 @@ def export_hf(
         files.append(_put_json(target, "generation_config.json", {"eos_token_id": eos_id}))
     config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=_context(document), eos_id=eos_id)
     files.append(_put_json(target, "config.json", config))
-    return Exported(tuple(files), len(tensors), total, tuple(remarks))
+    return Exported(tuple(files), len(tensors), total, (*merged, *remarks))
 
 
 def saved_options(commit: Commit) -> DecoderOptions:

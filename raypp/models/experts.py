@@ -9,7 +9,8 @@ over ranks, a rank holds part of the E experts and N is the number of rows it re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raypp.models.lora import AdaptedStack, Stack, grouped_product, product, unbound
+from raypp.models.lora import AdaptedStack, PlainStack, Stack, grouped_product, product, unbound
 from raypp.models.once import once
+from raypp.models.quantised import Format, QuantisedStack
 
 Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
@@ -44,6 +46,8 @@ class StackedExperts(nn.Module):
 
     lora_scale = 1.0
     """The factor of adapters; `models.lora` sets it."""
+    formats: Mapping[str, Format] = MappingProxyType({})
+    """The formats of quantised stacks by name; `models.quantised` sets it."""
 
     def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
         super().__init__()
@@ -73,7 +77,8 @@ class StackedExperts(nn.Module):
 
     def _stack(self, name: str) -> Stack:
         """Returns the matrices of a name that this rank holds, with their adapters if they have."""
-        weight = _held(getattr(self, name))
+        held = _held(getattr(self, name))
+        weight: PlainStack = QuantisedStack(held, self.formats[name]) if name in self.formats else held
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
         return weight if a is None or b is None else AdaptedStack(weight, _held(a), _held(b), self.lora_scale)
 
@@ -132,7 +137,8 @@ def _can_group(rows_NC: Tensor, stack: Stack) -> bool:
         return all(_can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
-        and rows_NC.dtype == stack.dtype == torch.bfloat16
+        and rows_NC.dtype == torch.bfloat16
+        and (isinstance(stack, QuantisedStack) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in stack.shape[1:])
     )

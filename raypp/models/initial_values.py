@@ -1,6 +1,7 @@
 """Initial values that depend only on the seed and the global name of the parameter.
 
 Each parameter is drawn whole, on the CPU, with its own generator; a rank keeps the slice it holds.
+A matrix that is stored quantised is quantised then.
 So the initial model is bitwise the same for every mesh, cut, construction order and device.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from raypp.models.quantised import stored_formats
 from raypp.spec.families import family_of
 from raypp.spec.models import DecoderOptions
 
@@ -81,6 +83,12 @@ def initialise(
             `parallel.shard.write_whole`.
         frozen: True: only frozen parameters. False: only those that are trained. None: all.
     """
+    formats = dict(stored_formats(stage))
     for name, parameter in stage.named_parameters():
-        if frozen is None or frozen != parameter.requires_grad:
+        if frozen is not None and frozen == parameter.requires_grad:
+            continue
+        form = formats.get(name)
+        if form is None:
             write(parameter, initial_value(name, parameter.shape, options, seed))
+        else:
+            write(parameter, form.quantise(initial_value(name, form.shape(parameter.shape), options, seed)))

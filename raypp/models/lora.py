@@ -18,12 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer
+from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import quantised_base
 
 
 def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> None:
     """Freezes a stage and adds the adapters of `model.lora` to it; does nothing without.
+
+    The frozen matrices get the storage that `model.lora.base` asks for.
 
     Args:
         stage: On the meta device, neither sharded nor compiled.
@@ -36,8 +41,11 @@ def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> No
     stage.requires_grad_(False)
     if lora.base == "bf16":
         stage.to(torch.bfloat16)
+    base, family = quantised_base(options), family_of(options)
     for index in layers:
         layer = stage.get_submodule(f"model.layers.{index}")
+        if base is not None and family is not None:
+            quantise_layer(layer, family.weights(options, index), base)
         for adapter in layer_adapters(options, index):
             if adapter.stacked:
                 inside, _, name = adapter.module.rpartition(".")
@@ -68,6 +76,10 @@ def _adapt_stack(experts: nn.Module, name: str, a: tuple[int, ...], b: tuple[int
     experts.lora_scale = scale  # type: ignore[assignment]
 
 
+PlainMatrix = Tensor | QuantisedMatrix
+PlainStack = Tensor | QuantisedStack
+
+
 @dataclass(frozen=True)
 class AdaptedMatrix:
     """The matrix of one expert and its adapter.
@@ -79,7 +91,7 @@ class AdaptedMatrix:
         scale: s.
     """
 
-    weight: Tensor
+    weight: PlainMatrix
     a: Tensor
     b: Tensor
     scale: float
@@ -96,31 +108,34 @@ class AdaptedStack:
         scale: s.
     """
 
-    weight: Tensor
+    weight: PlainStack
     a: Tensor
     b: Tensor
     scale: float
 
 
-Matrix = Tensor | AdaptedMatrix
+Matrix = PlainMatrix | AdaptedMatrix
 """The matrix of one expert, `[out, in]`."""
-Stack = Tensor | AdaptedStack
+Stack = PlainStack | AdaptedStack
 """The matrices of all experts, `[E, out, in]`."""
 
 
 def unbound(stack: Stack) -> Sequence[Matrix]:
     """Returns the matrices of a stack, expert by expert."""
-    if isinstance(stack, Tensor):
+    if not isinstance(stack, AdaptedStack):
         return stack.unbind()
-    parts = zip(stack.weight.unbind(), stack.a.unbind(), stack.b.unbind(), strict=True)
-    return [AdaptedMatrix(*part, stack.scale) for part in parts]
+    weights: Sequence[PlainMatrix] = stack.weight.unbind()
+    parts = zip(weights, stack.a.unbind(), stack.b.unbind(), strict=True)
+    return [AdaptedMatrix(weight, a, b, stack.scale) for weight, a, b in parts]
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:
     """Multiplies rows `[n, in]` by an expert's matrix: `[n, out]`."""
     if isinstance(matrix, Tensor):
         return F.linear(x, matrix)
-    return F.linear(x, matrix.weight) + F.linear(F.linear(x, matrix.a), matrix.b) * matrix.scale
+    if isinstance(matrix, QuantisedMatrix):
+        return matrix.product(x)
+    return product(x, matrix.weight) + F.linear(F.linear(x, matrix.a), matrix.b) * matrix.scale
 
 
 def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
@@ -133,5 +148,7 @@ def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
     """
     if isinstance(stack, Tensor):
         return F.grouped_mm(rows, stack.mT, offs=ends_E)
+    if isinstance(stack, QuantisedStack):
+        return stack.grouped_product(rows, ends_E)
     low = F.grouped_mm(rows, stack.a.mT, offs=ends_E)
-    return F.grouped_mm(rows, stack.weight.mT, offs=ends_E) + F.grouped_mm(low, stack.b.mT, offs=ends_E) * stack.scale
+    return grouped_product(rows, stack.weight, ends_E) + F.grouped_mm(low, stack.b.mT, offs=ends_E) * stack.scale

@@ -14,6 +14,7 @@ from raypp.schedules.catalogue import build_program, schedule_named, size_proble
 from raypp.spec.job import Job
 from raypp.spec.lora import model_adapters
 from raypp.spec.models import MoeOptions
+from raypp.spec.quantised import quantised_base
 
 
 def check_plan(job: Job) -> list[Problem]:
@@ -107,11 +108,12 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
 
+    base = quantised_base(model)
     adapted = any(adapter.stacked for adapter in model_adapters(model).values())
 
     def cuts(rest: int) -> bool:
         inner, width = model.expert_ffn_size % rest == 0, model.hidden_size % rest == 0
-        if adapted and model.lora is not None and model.lora.rank % rest:
+        if base is not None or (adapted and model.lora is not None and model.lora.rank % rest):
             return inner and width
         return inner or width
 
@@ -125,6 +127,9 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         if adapted and model.lora is not None and model.lora.rank % (shard // ep):
             what = f"{what.partition(', but')[0]}: model.lora.rank, or both model.expert_ffn_size and model.hidden_size"
             what += f", must be divisible by {shard // ep}"
+        if base is not None:
+            what = f"{what.partition(', but')[0]}, but matrices in {base} are cut between rows: "
+            what += f"{widths.replace(' nor ', ' and ')} must be divisible by {shard // ep}"
         yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 

@@ -22,10 +22,12 @@ from raypp.planning.activations import (
 from raypp.planning.choices import wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
+from raypp.planning.quantised import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
+from raypp.spec.quantised import quantised_base
 
 _FP32 = 4
 _MB = 10**6
@@ -64,7 +66,7 @@ class RankMemory:
         activations: What forwards in flight keep for their backwards.
         logits: The loss, on the last stage.
         working: What the action at the peak needs for itself: gradients of activations, recomputed
-            activations, the gradient of one matrix before it is added.
+            activations, the gradient of one matrix before it is added, a dequantised matrix.
         messages: Receives that are posted ahead, and sends.
         runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
@@ -151,9 +153,18 @@ def stage_trained(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
 
 def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's share of the frozen parameters of its stages."""
+    shards = job.mesh.fsdp * job.mesh.cp
+    if quantised_base(job.model) is not None:
+        return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
     each = 2 if job.model.lora is not None and job.model.lora.base == "bf16" else _FP32
-    return each * -(-frozen // (job.mesh.fsdp * job.mesh.cp))
+    return each * -(-frozen // shards)
+
+
+def _base(job: Job, stage: int, cut: Sequence[int], ep: int = 1) -> int:
+    """Returns the bytes of a stage's quantised base, of which `ep` ranks share the experts."""
+    first, last = stage == 0, stage == len(cut) - 1
+    return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=activation_bytes(job), ep=ep)
 
 
 def _layers(stage: int, cut: Sequence[int]) -> range:
@@ -172,7 +183,9 @@ def _moments(
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
-    within = tokens * backward_bytes(job, kind)
+    together = kind == "cuda" and job.train.precision == "bf16"
+    product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
+    within = tokens * backward_bytes(job, kind) + product
     matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
     embedding = 0 if job.model.lora is not None else _FP32 * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
@@ -181,11 +194,12 @@ def _moments(
     for action in actions:
         stage, added = action.stage, action.stage in done
         if action.kind == "F" and stage not in backward:
-            yield gradients, activations, logits, kept[stage] // max(1, cut[stage])
+            yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product
             continue
         if action.kind == "F":
             activations += kept[stage]
             logits += loss[stage].kept
+            yield gradients, activations, logits, product
             yield gradients, activations, logits + loss[stage].forward, 0
             continue
         if action.kind == "W":
@@ -254,8 +268,10 @@ class Gathered:
         gradients = {stage: _FP32 * count for stage, count in trained.items()}
         if not replaces:
             return cls(False, 0, 0, gradients, 0, 0, 0)
-        largest = sorted(held.values())[-_UNSHARDED_STAGES:]
-        weights = flat = sum(largest) * activation_bytes(job)
+        gathered = {stage: activation_bytes(job) * count for stage, count in held.items()}
+        if quantised_base(job.model) is not None:
+            gathered = {s: _base(job, s, cut, job.mesh.ep) + activation_bytes(job) * trained[s] for s in stages}
+        weights = flat = sum(sorted(gathered.values())[-_UNSHARDED_STAGES:])
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched

@@ -21,6 +21,7 @@ from raypp.spec.job import Job
 from raypp.spec.lora import check_targets
 from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
+from raypp.spec.quantised import width_problems
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -140,9 +141,9 @@ def _lora(job: Job) -> Iterator[Problem]:
     if lora.dropout:
         what = f"{lora.dropout} is not available: its mask would depend on the mesh that computes a row"
         yield Problem("model.lora.dropout", what, "use 0")
-    if lora.base in ("int8", "nf4"):
-        yield Problem("model.lora.base", f"{lora.base} is not available yet", "use bf16 or fp32")
-    elif lora.base == "bf16" and job.train.precision == "fp32":
+    if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
+        yield from width_problems(job.model)
+    if lora.base == "bf16" and job.train.precision == "fp32":
         what = "bf16 weights cannot be used with train.precision: fp32"
         yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")
 

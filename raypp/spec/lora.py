@@ -15,9 +15,9 @@ from raypp.errors import Problem
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import ROUTERS
 
 ALL_LINEAR = "all-linear"
-_ROUTERS = ("gate", "router", "shared_expert_gate")
 _WEIGHT = ".weight"
 
 
@@ -110,7 +110,7 @@ def _module(weight: Weight) -> str | None:
     if weight.part not in ("attention", "feed_forward", "experts") or len(weight.shape) < 2:
         return None
     name = weight.name.removesuffix(_WEIGHT)
-    return None if name.rpartition(".")[2] in _ROUTERS else name
+    return None if name.rpartition(".")[2] in ROUTERS else name
 
 
 def _global(index: int, module: str) -> str:

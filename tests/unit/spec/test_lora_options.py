@@ -45,7 +45,7 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
     ("lora", "model", "key", "told"),
     [
         ({"dropout": 0.1}, {}, "model.lora.dropout", "its mask would depend on the mesh"),
-        ({"base": "nf4"}, {}, "model.lora.base", "nf4 is not available yet | use bf16 or fp32"),
+        ({"base": "nf4"}, {"ffn_size": 688}, "model.lora.base", "mlp.down_proj.weight has rows of 688 | use int8"),
         ({}, {"kind": "json:loads"}, "model.lora", "is your own code"),
     ],
 )
