@@ -16,6 +16,7 @@ from raypp.spec.checks import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions
+from raypp.spec.quantised import BASES, width_problems
 
 Changes = Mapping[str, Any]
 """Keys of the job file and their new values."""
@@ -59,8 +60,8 @@ def _precision(job: Job) -> Sequence[Changes]:
 
 
 def _reshard(job: Job) -> Sequence[Changes]:
-    shards = job.mesh.fsdp * job.mesh.cp
-    return [{"mesh.reshard_after_forward": True}] if shards > 1 and not job.mesh.reshard_after_forward else []
+    """Applies to one shard, too: in bf16 it frees the weights in the compute dtype."""
+    return [] if job.mesh.reshard_after_forward else [{"mesh.reshard_after_forward": True}]
 
 
 def _schedule(job: Job) -> Sequence[Changes]:
@@ -86,8 +87,16 @@ def _shorter(job: Job) -> Sequence[Changes]:
 def _adapters(job: Job) -> Sequence[Changes]:
     if job.model.lora is not None or family_of(job.model) is None:
         return []
-    base = "fp32" if job.train.precision == "fp32" else "bf16"
-    return [{"model.lora.rank": 16, "model.lora.base": base}]
+    whole = "fp32" if job.train.precision == "fp32" else "bf16"
+    return [{"model.lora.rank": 16, "model.lora.base": whole}]
+
+
+def _quantised(job: Job) -> Sequence[Changes]:
+    model, lora = job.model, job.model.lora
+    if lora is None or lora.base in BASES:
+        return []
+    bases = {base: model.model_copy(update={"lora": lora.model_copy(update={"base": base})}) for base in BASES}
+    return [{"model.lora.base": base} for base, other in bases.items() if not list(width_problems(other))]
 
 
 LEVERS = (
@@ -96,6 +105,7 @@ LEVERS = (
     Lever("recomputation", _recomputation),
     Lever("sharded weights", _reshard),
     Lever("precision", _precision, "computes in bf16"),
+    Lever("quantised base", _quantised, "quantises the frozen weights"),
     Lever("adapters", _adapters, "trains adapters only (model.lora), with a learning rate of their own", apart=True),
     Lever("shorter sequences", _shorter, "cuts longer documents into pieces that do not see each other", apart=True),
 )

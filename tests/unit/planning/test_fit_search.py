@@ -223,7 +223,8 @@ def test_a_lever_changes_valid_keys_and_each_level_saves_more(lever: object) -> 
     assert lever in LEVERS
     jobs = [
         job_with(model=LARGE, pipeline={"schedule": "gpipe", "lookahead": 0}, mesh={"fsdp": 2, "pp": 2}),
-        job_with(model=LARGE, pipeline={"lookahead": 4}, data={"seq_len": 8192}),
+        job_with(model=LARGE, pipeline={"lookahead": 4}, data={"seq_len": 8192}, train={"precision": "bf16"}),
+        job_with(model={**LARGE, "lora": {"rank": 8}}, train={"precision": "bf16"}),
     ]
     applied = 0
     for job in jobs:
