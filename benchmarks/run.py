@@ -39,6 +39,7 @@ BENCHMARKS = (
     Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
     Benchmark("memory", 3, "peak memory by number of microbatches"),
     Benchmark("loss_memory", 7, "peak memory and time of the loss, by whole logits and in chunks"),
+    Benchmark("quantised_base", 3, "memory and speed of adapters on int8, nf4, bf16 and fp32 bases"),
     Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
     Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),

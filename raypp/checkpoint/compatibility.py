@@ -19,7 +19,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     """Finds every changed field that makes the run's checkpoints unusable.
 
     These may change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery,
-    resources, data.eval.path, and `model.from_hf`, which only a run without checkpoints reads.
+    resources, data.eval.path, and `model.from_hf`, which only a run without checkpoints reads, or
+    which holds the same frozen weights (`model.lora.base_id`).
     Fields that the old document lacks are not compared.
 
     These may not change: the rest of model and data, train.seed (it orders the data),
@@ -110,6 +111,10 @@ def _plain(value: Any) -> Any:
 
 
 def _changed(key: str, before: Any, after: Any) -> Problem:
+    if key == "model.lora.base_id":
+        what = f"names other weights ({after}) than those the run's adapters belong to ({before})"
+        return Problem("model.from_hf", what, "name the model that the run began with, or start a new run")
+
     def shown(value: Any) -> str:
         return "not set" if value is _ABSENT or value is None else repr(value)
 

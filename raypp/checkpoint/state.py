@@ -1,7 +1,8 @@
 """A rank's part of the training state, as named slices of global tensors.
 
 Names are the model's global names; the optimizer state of a parameter is `optim/<parameter>/<key>`.
-Names depend on neither the mesh nor the cut, so any other mesh finds its slices.
+Names depend on neither the mesh nor the cut, so any other mesh finds its slices. Frozen parameters
+are no part of the state: every attempt loads them from where they came from.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def gather_state(
 
     Args:
         stages: Modules whose parameters have global names.
-        optimizer: The optimizer over their parameters; its state may still be empty.
+        optimizer: The optimizer over those that are trained; its state may still be empty.
         coordinates: This rank's place in the mesh. Only the first of the ranks that hold the same
             values writes them. None: this rank writes all it holds.
         copies: Includes tied weights whose first copy another stage holds.
@@ -80,15 +81,19 @@ def gather_state(
     return slices
 
 
-def model_slices(stages: Sequence[nn.Module]) -> dict[str, list[Slice]]:
+def model_slices(stages: Sequence[nn.Module], *, frozen: bool = False) -> dict[str, list[Slice]]:
     """Returns the live tensors of this rank that a checkpoint's model tensors are loaded into.
+
+    Args:
+        stages: Modules whose parameters have global names.
+        frozen: The frozen parameters instead, which no checkpoint has.
 
     Returns:
         Slices by global name, one for each place of that name: a tied weight held by two stages has
         two.
     """
     targets: dict[str, list[Slice]] = {}
-    for name, tensor in _model_tensors(stages):
+    for name, tensor in _parameters(stages, frozen=True) if frozen else _model_tensors(stages):
         targets.setdefault(name, []).append(slice_of(name, tensor))
     return targets
 
@@ -203,12 +208,15 @@ def _model_tensors(stages: Sequence[nn.Module], *, copies: bool = True) -> Itera
                 yield name, buffer
 
 
-def _parameters(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(
+    stages: Sequence[nn.Module], *, copies: bool = True, frozen: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields names and parameters, tied ones under each name, FSDP's weights in their sharded form.
 
     Args:
         stages: Modules whose parameters have global names.
         copies: Includes weights whose first copy another stage holds (`DecoderStage.tied_copies`).
+        frozen: Frozen parameters instead of those that are trained.
     """
     for stage in stages:
         for module in stage.modules():
@@ -216,5 +224,5 @@ def _parameters(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator
                 module.reshard()
         left_out: frozenset[str] = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
         for name, parameter in stage.named_parameters(remove_duplicate=False):
-            if name not in left_out:
+            if name not in left_out and parameter.requires_grad != frozen:
                 yield name, parameter

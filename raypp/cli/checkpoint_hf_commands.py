@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.run_spec import read_spec
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
@@ -16,7 +17,8 @@ from raypp.cli.load_job import load_checked_job
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import OWN_KEYS, options_from_config
-from raypp.hf.export_model import export_hf
+from raypp.hf.export_adapter import export_adapter
+from raypp.hf.export_model import export_hf, saved_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.spec.load import job_document, parse_job
@@ -38,8 +40,12 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
     show_default=True,
     help="Maximum size of one file, in GB.",
 )
+@click.option("--adapter", is_flag=True, help="Of a run with model.lora: write the adapters, as PEFT loads them.")
+@click.option("--merged", is_flag=True, help="Of a run with model.lora: write the whole model, adapters merged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as_json: bool) -> None:
+def export_command(
+    run: str, target: str, dtype: str | None, shard_gb: float, adapter: bool, merged: bool, as_json: bool
+) -> None:
     """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
 
     Writes safetensors, config.json and, if the job has a tokenizer.json, the tokenizer, as
@@ -47,6 +53,7 @@ def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as
     byte read is checked.
     """
     store, commit = open_checkpoint(run)
+    _check_form(commit, adapter, merged, dtype)
     lend_store_settings()
     there = open_store(target)
     _check_empty(there)
@@ -55,15 +62,18 @@ def export_command(run: str, target: str, dtype: str | None, shard_gb: float, as
     except CheckpointError:
         job = None
     with progress_bar("exporting", None) as advance:
-        done = export_hf(
-            store,
-            commit,
-            there,
-            dtype=_DTYPES[dtype] if dtype else None,
-            shard_bytes=max(1, int(shard_gb * 1e9)),
-            job=job,
-            progress=advance,
-        )
+        if adapter:
+            done = export_adapter(store, commit, there, progress=advance)
+        else:
+            done = export_hf(
+                store,
+                commit,
+                there,
+                dtype=_DTYPES[dtype] if dtype else None,
+                shard_bytes=max(1, int(shard_gb * 1e9)),
+                job=job,
+                progress=advance,
+            )
     if as_json:
         click.echo(json.dumps({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)}))
         return
@@ -136,6 +146,20 @@ def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, Deco
         url = str(Path(url).expanduser().absolute())
     store = open_store(url)
     return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}
+
+
+def _check_form(commit: Commit, adapter: bool, merged: bool, dtype: str | None) -> None:
+    """Checks that the options fit what the run trained."""
+    lora = saved_options(commit).lora
+    if lora is None and (adapter or merged):
+        flag = "--adapter" if adapter else "--merged"
+        raise JobError(Problem(flag, f"{commit.run} trained all weights, no adapters", f"leave out {flag}"))
+    if lora is not None and adapter == merged:
+        what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
+        fix = "use --adapter for PEFT, or --merged for a whole model"
+        raise JobError(Problem("--adapter", what, fix))
+    if adapter and dtype:
+        raise JobError(Problem("--dtype", "adapters are exported in fp32", "leave it out"))
 
 
 def _check_empty(target: ObjectStore) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
         "raypp.cli.run_commands:submit_command",
         "Train: check a job, submit it to the cluster, follow the run.",
     ),
+    "init": ("raypp.cli.init_command:init_command", "Write an example job and its data into this directory."),
     "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost. Needs no cluster."),
     "status": ("raypp.cli.inspect_commands:status_command", "Show a run's state, step, speed, ranks and errors."),
     "list": ("raypp.cli.inspect_commands:list_command", "List all runs."),
@@ -43,7 +44,7 @@ COMMANDS = {
 
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
-    "Jobs": ("plan", "parity", "explain", "schema", "list-kinds"),
+    "Jobs": ("init", "plan", "parity", "explain", "schema", "list-kinds"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 
@@ -82,8 +83,9 @@ class LazyCommands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
     A first run, on this machine:
+      raypp init quickstart
       raypp local up
-      raypp submit jobs/quickstart.yaml
+      raypp submit quickstart.yaml
     """,
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error. May also follow the command.")

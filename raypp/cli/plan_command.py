@@ -11,7 +11,7 @@ import click
 
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.torch_process import ask
-from raypp.errors import JobError, RunFailedError
+from raypp.errors import EXIT_RESOURCES, JobError, RunFailedError
 
 if TYPE_CHECKING:
     from raypp.planning.predict import Grounds
@@ -38,8 +38,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--search", is_flag=True, help="Rank meshes, cuts, schedules and microbatch counts for the same batch by step time."
 )
+@click.option("--fit", is_flag=True, help="Find what must change for the job to fit into --device, fastest first.")
 @click.option(
-    "--search-time", type=click.FloatRange(1), default=60, show_default=True, metavar="S", help="Seconds to search."
+    "--search-time",
+    type=click.FloatRange(1),
+    default=60,
+    show_default=True,
+    metavar="S",
+    help="Most seconds for --search or --fit.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
@@ -52,6 +58,7 @@ def plan_command(
     costs: Path | None,
     measure: Path | None,
     search: bool,
+    fit: bool,
     search_time: float,
     as_json: bool,
 ) -> None:
@@ -61,12 +68,19 @@ def plan_command(
     memory per rank, the bubble, bytes over the links, the step time and its bottleneck. Reports all
     mistakes in the job file at once.
     """
+    if fit and (costs or measure or search):
+        what = "--search" if search else "--costs" if costs else "--measure"
+        fix = f"leave out {what}: --fit compares precisions and microbatches by the maker's sheet of --device"
+        raise JobError(f"--fit and {what} do not go together", fix)
     file = load_checked_job(job, overrides)
     _count_own_model(file.job)
     grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
     from rich.console import Console
 
     console = Console(highlight=False)
+    if fit:
+        _fit(file.job, grounds, search_time, as_json)
+        return
     if search:
         _search(file.job, grounds, search_time, as_json, console)
         return
@@ -95,12 +109,10 @@ def _grounds(
     Raises:
         JobError: A file cannot be used, or the device is unknown.
     """
-    from raypp.planning.costs import DEVICES, read_costs
+    from raypp.planning.costs import device_named, read_costs
     from raypp.planning.machines import read_machines
     from raypp.planning.predict import Grounds
 
-    if device is not None and device not in DEVICES:
-        raise JobError(f"--device {device}: unknown", f"use one of {', '.join(DEVICES)}, or measure: --measure FILE")
     if links is not None and (link_gbps is not None or per_node is not None):
         raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
     if costs is not None and measure is not None:
@@ -111,7 +123,7 @@ def _grounds(
     return Grounds(
         machines=read_machines(links) if links is not None else None,
         costs=read_costs(known, job) if known is not None else None,
-        device=device,
+        device=device_named(device).name if device is not None else None,
         link_gbps=link_gbps,
         per_node=per_node,
     )
@@ -165,6 +177,30 @@ def _measure(job: Job, path: Path) -> None:
         write_costs(path, found, job, answer["device"], when)
     except OSError as error:
         raise JobError(f"--measure {path}: {error.strerror}", "name a file that can be written") from error
+
+
+def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
+    """Prints what makes a job fit.
+
+    Raises:
+        JobError: The memory of the device is unknown.
+        SystemExit: Nothing that was tried fits on the given devices (exit code 4).
+    """
+    from rich.console import Console
+
+    from raypp.cli.fit_view import fit_document, fit_view
+    from raypp.planning.costs import DEVICES
+    from raypp.planning.fit_search import changes_that_fit
+
+    device = grounds.devices_for(job)[-1]
+    if not device.memory:
+        names = ", ".join(name for name, known in DEVICES.items() if known.memory)
+        raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
+    with Console(stderr=True).status("trying meshes and what saves memory …"):
+        found = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
+    click.echo(json.dumps(fit_document(found), indent=2) if as_json else fit_view(found, job, device))
+    if found.now is None and not found.same:
+        raise SystemExit(EXIT_RESOURCES)
 
 
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:

@@ -50,7 +50,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
 
 
 def _title(job: Job, plan: Plan) -> Text:
-    facts = f"{job.model.kind}, {_count(plan.parameters)} parameters, {plan.tokens_per_step:,} tokens per step"
+    facts = f"{job.model.kind}, {count_text(plan.parameters)} parameters, {plan.tokens_per_step:,} tokens per step"
     return Text.assemble((plan.name, "bold cyan"), f"  {facts}")
 
 
@@ -144,14 +144,14 @@ def _host(plan: Plan) -> RenderableType:
     each = f"{host.ranks} rank{'s' if host.ranks > 1 else ''}"
     lines = []
     if host.computing:
-        lines.append(f"{_size(host.computing)}  {each} that compute on the CPU")
+        lines.append(f"{size_text(host.computing)}  {each} that compute on the CPU")
     if host.files:
         fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
-        of = f"{host.files} × {_size(host.state)} for {each}{fewer}"
-        lines.append(f"{_size(host.snapshots)}  snapshots (checkpoint.memory_tier): {of}")
-    lines.append(f"{_size(host.saving)}  buffer of a save")
-    have = f", {_size(host.available)} of {host.node} are free" if host.available else ""
-    lines.append(f"{_size(host.total)}  together{have}")
+        of = f"{host.files} × {size_text(host.state)} for {each}{fewer}"
+        lines.append(f"{size_text(host.snapshots)}  snapshots (checkpoint.memory_tier): {of}")
+    lines.append(f"{size_text(host.saving)}  buffer of a save")
+    have = f", {size_text(host.available)} of {host.node} are free" if host.available else ""
+    lines.append(f"{size_text(host.total)}  together{have}")
     text = Text("\n".join(lines))
     return Group(text, Text(problem, "red")) if (problem := host.problem()) else text
 
@@ -172,10 +172,10 @@ def _links(plan: Plan) -> RenderableType:
     if len(places) > 4 and len(sizes) == 1:
         places = [(f"each of {places[0][0]} … {places[-1][0]}", crossing[0])]
     for place, boundary in places:
-        table.add_row(place, _size(boundary.bytes_per_microbatch), _size(boundary.bytes_per_step))
+        table.add_row(place, size_text(boundary.bytes_per_microbatch), size_text(boundary.bytes_per_step))
     if plan.link_gbps is None or plan.link_s_per_microbatch is None:
         return Group(table, Text("add --link-gbps X to see the time this takes", style="dim"))
-    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {_time(plan.link_s_per_microbatch)} per message"))
+    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {time_text(plan.link_s_per_microbatch)} per message"))
 
 
 def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
@@ -187,24 +187,20 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
     shared = [text for text in predictions[0].assumptions if all(text in other.assumptions for other in predictions)]
     for prediction in predictions:
         own = "; ".join(text for text in prediction.assumptions if text not in shared)
-        speed = f"{_count(prediction.tokens_per_s)} tokens/s"
-        table.add_row(prediction.device, _time(prediction.step_s), speed, Text(own, style="dim"))
+        speed = f"{count_text(prediction.tokens_per_s)} tokens/s"
+        table.add_row(prediction.device, time_text(prediction.step_s), speed, Text(own, style="dim"))
     parts: list[RenderableType] = [table]
     for prediction in predictions:
         lead = f"{prediction.device}: " if len(predictions) > 1 else ""
         parts.append(Text(f"{lead}{prediction.bottleneck}"))
         if prediction.lookahead:
             parts.append(Text(f"{lead}with lookahead {prediction.lookahead}"))
-        need, have = _size(prediction.peak_memory), _size(prediction.device_memory)
+        need, have = size_text(prediction.peak_memory), size_text(prediction.device_memory)
         if prediction.peak_memory <= prediction.device_memory:
             parts.append(Text(f"{lead}a rank needs {need} of the {have} of a {prediction.device}"))
         elif prediction.device_memory:
             parts.append(Text(f"{lead}does not fit: a rank needs {need}, a {prediction.device} has {have}", "red"))
-            for fit in prediction.fits_with:
-                words = f"{' '.join(fit.settings())} ({_size(fit.peak)} per rank, {fit.devices} devices)"
-                parts.append(Text(f"{lead}fits with {words}"))
-            if not prediction.fits_with:
-                parts.append(Text(f"{lead}no change of mesh, batch or recomputation that was tried makes it fit"))
+            parts.append(Text(f"{lead}what would: the same command with --fit"))
         for text, gain in prediction.advice:
             parts.append(Text(f"{lead}would save {gain:.0%}: {text}", style="dim"))
     parts.append(Text(f"assumptions: {'; '.join(shared)}", style="dim"))
@@ -218,7 +214,11 @@ def search_view(found: Found, job: Job) -> RenderableType:
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
-            str(place), _time(cast.step_s), _count(cast.tokens_per_s), _size(cast.peak_memory), Text(settings)
+            str(place),
+            time_text(cast.step_s),
+            count_text(cast.tokens_per_s),
+            size_text(cast.peak_memory),
+            Text(settings),
         )
     best = found.best[0]
     said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
@@ -244,7 +244,7 @@ def _table(*columns: str, justify: str = "left") -> Table:
     return table
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     """Formats bytes with three digits: 320 KiB, 1.73 MiB."""
     for power, unit in _UNITS:
         if count >= 1024**power:
@@ -252,7 +252,7 @@ def _size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _count(count: float) -> str:
+def count_text(count: float) -> str:
     """Formats a number with three digits: 1.81 M, 11.4 k, 8."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
@@ -265,7 +265,7 @@ def _figures(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """Formats seconds with three digits: 2.62 ms, 0.72 s, 12.3 s."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"

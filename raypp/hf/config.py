@@ -15,7 +15,7 @@ from raypp.spec.family import HfFormat
 from raypp.spec.models import DecoderOptions
 
 KEY = "model.from_hf"
-OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight")
+OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora")
 """Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
 
 

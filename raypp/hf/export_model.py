@@ -18,6 +18,7 @@ from raypp.checkpoint.tensor_file import ELEMENT_BYTES
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer
 from raypp.errors import CheckpointError, JobError, Problem, in_words
 from raypp.hf.config import config_from_options
+from raypp.hf.merged_tensors import MergedTensors
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
@@ -75,24 +76,31 @@ def export_hf(
 ) -> Exported:
     """Writes a checkpoint's model in the format of transformers' `from_pretrained`.
 
-    config.json is written last: a directory that has it is complete.
+    Adapters are merged with the frozen weights. config.json is written last: a directory that has
+    it is complete.
 
     Args:
         store: Opened at the job's checkpoint.url.
         commit: The checkpoint's COMMIT.
         target: The store for the exported files.
-        dtype: safetensors' name of the dtype of all tensors; None: as saved.
+        dtype: safetensors' name of the dtype of all tensors; None: as saved, and merged weights as
+            the frozen ones.
         shard_bytes: Maximum bytes of tensors in one file.
         job: The run's resolved job, for its tokenizer; None: the commit's job.
         progress: Called with the bytes written since its last call.
 
     Raises:
-        JobError: The model's family has no Hugging Face format.
+        JobError: The model's family has no Hugging Face format, or frozen weights are not there.
         CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks a tensor.
         StoreError: One of the stores failed.
     """
     options = saved_options(commit)
-    saved = SavedTensors(store, commit)
+    adapters = SavedTensors(store, commit)
+    saved: SavedTensors | MergedTensors = adapters
+    merged: list[str] = []
+    if options.lora is not None:
+        saved = MergedTensors(adapters, options)
+        dtype, merged = dtype or saved.dtype, saved.remarks
     tensors = _tensors(options, saved, dtype)
     shards = _shards(tensors, shard_bytes)
     files = []
@@ -120,7 +128,7 @@ def export_hf(
         files.append(_put_json(target, "generation_config.json", {"eos_token_id": eos_id}))
     config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=_context(document), eos_id=eos_id)
     files.append(_put_json(target, "config.json", config))
-    return Exported(tuple(files), len(tensors), total, tuple(remarks))
+    return Exported(tuple(files), len(tensors), total, (*merged, *remarks))
 
 
 def saved_options(commit: Commit) -> DecoderOptions:
@@ -135,7 +143,7 @@ def saved_options(commit: Commit) -> DecoderOptions:
     return parse_job({"name": commit.run, "model": model}).model
 
 
-def _tensors(options: DecoderOptions, saved: SavedTensors, dtype: str | None) -> list[_Tensor]:
+def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype: str | None) -> list[_Tensor]:
     """Returns the tensors that transformers expects, in the model's order.
 
     Raises:
@@ -182,7 +190,7 @@ def _header(shard: list[_Tensor]) -> bytes:
 
 
 def _chunks(
-    header: bytes, shard: list[_Tensor], saved: SavedTensors, progress: Callable[[int], None]
+    header: bytes, shard: list[_Tensor], saved: SavedTensors | MergedTensors, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
     yield header
     for tensor in shard:

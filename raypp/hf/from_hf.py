@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
 from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import hf_parts, model_tensors
@@ -20,7 +21,7 @@ _SHOWN = 8
 def with_hf_sizes(file: JobFile) -> JobFile:
     """Returns the job file with the sizes of `model.from_hf`; unchanged if it is not set.
 
-    Reads only config.json.
+    Reads only config.json, and with `model.lora` samples of the weights.
 
     Raises:
         JobError: config.json is missing, raypp cannot train its model, or the job contradicts it.
@@ -37,10 +38,13 @@ def with_hf_sizes(file: JobFile) -> JobFile:
 
 
 def hf_options(model: DecoderOptions) -> DecoderOptions:
-    """Returns the `model:` section with the sizes of config.json; see `with_hf_sizes`."""
+    """Returns the `model:` section with the sizes of config.json; see `with_hf_sizes`.
+
+    With `model.lora`, also with the identity of the weights.
+    """
     assert model.from_hf is not None
     files = HfFiles(model.from_hf)
-    return options_from_config(files.config(), model, files.place("config.json"))
+    return with_base_id(options_from_config(files.config(), model, files.place("config.json")), files)
 
 
 def check_hf_weights(job: Job) -> None:

@@ -68,9 +68,12 @@ def import_hf(
 
     Raises:
         CheckpointError: Tensors do not fit the model; names them. Nothing was written.
-        AlreadyExists, JobError: The run exists already.
+        AlreadyExists, JobError: The run exists already, or it trains adapters only.
         StoreError: One of the stores failed. Without COMMIT, the written objects are no checkpoint.
     """
+    if options.lora is not None:
+        what = "a run that trains adapters keeps its frozen weights out of its checkpoints"
+        raise JobError(Problem("model.lora", what, f"set model.from_hf to {files.store.url}, and submit the job"))
     shapes = model_tensors(options)
     there = matching_tensors(files, shapes)
     if list_checkpoints(store, run):

@@ -1,4 +1,7 @@
-"""Loads initial weights from a Hugging Face model; a rank reads the rows that its slices need."""
+"""Loads initial weights from a Hugging Face model; a rank reads the rows that its slices need.
+
+Weights that the model stores quantised are quantised as they arrive, some rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.state import Slice, model_slices
+from raypp.errors import CheckpointError, Problem
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles, HfTensor
 from raypp.hf.names import hf_parts
+from raypp.models.quantised import Format, stored_formats
 
 _READ_BYTES = 16 << 20
 _READERS = 8
@@ -44,6 +49,7 @@ class _Piece:
         first, last: The rows `[first, last)` of it.
         columns: Start and length of the part to copy, in every further dim.
         goal: `[last - first, *lengths]`: the slice to fill.
+        format: The format of the goal's bytes; `columns` are then theirs. None: not quantised.
     """
 
     source: HfTensor
@@ -51,10 +57,11 @@ class _Piece:
     last: int
     columns: tuple[tuple[int, int], ...]
     goal: Tensor
+    format: Format | None
 
 
-def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
-    """Fills this rank's parameters in place.
+def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False) -> LoadedFromHf:
+    """Fills this rank's parameters in place: those that are trained, or the frozen ones.
 
     No communication; the values do not depend on the mesh. Ranges are read by row only: for a
     tensor that is cut along another dim, a rank reads whole rows.
@@ -62,22 +69,31 @@ def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
     Args:
         url: The model's directory or S3 URL.
         stages: This rank's stages; the names of their parameters are global.
+        frozen: Fills frozen parameters.
 
     Raises:
-        CheckpointError: A tensor is missing or has another shape (no parameter was changed), or a
-            file is missing or torn.
+        CheckpointError: A tensor is missing or has another shape (no parameter was changed), a
+            file is missing or torn, or a weight to be quantised is not finite.
     """
     started = time.monotonic()
     files = HfFiles(url)
-    targets = [target for slices in model_slices(stages).values() for target in slices if target.tensor.numel()]
-    there = matching_tensors(files, {target.name: target.global_shape for target in targets})
-    pieces = [piece for target in targets for piece in _pieces(target, there)]
+    held = model_slices(stages, frozen=frozen)
+    targets = [target for slices in held.values() for target in slices if target.tensor.numel()]
+    formats = {name: form for stage in stages for name, form in stored_formats(stage)}
+    wanted = {target.name: _shape(target, formats.get(target.name)) for target in targets}
+    there = matching_tensors(files, wanted)
+    pieces = [piece for target in targets for piece in _pieces(target, there, formats.get(target.name))]
 
     @torch.no_grad()
     def fill(piece: _Piece) -> None:
         data = bytearray(files.read(piece.source, piece.first, piece.last))
         values = torch.frombuffer(data, dtype=DTYPES[piece.source.dtype])
         values = values.view((piece.last - piece.first, *piece.source.shape[1:]) if piece.source.shape else ())
+        if piece.format is not None:
+            try:
+                values = piece.format.quantise(values)
+            except ValueError as error:
+                raise CheckpointError(Problem(piece.source.name, f"cannot be quantised: {error}")) from None
         for dim, (begin, length) in enumerate(piece.columns, start=1):
             values = values.narrow(dim, begin, length)
         piece.goal.copy_(values)
@@ -89,8 +105,12 @@ def load_from_hf(url: str, stages: Sequence[nn.Module]) -> LoadedFromHf:
     return LoadedFromHf(len(sources), files.bytes_read, time.monotonic() - started)
 
 
-def _pieces(target: Slice, there: dict[str, HfTensor]) -> Iterator[_Piece]:
-    for part in hf_parts(target.name, target.global_shape):
+def _shape(target: Slice, form: Format | None) -> tuple[int, ...]:
+    return target.global_shape if form is None else tuple(form.shape(target.global_shape))
+
+
+def _pieces(target: Slice, there: dict[str, HfTensor], form: Format | None) -> Iterator[_Piece]:
+    for part in hf_parts(target.name, _shape(target, form)):
         source, goal = there[part.name], target.tensor
         offset: tuple[int, ...] = target.offset
         if part.expert is not None:
@@ -99,10 +119,10 @@ def _pieces(target: Slice, there: dict[str, HfTensor]) -> Iterator[_Piece]:
                 continue
             goal, offset = goal[row], offset[1:]
         if not source.shape:
-            yield _Piece(source, 0, 1, (), goal)
+            yield _Piece(source, 0, 1, (), goal, form)
             continue
         columns = tuple(zip(offset[1:], goal.shape[1:], strict=True))
         step = max(1, _READ_BYTES // max(1, source.row_bytes))
         for first in range(0, len(goal), step):
             rows = goal[first : first + step]
-            yield _Piece(source, offset[0] + first, offset[0] + first + len(rows), columns, rows)
+            yield _Piece(source, offset[0] + first, offset[0] + first + len(rows), columns, rows, form)

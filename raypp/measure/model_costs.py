@@ -76,11 +76,16 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
     document = job_document(one_process_job(job))
     document["model"]["num_layers"] = _LAYERS
     document["pipeline"]["microbatches"] = _MICROBATCHES
+    if job.model.lora is not None:  # without the numbers of layers
+        targets = [target.rpartition(".")[2] for target in job.model.lora.targets]
+        document["model"]["lora"]["targets"] = targets
     small = parse_job(document)
     seat = local_seat(0, 1, free_port(), small, device=device_kind)
     with assemble(small, seat, hang_timeout_s=60) as rank:
         runner = StepRunner(rank)
-        outside = _outside(runner, sum(p.numel() for m in rank.built.modules for p in m.parameters()))
+        outside = _outside(
+            runner, sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
+        )
         read = runner.read(Requests(), Stopwatch())
         yield Meter(small, rank.groups, rank.device, runner.batches(read), outside | copies)
 

@@ -9,7 +9,8 @@ over ranks, a rank holds part of the E experts and N is the number of rows it re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from raypp.models.lora import AdaptedStack, PlainStack, Stack, grouped_product, product, unbound
 from raypp.models.once import once
+from raypp.models.quantised import Format, QuantisedStack
 
 Names = tuple[str, str, str]
 Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
@@ -41,6 +44,11 @@ class StackedExperts(nn.Module):
             matrices.
     """
 
+    lora_scale = 1.0
+    """The factor of adapters; `models.lora` sets it."""
+    formats: Mapping[str, Format] = MappingProxyType({})
+    """The formats of quantised stacks by name; `models.quantised` sets it."""
+
     def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
         super().__init__()
         self.names = names
@@ -60,15 +68,22 @@ class StackedExperts(nn.Module):
         Returns:
             The results `[N, C]`, in the same order.
         """
-        gate, up, down = (_held(getattr(self, name)) for name in self.names)
-        if _can_group(rows_NC, gate):
+        gate, up, down = map(self._stack, self.names)
+        if all(_can_group(rows_NC, stack) for stack in (gate, up, down)):
             return grouped(rows_NC, counts_E, gate, up, down)
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
         return one_by_one(rows_NC, counts, gate, up, down)
 
+    def _stack(self, name: str) -> Stack:
+        """Returns the matrices of a name that this rank holds, with their adapters if they have."""
+        held = _held(getattr(self, name))
+        weight: PlainStack = QuantisedStack(held, self.formats[name]) if name in self.formats else held
+        a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
+        return weight if a is None or b is None else AdaptedStack(weight, _held(a), _held(b), self.lora_scale)
 
-def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+
+def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
     """Runs one expert after the other, without those that have no rows.
 
     The reference of `grouped`.
@@ -83,12 +98,12 @@ def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Tensor, up_EFC:
     Returns:
         The results `[N, C]`.
     """
-    # Use unbind: its backward fills the gradient of the stack once. Each index would fill a whole
-    # one.
+    # `unbound` uses unbind: its backward fills the gradient of the stack once. Each index would
+    # fill a whole one.
     parts = torch.split(rows_NC, list(counts))
-    experts = zip(parts, gate_EFC.unbind(), up_EFC.unbind(), down_ECF.unbind(), strict=True)
+    experts = zip(parts, *map(unbound, (gate_EFC, up_EFC, down_ECF)), strict=True)
     out = [
-        F.linear(F.silu(F.linear(part_nC, gate_FC)) * F.linear(part_nC, up_FC), down_CF)
+        product(F.silu(product(part_nC, gate_FC)) * product(part_nC, up_FC), down_CF)
         for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
         # A rank without rows runs one expert on zero rows: its backward must take part in the
         # collectives of the other ranks.
@@ -97,15 +112,15 @@ def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Tensor, up_EFC:
     return torch.cat(out)
 
 
-def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor, down_ECF: Tensor) -> Tensor:
+def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
     """Runs all experts with one kernel per matrix, without synchronising with the CPU.
 
     Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`. Only
     the counts stay on the device, int64 `[E]`.
     """
     ends = counts_E.cumsum(0).to(torch.int32)
-    inner = F.silu(F.grouped_mm(rows_NC, gate_EFC.mT, offs=ends)) * F.grouped_mm(rows_NC, up_EFC.mT, offs=ends)
-    return F.grouped_mm(inner, down_ECF.mT, offs=ends)
+    inner = F.silu(grouped_product(rows_NC, gate_EFC, ends)) * grouped_product(rows_NC, up_EFC, ends)
+    return grouped_product(inner, down_ECF, ends)
 
 
 def _held(parameter: Tensor) -> Tensor:
@@ -113,16 +128,19 @@ def _held(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
-    """Returns whether the grouped kernel can run rows `[N, C]` and matrices `[E, F, C]`.
+def _can_group(rows_NC: Tensor, stack: Stack) -> bool:
+    """Returns whether the grouped kernel can run rows `[N, C]` and the matrices of a stack.
 
-    It needs CUDA, bf16, at least one row, and aligned widths.
+    It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included.
     """
+    if isinstance(stack, AdaptedStack):
+        return all(_can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
-        and rows_NC.dtype == gate_EFC.dtype == torch.bfloat16
+        and rows_NC.dtype == torch.bfloat16
+        and (isinstance(stack, QuantisedStack) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0
-        and all(width % _GROUPED_ALIGNMENT == 0 for width in gate_EFC.shape[1:])
+        and all(width % _GROUPED_ALIGNMENT == 0 for width in stack.shape[1:])
     )
 
 

@@ -1,6 +1,7 @@
 """Initial values that depend only on the seed and the global name of the parameter.
 
 Each parameter is drawn whole, on the CPU, with its own generator; a rank keeps the slice it holds.
+A matrix that is stored quantised is quantised then.
 So the initial model is bitwise the same for every mesh, cut, construction order and device.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from raypp.models.quantised import stored_formats
 from raypp.spec.families import family_of
 from raypp.spec.models import DecoderOptions
 
@@ -28,7 +30,7 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
 
     Norm gains are 1 and biases 0. Matrices are normal with standard deviation `options.init_std`.
     Those that write into the residual stream use init_std / sqrt(2 · num_layers) (GPT-2, section
-    2.3).
+    2.3). Of an adapter, B is 0, and A is uniform within ±1 / sqrt(its columns), as PEFT draws it.
 
     Args:
         name: The global name of the parameter.
@@ -41,12 +43,21 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    generator = _generator(name, seed)
+    if ".lora_A." in name:
+        bound = shape[-1] ** -0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     std = options.init_std
     if _writes_residual(name, options):
         std /= (2 * options.num_layers) ** 0.5
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _writes_residual(name: str, options: DecoderOptions) -> bool:
@@ -59,8 +70,10 @@ def _writes_residual(name: str, options: DecoderOptions) -> bool:
 
 
 @torch.no_grad()
-def initialise(stage: nn.Module, options: DecoderOptions, seed: int, write: WriteSlice) -> None:
-    """Writes the initial value of every parameter of a stage that has memory.
+def initialise(
+    stage: nn.Module, options: DecoderOptions, seed: int, write: WriteSlice, *, frozen: bool | None = None
+) -> None:
+    """Writes the initial values of the parameters of a stage that has memory.
 
     Args:
         stage: The stage on its device, possibly sharded.
@@ -68,6 +81,14 @@ def initialise(stage: nn.Module, options: DecoderOptions, seed: int, write: Writ
         seed: train.seed.
         write: Copies a whole value into a parameter that may be sharded; see
             `parallel.shard.write_whole`.
+        frozen: True: only frozen parameters. False: only those that are trained. None: all.
     """
+    formats = dict(stored_formats(stage))
     for name, parameter in stage.named_parameters():
-        write(parameter, initial_value(name, parameter.shape, options, seed))
+        if frozen is not None and frozen == parameter.requires_grad:
+            continue
+        form = formats.get(name)
+        if form is None:
+            write(parameter, initial_value(name, parameter.shape, options, seed))
+        else:
+            write(parameter, form.quantise(initial_value(name, form.shape(parameter.shape), options, seed)))

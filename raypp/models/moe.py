@@ -78,6 +78,9 @@ class MixtureOfExperts(nn.Module):
         if labelled_BT is not None and torch.is_grad_enabled():
             sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
             loss = weighted(sums_2, self.options)
+            if not out_SC.requires_grad:  # nothing below is trained: no backward comes here
+                self.router_sums.add(sums_2)
+                return out_SC.view_as(x_BTC)
             out_SC = _AddLoss.apply(out_SC, loss, sums_2.detach(), self.router_sums)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import RMSNorm, rotary_table
+from raypp.models.lora import add_adapters
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
 from raypp.spec.families import FAMILIES, MODELS
 from raypp.spec.models import DecoderOptions
@@ -163,10 +164,16 @@ def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bo
     builder = MODELS.get(options.kind, key="model.kind").build()
     with torch.device("meta"):
         stage: nn.Module = builder(options, layers, first, last)
+        add_adapters(stage, options, layers)
     return stage
 
 
-def parameter_names(options: DecoderOptions) -> list[str]:
-    """Returns the sorted global names of all parameters of the model, the same for every cut."""
+def parameter_names(options: DecoderOptions, *, trained: bool = False) -> list[str]:
+    """Returns the sorted global names of the model's parameters, the same for every cut.
+
+    Args:
+        options: The `model:` section.
+        trained: Without frozen parameters.
+    """
     whole = build_stage(options, range(options.num_layers), first=True, last=True)
-    return sorted(name for name, _ in whole.named_parameters())
+    return sorted(name for name, parameter in whole.named_parameters() if parameter.requires_grad or not trained)

@@ -1,6 +1,7 @@
 """Prepares a stage for training. The steps work in this order only.
 
-0. Spread experts over ranks; each rank keeps its share.
+0. Spread experts over ranks; each rank keeps its share. Beside a quantised base, other frozen
+   weights get the compute dtype first.
 1. Compile the forward of each block with torch.compile; selective activation checkpointing goes
    inside, before.
 2. Wrap that in other activation checkpointing (inside FSDP, so that recomputation sees plain
@@ -20,11 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from raypp.models.quantised import store_rest
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled_blocks
 from raypp.spec.job import Job
+from raypp.spec.quantised import quantised_base
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def prepare_stage(
         device: The device that holds the weights.
         groups: The process groups for expert and context parallelism. None: neither is used.
     """
+    if quantised_base(job.model) is not None:
+        store_rest(stage, compute_dtype(job))
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)

@@ -68,11 +68,11 @@ def spread_experts(stage: nn.Module, mesh: DeviceMesh) -> None:
     exchange = ExpertExchange(ep.get_group())
     for block in moe_blocks(stage):
         block.exchange = exchange
-        for name in block.experts.names:
-            whole = getattr(block.experts, name)
-            local = torch.empty(len(whole) // ep.size(), *whole.shape[1:], device="meta")
-            spread = DTensor.from_local(local, ep, [Shard(0)], run_check=False)
-            setattr(block.experts, name, nn.Parameter(spread))
+        for part in block.experts.modules():  # adapters of the stacks are in modules of their own
+            for name, whole in list(part.named_parameters(recurse=False)):
+                local = torch.empty(len(whole) // ep.size(), *whole.shape[1:], dtype=whole.dtype, device="meta")
+                spread = DTensor.from_local(local, ep, [Shard(0)], run_check=False)
+                setattr(part, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
 
 
 def expert_fsdp_settings(mesh: DeviceMesh) -> dict[str, Any]:

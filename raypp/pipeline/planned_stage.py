@@ -50,6 +50,7 @@ class PlannedStage(ChunkStage):
         seed: Seeds the formats' random numbers, with the step, the stage and the microbatch.
         late_sums: The gradient sums that are awaited at the end of a step; None if there are none.
         frees_weights: Whether each block frees its gathered weights after its use.
+        below_trains: Whether a stage below has trained parameters. If not, the backward ends here.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class PlannedStage(ChunkStage):
         seed: int = 0,
         late_sums: LateSums | None = None,
         frees_weights: bool = False,
+        below_trains: bool = True,
     ) -> None:
         super().__init__(module, index, num_stages, device, up_group)
         self.rank_of_stage = list(rank_of_stage)
         self.hidden_size = hidden_size
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
-        self.late_sums, self.frees_weights = late_sums, frees_weights
+        self.late_sums, self.frees_weights, self.below_trains = late_sums, frees_weights, below_trains
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []
@@ -218,7 +220,7 @@ class PlannedStage(ChunkStage):
 
     def take_activations(self, microbatch: int) -> Tensor:
         """Takes the received activations `[B, T, C]`, as a leaf of the microbatch's graph."""
-        return self.received.pop(microbatch).requires_grad_(self.has_backward)
+        return self.received.pop(microbatch).requires_grad_(self.has_backward and self.below_trains)
 
     def take_gradients(self, microbatch: int) -> Tensor:
         """Takes the received gradients `[B, T, C]`."""

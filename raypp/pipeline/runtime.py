@@ -25,7 +25,7 @@ from raypp.models.loss import Targets
 from raypp.parallel.late_sums import reduce_within_backward
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
-from raypp.schedules.action import Action, Kind, Program
+from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_unshard_reshard
@@ -214,6 +214,7 @@ class ProgramRuntime:
         last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
         self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
         self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
+        self._backwards = stages_with_backward(program) if self._has_backward else set()
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
@@ -304,7 +305,7 @@ class ProgramRuntime:
                 self._losses[microbatch] = output if own_loss else loss_fn(output, self._targets[microbatch])
         if stage.stage_index + 1 in self.planned:
             self.planned[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
-        if not self._has_backward and (stage.is_last or stage.stage_index + 1 in self.planned):
+        if stage.stage_index not in self._backwards and (stage.is_last or stage.stage_index + 1 in self.planned):
             del stage.fwd_cache[microbatch]
 
     def _full_backward(self, stage: PlannedStage, microbatch: int) -> None:
@@ -331,7 +332,7 @@ class ProgramRuntime:
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
         if loss is not None and kind == "B":
             self._losses[microbatch] = loss.detach()  # releases the graph
-        if stage.is_first:
+        if stage.is_first or not stage.below_trains:
             stage.bwd_cache.pop(microbatch, None)
         elif stage.stage_index - 1 in self.planned:
             gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
@@ -348,7 +349,7 @@ class ProgramRuntime:
     def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("F", stage, message=True):
             self._sends[Computation.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
-        if not self._has_backward:
+        if stage.stage_index not in self._backwards:
             del stage.fwd_cache[microbatch]
 
     def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:

@@ -12,7 +12,9 @@ from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
 from raypp.spec.job import Job
+from raypp.spec.lora import model_adapters
 from raypp.spec.models import MoeOptions
+from raypp.spec.quantised import quantised_base
 
 
 def check_plan(job: Job) -> list[Problem]:
@@ -106,8 +108,14 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
 
+    base = quantised_base(model)
+    adapted = any(adapter.stacked for adapter in model_adapters(model).values())
+
     def cuts(rest: int) -> bool:
-        return model.expert_ffn_size % rest == 0 or model.hidden_size % rest == 0
+        inner, width = model.expert_ffn_size % rest == 0, model.hidden_size % rest == 0
+        if base is not None or (adapted and model.lora is not None and model.lora.rank % rest):
+            return inner and width
+        return inner or width
 
     near = _near(ep, [d for d in divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
     if model.num_experts % ep:
@@ -116,6 +124,12 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
         widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
         what += f"{widths} is divisible by {shard // ep}"
+        if adapted and model.lora is not None and model.lora.rank % (shard // ep):
+            what = f"{what.partition(', but')[0]}: model.lora.rank, or both model.expert_ffn_size and model.hidden_size"
+            what += f", must be divisible by {shard // ep}"
+        if base is not None:
+            what = f"{what.partition(', but')[0]}, but matrices in {base} are cut between rows: "
+            what += f"{widths.replace(' nor ', ' and ')} must be divisible by {shard // ep}"
         yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
 
 

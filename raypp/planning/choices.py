@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from raypp.errors import JobError
@@ -70,7 +71,13 @@ def cut_of(job: Job) -> list[int]:
         return cut_layers(layers, stages, first, last)
     if stages > layers:
         raise JobError(no_layer(layers, stages, first, last, pipeline.stages_per_rank))
-    return balance([1.0] * layers, stages, first, last)
+    return list(_balanced(layers, stages, first, last))
+
+
+@lru_cache(maxsize=512)
+def _balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """Returns the balanced cut of equal layers. A search asks for the same one many times."""
+    return tuple(balance([1.0] * layers, stages, first, last))
 
 
 def _placement(job: Job) -> Placement:

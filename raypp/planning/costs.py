@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from raypp.errors import JobError, in_words
 from raypp.planning.end_weights import end_weights
-from raypp.planning.flops import layer_flops, recompute_factor
+from raypp.planning.flops import layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -46,11 +48,29 @@ DEVICES = {
         Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
         Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
         Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, 48 * GIB, 0.4),
-        Device("a100", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
+        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 40 * GIB, 0.5),
+        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
         Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 80 * GIB, 0.4),
         Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 141 * GIB, 0.4),
     )
 }
+
+
+def device_named(name: str) -> Device:
+    """Returns a kind of device by the name that a user gave.
+
+    Case, spaces and the maker's words do not count: `RTX 4090`, `4090`; `a100` is the one of 80 GB.
+
+    Raises:
+        JobError: There is no such device; names the closest.
+    """
+    plain = re.sub("nvidia|geforce|[ _]", "", name.lower())
+    for known in (plain, f"rtx{plain}", f"{plain}-80"):
+        if known in DEVICES:
+            return DEVICES[known]
+    close = difflib.get_close_matches(plain, DEVICES, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise JobError(f"--device {name}: unknown", f"{meant}use one of {', '.join(DEVICES)}, or measure: --measure FILE")
 
 
 @dataclass(frozen=True)
@@ -125,6 +145,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
+        input_share=1 - weight_share(job),
+        weight_share=weight_share(job),
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
         f"{products}: assumed, not measured",
     )
@@ -137,6 +159,8 @@ def cost_identity(job: Job) -> dict[str, Any]:
     """
     document = job_document(job)
     model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
+    if model["lora"] is None:
+        del model["lora"]
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
     train["compile"] = document["train"]["compile"]
     if not job.train.tf32:

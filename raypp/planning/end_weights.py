@@ -8,7 +8,7 @@ bytes too.
 
 from __future__ import annotations
 
-from raypp.planning.flops import BACKWARD_PER_FORWARD, head_flops, layer_flops, recompute_factor
+from raypp.planning.flops import head_backward, head_flops, layer_flops, recompute_factor
 from raypp.planning.sizes import declared_sizes
 from raypp.spec.job import Job
 
@@ -47,11 +47,13 @@ def layer_cost(job: Job) -> float:
 def input_weight(job: Job) -> float:
     """Returns the cost of the embedding in layers: a lookup, and a dense gradient per microbatch.
 
-    Nearly free.
+    Nearly free. Frozen, it has no gradient.
     """
     model, tokens = job.model, job.train.micro_batch_size * job.data.seq_len
     lookup = _PASSES_OVER_EMBEDDING * model.hidden_size * activation_bytes(job)
     dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * _FP32 / tokens
+    if model.lora is not None:
+        dense = 0.0
     return round((lookup + dense) * FLOPS_PER_BYTE / layer_cost(job), 4)
 
 
@@ -60,7 +62,7 @@ def output_weight(job: Job) -> float:
 
     Counts the projection's FLOPs and the bytes of the softmax (fp32).
     """
-    flops = head_flops(job.model) * (1 + BACKWARD_PER_FORWARD)
+    flops = head_flops(job.model) * (1 + head_backward(job.model))
     moved = _PASSES_OVER_LOGITS * job.model.vocab_size * _FP32
     return round((flops + moved * FLOPS_PER_BYTE) / layer_cost(job), 4)
 

@@ -1,51 +1,25 @@
-"""Whether a job fits into the memory of its devices, and which changes make it fit.
+"""Whether a job fits into the memory of its devices; refusals that name the changes that fit.
 
 By the planned memory, so an estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import shlex
+from dataclasses import replace
 
-from raypp.errors import JobError, Problem
-from raypp.planning.activations import Kind
-from raypp.planning.check import check_plan
-from raypp.planning.choices import lookahead_of, schedule_of
-from raypp.planning.memory import rank_memory
-from raypp.planning.resolve import resolve_pipeline
-from raypp.planning.search import MOST_ACTIONS, changed_job
+from raypp.errors import Problem
+from raypp.planning.costs import DEVICES
+from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit, memory_of_ranks
+from raypp.planning.machines import Machines
+from raypp.planning.memory import memory_kind
+from raypp.planning.search import Candidate
 from raypp.spec.job import Job
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
 _GIB, _MIB = 1 << 30, 1 << 20
-_MOST_DEVICES = 64
-"""Meshes with more than this many times the job's devices are not proposed."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Changes with which a job fits.
-
-    Attributes:
-        changes: Keys and values, ready for `--set`.
-        peak: Bytes of the rank that then needs most.
-        devices: Devices that it then needs.
-    """
-
-    changes: Mapping[str, Any]
-    peak: int
-    devices: int
-
-    def settings(self) -> list[str]:
-        """Returns `key=value` settings for `raypp submit --set`."""
-        return [f"{key}={_text(value)}" for key, value in self.changes.items()]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+_IN_WORDS = 3
 
 
 def size_text(size: float) -> str:
@@ -53,18 +27,9 @@ def size_text(size: float) -> str:
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
-def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
-    """Returns the bytes of every pipeline rank at its peak."""
-    pipeline = resolve_pipeline(job)
-    return [
-        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    ]
-
-
-def peak_memory(job: Job, kind: Kind | None = None) -> int:
-    """Returns the bytes of the rank that needs most."""
-    return max(memory_of_ranks(job, kind))
+def set_words(one: Candidate) -> str:
+    """Returns a candidate's changes as they are typed: `--set a=1 --set b=2`."""
+    return " ".join(f"--set {shlex.quote(setting)}" for setting in one.settings())
 
 
 def memory_problems(job: Job, capacity: int) -> list[Problem]:
@@ -83,104 +48,31 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
     return [Problem("train", what, changes_in_words(job, capacity))]
 
 
-def changes_in_words(job: Job, capacity: int, factor: float = 1.0) -> str:
-    """Returns the changes of `changes_that_fit` as one sentence.
+def changes_in_words(job: Job, capacity: int, factor: float = 1.0, patience_s: float = PATIENCE_S) -> str:
+    """Returns the first changes of `changes_that_fit` as one sentence.
+
+    They are ranked by their times on an unnamed device with free links.
 
     Args:
         job: A job in which `check_plan` finds no problem.
         capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
+        patience_s: Most seconds to search.
     """
-    found = changes_that_fit(job, int(capacity / factor))
-    if not found:
-        what = f"no change that was tried fits into {size_text(capacity)} by plan"
-        return f"{what}: use more devices, or a smaller model or sequence"
-    return f"fits by plan: {'; or '.join(_in_words(fit, job, factor) for fit in found)}"
+    device = replace(DEVICES[memory_kind(job)], memory=int(capacity / factor))
+    machines = Machines.alike(job.mesh.world, max(1, job.mesh.world // job.mesh.pp), None)
+    found = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s)
+    words = [_in_words(one, factor) for one in found.same]
+    if found.more is not None:
+        words.append(f"{_in_words(found.more, factor)} on {found.more.job.mesh.world} devices")
+    words += [_in_words(one, factor) for one in found.apart]
+    if words:
+        return f"fits by plan: {'; or '.join(words)}"
+    nearest = f" (the nearest: {_in_words(found.nearest, factor)})" if found.nearest else ""
+    what = f"no change that was tried fits into {size_text(capacity)} by plan{nearest}"
+    return f"{what}: use more devices, or a smaller model or sequence"
 
 
-def _in_words(fit: Fit, job: Job, factor: float) -> str:
-    more = f" on {fit.devices} devices" if fit.devices != job.mesh.world else ""
-    return f"--set {' --set '.join(fit.settings())}{more} ({size_text(factor * fit.peak)})"
-
-
-def changes_that_fit(job: Job, device_memory: int, kind: Kind | None = None) -> list[Fit]:
-    """Returns changes with which every rank fits into a device's memory; the global batch stays.
-
-    Each proposal has been planned. Single changes come first; if none suffices, all that save
-    memory on the same devices together; if they do not, these with a mesh of more devices.
-
-    Args:
-        job: A job in which `check_plan` finds no problem.
-        device_memory: Bytes of a device.
-        kind: The kind of device; None: the job's.
-    """
-    before = peak_memory(job, kind)
-    if before <= device_memory:
-        return []
-    cheap = list(_cheap(job))
-    planned = [_planned(job, changes, kind) for changes in (*cheap, *_meshes(job))]
-    found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
-    if found:
-        return found
-    together: dict[str, Any] = {}
-    for changes in cheap:
-        fit = _planned(job, {**together, **changes}, kind)
-        if fit is not None and fit.peak < before:
-            together, before = {**together, **changes}, fit.peak
-            if fit.peak <= device_memory:
-                return [fit]
-    cheaper = changed_job(job, together) or job
-    planned = [_planned(job, {**together, **changes}, kind) for changes in _meshes(cheaper)]
-    found = _first_of_each(fit for fit in planned if fit is not None and fit.peak <= device_memory)
-    return sorted(found, key=lambda fit: fit.devices)
-
-
-def _first_of_each(fits: Iterable[Fit]) -> list[Fit]:
-    """Returns the first proposal for each set of keys: the smallest change of these keys."""
-    found: dict[frozenset[str], Fit] = {}
-    for fit in fits:
-        found.setdefault(frozenset(fit.changes), fit)
-    return list(found.values())
-
-
-def _planned(job: Job, changes: Mapping[str, Any], kind: Kind | None) -> Fit | None:
-    one = changed_job(job, changes)
-    if one is None or 2 * one.num_stages * one.pipeline.microbatches > MOST_ACTIONS or check_plan(one):
-        return None
-    try:
-        return Fit(dict(changes), peak_memory(one, kind), one.mesh.world)
-    except JobError:
-        return None
-
-
-def _cheap(job: Job) -> Iterator[dict[str, Any]]:
-    """Yields single changes on the same devices, those that cost little time first."""
-    mesh, pipeline, train = job.mesh, job.pipeline, job.train
-    if lookahead_of(job):
-        yield {"pipeline.lookahead": 0}
-    if schedule_of(job) == "gpipe" and pipeline.microbatches >= mesh.pp:
-        yield {"pipeline.schedule": "1f1b"}
-    rows, factor = train.micro_batch_size, 2
-    while rows % factor == 0:
-        smaller = {"train.micro_batch_size": rows // factor}
-        yield {**smaller, "pipeline.microbatches": pipeline.microbatches * factor}
-        factor *= 2
-    for extent in ("selective", "full"):
-        if extent != train.activation_checkpointing and train.activation_checkpointing != "full":
-            yield {"train.activation_checkpointing": extent}
-    if mesh.fsdp * mesh.cp > 1 and not mesh.reshard_after_forward:
-        yield {"mesh.reshard_after_forward": True}
-
-
-def _meshes(job: Job) -> Iterator[dict[str, Any]]:
-    """Yields meshes of more devices, smallest first."""
-    mesh, pipeline = job.mesh, job.pipeline
-    factor = 2
-    while factor <= _MOST_DEVICES:
-        if pipeline.microbatches % factor == 0:
-            wider = {"mesh.fsdp": mesh.fsdp * factor, "pipeline.microbatches": pipeline.microbatches // factor}
-            yield wider
-            yield {**wider, "mesh.reshard_after_forward": True}
-        if pipeline.layers_per_stage is None:
-            yield {"mesh.pp": mesh.pp * factor}
-        factor *= 2
+def _in_words(one: Proposal, factor: float) -> str:
+    costs = f", {', '.join(one.costs)}" if one.costs else ""
+    return f"{set_words(one)} ({size_text(factor * one.peak)}{costs})"

@@ -31,9 +31,36 @@ def head_flops(model: DecoderOptions) -> float:
     return 2.0 * model.hidden_size * model.vocab_size
 
 
+def backward_factor(job: Job) -> float:
+    """Returns the products in the backward of a layer per product in its forward.
+
+    A frozen matrix has no gradient; the gradient of its input costs as much as its forward.
+    """
+    if job.model.lora is None:
+        return BACKWARD_PER_FORWARD
+    sizes = sizes_of(job.model)
+    forward = layer_flops(job.model, sizes, job.data.seq_len)
+    frozen = sum(layer.multiplied - layer.adapted for layer in sizes.layers) / len(sizes.layers)
+    return BACKWARD_PER_FORWARD - 2.0 * frozen / forward
+
+
+def weight_share(job: Job) -> float:
+    """Returns the part of a layer's backward that computes the gradients of weights."""
+    if job.model.lora is None:
+        return 0.5
+    sizes = sizes_of(job.model)
+    adapted = sum(layer.adapted for layer in sizes.layers) / len(sizes.layers)
+    return 2.0 * adapted / (layer_flops(job.model, sizes, job.data.seq_len) * backward_factor(job))
+
+
+def head_backward(model: DecoderOptions) -> float:
+    """Returns the products in the backward of the output projection per product in its forward."""
+    return BACKWARD_PER_FORWARD if model.lora is None else BACKWARD_PER_FORWARD - 1
+
+
 def recompute_factor(job: Job) -> float:
     """Returns the cost of a layer's backward including recomputation, in forwards."""
-    return BACKWARD_PER_FORWARD + (1.0 if job.train.activation_checkpointing == "full" else 0.0)
+    return backward_factor(job) + (1.0 if job.train.activation_checkpointing == "full" else 0.0)
 
 
 def flops_per_token(job: Job) -> float:
@@ -41,6 +68,5 @@ def flops_per_token(job: Job) -> float:
 
     Recomputation does not count.
     """
-    layer = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
-    forward = job.model.num_layers * layer + head_flops(job.model)
-    return forward * (1 + BACKWARD_PER_FORWARD)
+    layers = job.model.num_layers * layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
+    return layers * (1 + backward_factor(job)) + head_flops(job.model) * (1 + head_backward(job.model))

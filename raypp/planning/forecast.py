@@ -20,7 +20,7 @@ from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
 from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters
+from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     Border,
@@ -119,16 +119,18 @@ def forecast(
     memory = tuple(rank_memory(job, stages, cut, program[rank], kind) for rank, stages in enumerate(placement))
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
+    trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
     slowest = min(node.speed for node in seats)
-    sent = collectives(job, machines, mesh, seats, parameters)
-    unshard, reduce = (a + b / slowest for a, b in zip(sent, _copies(job, costs, max(parameters)), strict=True))
+    sent = collectives(job, machines, mesh, seats, max(parameters), trained)
+    copied = _copies(job, costs, max(parameters), trained)
+    unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
     share = job.mesh.fsdp * job.mesh.cp
     parts = {
         "other": costs.step_s,
         "unshard": unshard,
         "pipeline": timeline.makespan,
         "reduce": reduce,
-        "optimizer": costs.optimizer_s * max(parameters) / share / slowest,
+        "optimizer": costs.optimizer_s * trained / share / slowest,
     }
     step_s = sum(parts.values())
     tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len
@@ -175,7 +177,7 @@ def _stage_times(
     return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
 
 
-def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
+def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[float, float]:
     """Returns the seconds of local copies for gathering weights and reducing gradients.
 
     They add to the time on the wire.
@@ -189,7 +191,7 @@ def _copies(job: Job, costs: Costs, parameters: int) -> tuple[float, float]:
     moved = each * (shards - 1) / shards
     replicas = each * 2 * (copies - 1) / copies / shards
     gather = gatherings(job) * parameters * (costs.gather_s + moved * activation_bytes(job))
-    return gather, parameters * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
+    return gather, trained * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
 
 
 def _most_in_flight(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
 from raypp.planning.machines import Machines
-from raypp.planning.memory import RankMemory
+from raypp.planning.memory import RankMemory, frozen_bytes
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
 
@@ -34,7 +34,7 @@ class HostMemory:
     Attributes:
         node: Its name.
         ranks: Ranks on it.
-        state: Weights and optimizer state of its largest rank: the size of one snapshot.
+        state: Trained weights and optimizer state of its largest rank: the size of one snapshot.
         files: Snapshots that each rank keeps, its own and its partner's; 0 without a tier.
         fewest_files: The same when memory is short: every failure is survived as before, but
             snapshots wait for the link between the nodes.
@@ -95,10 +95,15 @@ def host_memory(
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
     tier = job.checkpoint.memory_tier
+    kept = [
+        rank.weights - frozen_bytes(job, stages, pipeline.cut) + rank.optimizer
+        for rank, stages in zip(memory, pipeline.stages_of_rank, strict=True)
+    ]
     found = []
     for name, ranks in Counter(node.name for node in seats).items():
         here = [memory[mesh.coordinates(rank).pp] for rank, node in enumerate(seats) if node.name == name]
-        state = max(rank.weights + rank.optimizer for rank in here)
+        states = [kept[mesh.coordinates(rank).pp] for rank, node in enumerate(seats) if node.name == name]
+        state = max(states)
         found.append(
             HostMemory(
                 node=name,
@@ -107,7 +112,7 @@ def host_memory(
                 files=(own + copies) * tier,
                 fewest_files=(fewest + copies) * tier,
                 snapshots=(own + copies) * tier * ranks * state,
-                saving=sum(rank.weights + rank.optimizer for rank in here),
+                saving=sum(states),
                 computing=sum(rank.total for rank in here) if kind == "cpu" else 0,
                 available=next(node.memory for node in machines.nodes if node.name == name),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,18 @@ class Machines:
     @property
     def devices(self) -> int:
         return sum(node.devices for node in self.nodes)
+
+    def times(self, factor: int) -> Machines:
+        """Returns `factor` times as many of these nodes.
+
+        New nodes are joined by the slowest link there is.
+        """
+        links = [*self.links.values(), *([self.link] if self.link else [])]
+        slowest = min(links, key=lambda one: one.gbps, default=None)
+        more = tuple(
+            replace(node, name=f"{node.name}, copy {copy}") for copy in range(1, factor) for node in self.nodes
+        )
+        return replace(self, nodes=(*self.nodes, *more), link=slowest)
 
     def between(self, one: str, other: str) -> Link | None:
         """Returns the link between two nodes, or the one inside a node. None: the link is free."""

@@ -22,10 +22,12 @@ from raypp.planning.activations import (
 from raypp.planning.choices import wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
+from raypp.planning.quantised import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
+from raypp.spec.quantised import quantised_base
 
 _FP32 = 4
 _MB = 10**6
@@ -55,15 +57,16 @@ class RankMemory:
     """Bytes of one rank at its peak, by purpose.
 
     Attributes:
-        weights: Parameters in fp32; this rank's share under fsdp · cp.
-        gradients: In fp32; this rank's share.
-        optimizer: State of the optimizer, in fp32; this rank's share.
+        weights: Parameters in fp32, frozen ones in `model.lora.base`; this rank's share under
+            fsdp · cp.
+        gradients: Of trained parameters, in fp32; this rank's share.
+        optimizer: State of the optimizer for them, in fp32; this rank's share.
         gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
             gradients until they are reduced.
         activations: What forwards in flight keep for their backwards.
         logits: The loss, on the last stage.
         working: What the action at the peak needs for itself: gradients of activations, recomputed
-            activations, the gradient of one matrix before it is added.
+            activations, the gradient of one matrix before it is added, a dequantised matrix.
         messages: Receives that are posted ahead, and sends.
         runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
@@ -104,10 +107,9 @@ def rank_memory(
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
-    parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
-    share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
+    share = -(-sum(stage_trained(job, stage, cut)[0] for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
     base = RankMemory(
-        weights=_FP32 * share,
+        weights=_FP32 * share + frozen_bytes(job, stages, cut),
         gradients=0,
         optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
         gathered=0,
@@ -143,6 +145,28 @@ def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
     return sizes_of(job.model).stage_parameters(_layers(stage, cut), first=stage == 0, last=last)
 
 
+def stage_trained(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
+    """Returns the trained parameters of a stage, and those of them that belong to experts."""
+    last = stage == len(cut) - 1
+    return sizes_of(job.model).stage_trained(_layers(stage, cut), first=stage == 0, last=last)
+
+
+def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of a rank's share of the frozen parameters of its stages."""
+    shards = job.mesh.fsdp * job.mesh.cp
+    if quantised_base(job.model) is not None:
+        return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
+    frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
+    each = 2 if job.model.lora is not None and job.model.lora.base == "bf16" else _FP32
+    return each * -(-frozen // shards)
+
+
+def _base(job: Job, stage: int, cut: Sequence[int], ep: int = 1) -> int:
+    """Returns the bytes of a stage's quantised base, of which `ep` ranks share the experts."""
+    first, last = stage == 0, stage == len(cut) - 1
+    return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=activation_bytes(job), ep=ep)
+
+
 def _layers(stage: int, cut: Sequence[int]) -> range:
     start = sum(cut[:stage])
     return range(start, start + cut[stage])
@@ -159,16 +183,23 @@ def _moments(
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
-    within = tokens * backward_bytes(job, kind)
+    together = kind == "cuda" and job.train.precision == "bf16"
+    product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
+    within = tokens * backward_bytes(job, kind) + product
     matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
-    embedding = _FP32 * job.model.vocab_size * job.model.hidden_size
+    embedding = 0 if job.model.lora is not None else _FP32 * job.model.vocab_size * job.model.hidden_size
+    backward = {action.stage for action in actions if action.kind != "F"}
     done: set[int] = set()
     gradients = activations = logits = 0
     for action in actions:
         stage, added = action.stage, action.stage in done
+        if action.kind == "F" and stage not in backward:
+            yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product
+            continue
         if action.kind == "F":
             activations += kept[stage]
             logits += loss[stage].kept
+            yield gradients, activations, logits, product
             yield gradients, activations, logits + loss[stage].forward, 0
             continue
         if action.kind == "W":
@@ -229,17 +260,24 @@ class Gathered:
             for stage in stages
             for experts in (sizes_of(job.model).stage_experts(_layers(stage, cut)),)
         }
-        gradients = {stage: _FP32 * count for stage, count in held.items()}
+        trained = {
+            stage: count - (experts - experts // job.mesh.ep)
+            for stage in stages
+            for count, experts in (stage_trained(job, stage, cut),)
+        }
+        gradients = {stage: _FP32 * count for stage, count in trained.items()}
         if not replaces:
             return cls(False, 0, 0, gradients, 0, 0, 0)
-        largest = sorted(held.values())[-_UNSHARDED_STAGES:]
-        weights = flat = sum(largest) * activation_bytes(job)
+        gathered = {stage: activation_bytes(job) * count for stage, count in held.items()}
+        if quantised_base(job.model) is not None:
+            gathered = {s: _base(job, s, cut, job.mesh.ep) + activation_bytes(job) * trained[s] for s in stages}
+        weights = flat = sum(sorted(gathered.values())[-_UNSHARDED_STAGES:])
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
             flat = flat if kind == "cpu" else weights
-        total = sum(held.values())
-        share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+        total = sum(trained.values())
+        share = _FP32 * -(-sum(stage_trained(job, stage, cut)[0] for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
         if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
             buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another

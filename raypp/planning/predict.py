@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
-from raypp.planning.fit import Fit, changes_that_fit
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 from raypp.planning.resolve import ResolvedPipeline
@@ -33,7 +32,6 @@ class Prediction:
         advice: Single changes that would help, and the fraction of the step's time that each saves.
         peak_memory: Bytes of the rank that needs most.
         device_memory: Bytes of a device; 0: unknown.
-        fits_with: Changes with which the job fits, if it does not.
         measured: Which inputs were measured: costs, links.
         assumptions: Description of each assumption.
     """
@@ -49,7 +47,6 @@ class Prediction:
     advice: tuple[tuple[str, float], ...]
     peak_memory: int
     device_memory: int
-    fits_with: tuple[Fit, ...]
     measured: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -134,7 +131,6 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         advice=tuple(advice(job, machines, costs, found, device.memory)),
         peak_memory=found.peak_memory,
         device_memory=device.memory,
-        fits_with=tuple(changes_that_fit(job, device.memory, kind_of(device)) if device.memory else ()),
         measured=found.measured,
         assumptions=(*found.sources, "every row is data.seq_len tokens long"),
     )

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
 from raypp.planning.end_weights import end_weights
-from raypp.schedules.action import Program
+from raypp.schedules.action import Program, without_idle_backwards
 from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.schedules.forward_only import build_forward_only
 from raypp.spec.job import Job
+from raypp.spec.lora import trains
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ResolvedPipeline:
         stages_of_rank: Stages of every pipeline rank, ascending.
         rank_of_stage: Pipeline rank of every stage.
         whole_backwards: Backwards are not split, whatever the schedule does: blocks are compiled.
+        trained: Whether a stage has parameters that are trained, by stage.
         program: Actions of every pipeline rank, in order.
         wire: Formats in which activations and gradients travel between stages.
     """
@@ -51,6 +53,7 @@ class ResolvedPipeline:
     stages_of_rank: tuple[tuple[int, ...], ...]
     rank_of_stage: tuple[int, ...]
     whole_backwards: bool
+    trained: tuple[bool, ...]
     program: Program
     wire: Wire
 
@@ -79,7 +82,8 @@ class ResolvedPipeline:
         """
         if lookahead == self.lookahead:
             return self.program
-        return build_program(self.schedule, *self.sizes, lookahead, whole_backwards=self.whole_backwards)
+        program = build_program(self.schedule, *self.sizes, lookahead, whole_backwards=self.whole_backwards)
+        return without_idle_backwards(program, self.trained)
 
     def forward_program(self) -> Program:
         """Returns a program of forwards only, on the same stages, for evaluation."""
@@ -95,8 +99,11 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
     """
     name, lookahead, pp, pipeline = schedule_of(job), lookahead_of(job), job.mesh.pp, job.pipeline
     cut = cut_of(job)
+    layers_of_stage = tuple(range(a, b) for a, b in pairwise([0, *accumulate(cut)]))
+    trained = tuple(trains(job.model, layers) for layers in layers_of_stage)
     sizes = pp, pipeline.stages_per_rank, pipeline.microbatches
     program = build_program(name, *sizes, lookahead, whole_backwards=job.train.compile)
+    program = without_idle_backwards(program, trained)
     placement = schedule_named(name).placement
     stages_of_rank = place_stages(pp, job.num_stages, placement)
     holder = {stage: rank for rank, stages in enumerate(stages_of_rank) for stage in stages}
@@ -108,11 +115,12 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         cut=tuple(cut),
         input_weight=first,
         output_weight=last,
-        layers_of_stage=tuple(range(a, b) for a, b in pairwise([0, *accumulate(cut)])),
+        layers_of_stage=layers_of_stage,
         placement=placement,
         stages_of_rank=tuple(map(tuple, stages_of_rank)),
         rank_of_stage=tuple(holder[stage] for stage in range(job.num_stages)),
         whole_backwards=job.train.compile,
+        trained=trained,
         program=MappingProxyType({rank: tuple(program[rank]) for rank in range(pp)}),
         wire=wire_of(job),
     )

@@ -6,6 +6,7 @@ cannot run, or that need more memory than a device has, are left out and counted
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -242,6 +243,8 @@ def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
         *sections, name = key.split(".")
         place = document
         for section in sections:
+            if place[section] is None:  # an optional section
+                place[section] = {}
             place = place[section]
         place[name] = value
     try:
@@ -264,6 +267,6 @@ def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return str(value).replace(" ", "") if isinstance(value, list) else str(value)

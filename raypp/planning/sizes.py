@@ -8,14 +8,15 @@ compute the same cut, even if nothing was counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 from raypp.spec.families import FAMILIES, family_of
 from raypp.spec.family import Weight, embedding, final_norm, projection
+from raypp.spec.lora import Adapter, layer_adapters
 from raypp.spec.models import DecoderOptions
 
 
@@ -30,7 +31,12 @@ class LayerSize:
         inner: Width of the feed-forward block that each token passes; with experts, of all it is
             routed to.
         sent: Number of experts that each token is routed to.
-        largest: Parameters of the largest matrix; of a stack of experts' matrices together.
+        largest: Parameters of the largest matrix that is trained; of a stack of experts' matrices
+            together.
+        adapters: Parameters of adapters (`model.lora`), which are the only ones that are trained if
+            there are any.
+        expert_adapters: Those of them that belong to experts.
+        adapted: Parameters of adapters' matrices that each token is multiplied by.
     """
 
     parameters: int
@@ -39,6 +45,9 @@ class LayerSize:
     inner: int
     sent: int = 0
     largest: int = 0
+    adapters: int = 0
+    expert_adapters: int = 0
+    adapted: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,14 @@ class ModelSizes:
         first: Parameters of the first stage besides its layers.
         last: Parameters of the last stage besides its layers, including a copy of tied embeddings.
         whole: Parameters of the model. Tied embeddings count once.
+        frozen: Only adapters are trained.
     """
 
     layers: tuple[LayerSize, ...]
     first: int
     last: int
     whole: int
+    frozen: bool = False
 
     def stage_parameters(self, layers: range, *, first: bool, last: bool) -> int:
         """Returns the parameters of a stage.
@@ -70,6 +81,13 @@ class ModelSizes:
     def stage_experts(self, layers: range) -> int:
         """Returns the parameters of a stage that belong to experts."""
         return sum(self.layers[index].experts for index in layers)
+
+    def stage_trained(self, layers: range, *, first: bool, last: bool) -> tuple[int, int]:
+        """Returns the parameters of a stage that are trained, and those of them of experts."""
+        if not self.frozen:
+            return self.stage_parameters(layers, first=first, last=last), self.stage_experts(layers)
+        own = [self.layers[index] for index in layers]
+        return sum(layer.adapters for layer in own), sum(layer.expert_adapters for layer in own)
 
 
 _counted: dict[DecoderOptions, ModelSizes] = {}
@@ -100,11 +118,15 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     For a user's own factory, returns those of a Llama with the same options.
     """
     family = family_of(model) or FAMILIES["llama"]
-    layers = tuple(_layer(family.weights(model, index), model) for index in range(model.num_layers))
+    layers = tuple(
+        with_adapters(_layer(family.weights(model, index), model), layer_adapters(model, index), model)
+        for index in range(model.num_layers)
+    )
     matrix = embedding(model) if model.tie_embeddings else projection(model)
     first, last = embedding(model).parameters, matrix.parameters + final_norm(model).parameters
     whole = sum(weight.parameters for weight in family.model_weights(model).values())
-    return ModelSizes(layers, first, last, whole)
+    whole += sum(layer.adapters for layer in layers)
+    return ModelSizes(layers, first, last, whole, frozen=model.lora is not None)
 
 
 def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
@@ -122,6 +144,23 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
         if weight.residual and weight.part in ("feed_forward", "experts"):
             inner += passes * weight.shape[-1]
     return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest)
+
+
+def with_adapters(layer: LayerSize, adapters: Sequence[Adapter], model: DecoderOptions) -> LayerSize:
+    """Returns the sizes of a layer with its adapters; unchanged without `model.lora`."""
+    if model.lora is None:
+        return layer
+    own = _layer([weight for adapter in adapters for weight in (adapter.a, adapter.b)], model)
+    return replace(
+        layer,
+        parameters=layer.parameters + own.parameters,
+        experts=layer.experts + own.experts,
+        multiplied=layer.multiplied + own.multiplied,
+        largest=own.largest,
+        adapters=own.parameters,
+        expert_adapters=own.experts,
+        adapted=own.multiplied,
+    )
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:

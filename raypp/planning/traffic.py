@@ -107,9 +107,11 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 
 
 def collectives(
-    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: Sequence[int]
+    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: int, trained: int
 ) -> tuple[float, float]:
-    """Returns the seconds of gathering weights and of reducing gradients, for the slowest stage.
+    """Returns the seconds of gathering weights and of reducing gradients, for the slowest rank.
+
+    It has so many parameters, of which so many are trained.
 
     A ring over n ranks passes (n - 1) / n of the bytes through each link, an all-reduce twice as
     many. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted
@@ -117,15 +119,14 @@ def collectives(
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
-    largest = max(parameters)
     if shards > 1:
         rate = _slowest(machines, seats, mesh.groups(("fsdp", "cp")))
-        part = (shards - 1) / shards * largest
-        unshard = gatherings(job) * _over(rate, part * activation_bytes(job))
-        reduce += _over(rate, part * sum_bytes(job))
+        part = (shards - 1) / shards
+        unshard = gatherings(job) * _over(rate, part * parameters * activation_bytes(job))
+        reduce += _over(rate, part * trained * sum_bytes(job))
     if job.mesh.dp_replicate > 1:
         rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
-        reduce += _over(rate, 2 * (count - 1) / count * largest / shards * _FP32)
+        reduce += _over(rate, 2 * (count - 1) / count * trained / shards * _FP32)
     return unshard, reduce
 
 

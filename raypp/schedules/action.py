@@ -57,6 +57,36 @@ def with_whole_backwards(program: Program) -> Program:
     }
 
 
+def without_idle_backwards(program: Program, trained: Sequence[bool]) -> Program:
+    """Returns a program without the backwards that no trained parameter needs.
+
+    Stages below the lowest one that trains have no backward. That one sends no gradient on, and its
+    backward is whole, as is that of a stage without trained parameters, which computes the gradient
+    of its input only.
+
+    Args:
+        program: Of a training step.
+        trained: Whether a stage has trained parameters, by stage.
+    """
+    if all(trained):
+        return program
+    lowest = min((stage for stage, trains in enumerate(trained) if trains), default=len(trained))
+
+    def kept(action: Action) -> Action | None:
+        if action.kind == "F" or (trained[action.stage] and action.stage != lowest) or lowest == action.stage == 0:
+            return action
+        if action.stage < lowest or action.kind == "W":
+            return None
+        return Action(action.stage, "B", action.microbatch)
+
+    return {rank: [new for a in actions if (new := kept(a)) is not None] for rank, actions in program.items()}
+
+
+def stages_with_backward(program: Program) -> set[int]:
+    """Returns the stages that have a backward: those that need the gradients of their outputs."""
+    return {action.stage for actions in program.values() for action in actions if action.kind in ("B", "I")}
+
+
 def splits_backward(program: Program) -> bool:
     """Returns whether a program computes the gradients of inputs and weights separately."""
     return any(action.kind == "W" for actions in program.values() for action in actions)

@@ -7,7 +7,7 @@ ranks use different process groups, so in each group two ranks only send in one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,11 +55,19 @@ Line = list[Action | Send | Receive]
 """The actions, sends and receives of one rank, in order."""
 
 
-def sent_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
-    """Returns the message that an action sends; None if no other rank needs its result."""
+def sent_by(action: Action, rank_of_stage: Sequence[int], backward: Collection[int]) -> Message | None:
+    """Returns the message that an action sends; None if no other rank needs its result.
+
+    Args:
+        action: The action.
+        rank_of_stage: Pipeline rank of every stage.
+        backward: The stages that have a backward.
+    """
     if action.kind == "W":
         return None
     message = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+    if message.kind == "B" and message.to_stage not in backward:
+        return None
     return message if _crosses(message, rank_of_stage) else None
 
 

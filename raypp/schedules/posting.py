@@ -36,10 +36,10 @@ is posted no later than its message is sent, if the stages keep that pace. Of a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-from raypp.schedules.action import Action, Program
+from raypp.schedules.action import Action, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, Receive, Send, needed_by, sent_by
 from raypp.schedules.simulate import StageTimes, simulate
 
@@ -90,10 +90,11 @@ def _in_one_order(program: Program, rank_of_stage: Sequence[int], link: float) -
     # No two actions of which one depends on the other end at the same time.
     order = sorted((slot.end, rank, index) for rank, line in slots.items() for index, slot in enumerate(line))
     lines: dict[int, Line] = {rank: [] for rank in program}
+    backward = stages_with_backward(program)
     for _, rank, index in order:
         action = program[rank][index]
         lines[rank].append(action)
-        if (message := sent_by(action, rank_of_stage)) is not None:
+        if (message := sent_by(action, rank_of_stage, backward)) is not None:
             lines[rank].append(Send(message))
             lines[rank_of_stage[message.to_stage]].append(Receive(message))
     return lines
@@ -106,20 +107,21 @@ def _ahead(program: Program, rank_of_stage: Sequence[int], ahead: int) -> dict[i
     needs a later message.
     """
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    backward = stages_with_backward(program)
     for rank, actions in program.items():
         for action in actions:
-            if (message := sent_by(action, rank_of_stage)) is not None:
+            if (message := sent_by(action, rank_of_stage, backward)) is not None:
                 channels[rank, rank_of_stage[message.to_stage]].append(message)
-    return {
-        rank: _line(
-            actions, {source: sent for (source, to), sent in channels.items() if to == rank}, rank_of_stage, ahead
-        )
-        for rank, actions in program.items()
-    }
+    incoming = {rank: {source: sent for (source, to), sent in channels.items() if to == rank} for rank in program}
+    return {rank: _line(actions, incoming[rank], rank_of_stage, backward, ahead) for rank, actions in program.items()}
 
 
 def _line(
-    actions: Sequence[Action], incoming: Mapping[int, Sequence[Message]], rank_of_stage: Sequence[int], ahead: int
+    actions: Sequence[Action],
+    incoming: Mapping[int, Sequence[Message]],
+    rank_of_stage: Sequence[int],
+    backward: Collection[int],
+    ahead: int,
 ) -> Line:
     line: Line = []
     posted: set[Message] = set()
@@ -141,7 +143,7 @@ def _line(
             while needed not in posted:
                 post(source, unused[source] + 1)
         line.append(action)
-        if (message := sent_by(action, rank_of_stage)) is not None:
+        if (message := sent_by(action, rank_of_stage, backward)) is not None:
             line.append(Send(message))
         if needed is not None:
             unused[source] -= 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raypp.schedules.action import Action, Program
+from raypp.schedules.action import Action, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, Receive
 
 
@@ -128,6 +128,7 @@ class _Run:
     def __init__(self, program: Program, times: StageTimes, num_stages: int, lines: Mapping[int, Line] | None) -> None:
         self.program, self.times, self.num_stages = program, times, num_stages
         self.rank_of = {action.stage: rank for rank, actions in program.items() for action in actions}
+        self.backward = stages_with_backward(program)
         self.position = dict.fromkeys(program, 0)
         self.clock = dict.fromkeys(program, 0.0)
         self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
@@ -163,7 +164,7 @@ class _Run:
 
     def _send(self, action: Action, rank: int, direction: Literal["F", "B"]) -> None:
         to = action.stage + (1 if direction == "F" else -1)
-        if not 0 <= to < self.num_stages:
+        if not 0 <= to < self.num_stages or (direction == "B" and to not in self.backward):
             return
         peer, arrives = self.rank_of[to], self.clock[rank]
         if peer != rank and self.receives is not None:
@@ -216,10 +217,14 @@ def _by_stage(program: Program) -> dict[int, list[Action]]:
 
 
 def _peak(actions: Sequence[Action], stage: int | None = None) -> int:
-    """Returns the most forwards without their backward at one time, of one stage or of all."""
+    """Returns the most forwards without their backward at one time, of one stage or of all.
+
+    A stage without backwards keeps nothing.
+    """
     now = peak = 0
+    backward = {action.stage for action in actions if action.kind != "F"}
     for action in actions:
-        if stage is None or action.stage == stage:
+        if action.stage in backward and (stage is None or action.stage == stage):
             now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
             peak = max(peak, now)
     return peak

@@ -16,9 +16,12 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
+from raypp.spec.families import FAMILIES
 from raypp.spec.job import Job
+from raypp.spec.lora import check_targets
 from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
+from raypp.spec.quantised import width_problems
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -34,7 +37,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     """
     problems = [*_kinds(job), *_stores(job)]
     refused = {problem.key for problem in problems}
-    problems += [problem for problem in _model(job) if problem.key not in refused]
+    problems += [problem for problem in (*_model(job), *_lora(job)) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
     return problems
@@ -123,6 +126,26 @@ def _model(job: Job) -> Iterator[Problem]:
     if bytes_used and model.vocab_size < BYTE_IDS:
         what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
         yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS}, for example 320")
+
+
+def _lora(job: Job) -> Iterator[Problem]:
+    lora = job.model.lora
+    if lora is None:
+        return
+    if job.model.kind in FAMILIES:
+        yield from check_targets(job.model)
+    elif ":" in job.model.kind:
+        what = f"{job.model.kind} is your own code: raypp does not know which of its matrices get adapters"
+        fix = "add adapters in your factory and freeze the rest (requires_grad_(False)), or use a family"
+        yield Problem("model.lora", what, f"{fix}: {_one_of(list(FAMILIES))}")
+    if lora.dropout:
+        what = f"{lora.dropout} is not available: its mask would depend on the mesh that computes a row"
+        yield Problem("model.lora.dropout", what, "use 0")
+    if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
+        yield from width_problems(job.model)
+    if lora.base == "bf16" and job.train.precision == "fp32":
+        what = "bf16 weights cannot be used with train.precision: fp32"
+        yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:

@@ -70,12 +70,12 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     if document.problems and document.value is None:
         raise JobError(document.problems)
     if document.value is not None and not isinstance(document.value, dict):
-        fix = "begin with `name: my-run`, followed by sections such as `model:`; see jobs/quickstart.yaml"
+        fix = "begin with `name: my-run`, followed by sections such as `model:`; for an example: raypp init quickstart"
         raise JobError(Problem("", f"a job must be a mapping of keys, is {shown(document.value)}", fix, f"{path}:1"))
     empty = document.value is None
     apply_overrides(document, overrides)
     if empty and not document.value and not document.problems:
-        fix = "begin with `name: my-run`; `raypp explain` lists every key, jobs/quickstart.yaml is an example"
+        fix = "begin with `name: my-run`; `raypp explain` lists every key; for an example: raypp init quickstart"
         raise JobError(Problem("", "the file is empty", fix, f"{path}:1"))
     try:
         job = _parse(document)

@@ -5,6 +5,8 @@ The families themselves are in `raypp/families/`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -19,6 +21,29 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
     )
+
+
+class LoraOptions(Section):
+    """LoRA (arXiv:2106.09685): trains adapters, W + (alpha / rank) · B · A; W is frozen."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapters' product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before A. Only 0 is available."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
+    matrix of attention, feed-forward blocks and experts, without routers."""
+    base: Literal["fp32", "bf16", "int8", "nf4"] = "bf16"
+    """Dtype in which the frozen weights are stored. bf16 needs train.precision: bf16."""
+    base_id: str | None = None
+    """Identity of the frozen weights that model.from_hf names. raypp sets it at submission and
+    refuses another base later."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 class DecoderOptions(Section):
@@ -52,6 +77,8 @@ class DecoderOptions(Section):
     from_hf: str | None = None
     """A directory or S3 URL with config.json and safetensors. Weights and sizes are read from it.
     """
+    lora: LoraOptions | None = None
+    """Train adapters only: {rank: 16, alpha: 32, targets: [q_proj]}. null: train all weights."""
 
     @property
     def kv_heads(self) -> int:

@@ -33,6 +33,8 @@ def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin in (Union, types.UnionType):
         members = sorted(arguments, key=lambda member: member is type(None))
         return _or([words_of(member, metadata if member is not type(None) else ()) for member in members])
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"a list, each {words_of(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {words_of(arguments[0])}"
     if origin is list:

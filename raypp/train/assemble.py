@@ -110,7 +110,7 @@ def assemble(
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
-            reducer = GradientReducer(built.modules, parameter_names(job.model))
+            reducer = GradientReducer(built.modules, parameter_names(job.model, trained=True))
             if device.type == "cuda":
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.
                 dist.all_reduce(torch.zeros(1, device=device))

@@ -30,7 +30,7 @@ class BuiltStages:
     Attributes:
         modules: This rank's stages, in the order of their index.
         runtime: Runs the job's training program on them.
-        tied: Sums the gradients of tied embeddings; None if they are not tied.
+        tied: Sums the gradients of tied embeddings; None if they are not tied, or frozen.
     """
 
     modules: list[nn.Module]
@@ -38,10 +38,16 @@ class BuiltStages:
     tied: TiedEmbedding | None = None
 
 
-def draw_weights(stages: Iterable[nn.Module], job: Job) -> None:
-    """Initialises the weights of a new run. No communication; the bits are the same on any mesh."""
+def draw_weights(stages: Iterable[nn.Module], job: Job, *, frozen: bool | None = None) -> None:
+    """Initialises the weights of a new run. No communication; the bits are the same on any mesh.
+
+    Args:
+        stages: This rank's stages.
+        job: The job.
+        frozen: True: only frozen weights. False: only those that are trained. None: all.
+    """
     for stage in stages:
-        initialise(stage, job.model, job.train.seed, write_whole)
+        initialise(stage, job.model, job.train.seed, write_whole, frozen=frozen)
 
 
 def build_stages(
@@ -97,12 +103,13 @@ def build_stages(
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
                 late_sums=prepared.late_sums,
                 frees_weights=job.mesh.reshard_after_forward,
+                below_trains=any(pipeline.trained[:index]),
             )
         )
     if job.mesh.pp > 1:
         connect(place.pp, ranks, groups.forward, groups.backward, device)
     runtime = ProgramRuntime(stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark)
     tied = None
-    if job.model.tie_embeddings:
+    if job.model.tie_embeddings and job.model.lora is None:
         tied = TiedEmbedding(dict(zip(held, modules, strict=True)), ranks, job.mesh.pp)
     return BuiltStages(modules, runtime, tied)

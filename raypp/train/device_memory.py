@@ -27,6 +27,8 @@ _FULL = (
 _FRAGMENTED = 0.1
 _ROOM = 0.95
 _BLOCKS = 5
+_SEARCH_S = 5.0
+"""Most seconds to look for changes that fit; the other ranks wait for the report."""
 
 
 class DeviceMemoryError(RayppError):
@@ -122,7 +124,7 @@ def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
     if stats:
         capacity = stats["free"] + stats["reserved"]
         # It needed at least what there was. By how much more is unknown, so leave room.
-        lines.append(changes_in_words(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total))))
+        lines.append(changes_in_words(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total)), _SEARCH_S))
     return lines
 
 

@@ -16,7 +16,7 @@ from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
 def build_optimizer(
     stages: Iterable[nn.Module], options: OptimizerOptions, precision: str = "fp32"
 ) -> torch.optim.Optimizer:
-    """Builds the job's optimizer over the parameters of this rank's stages.
+    """Builds the job's optimizer over the parameters of this rank's stages that are trained.
 
     Weight decay is decoupled from the gradient and applies to matrices only (not to norm gains and
     biases). Under FSDP a step of muon is collective over the ranks that share the weights. The
@@ -31,18 +31,21 @@ def build_optimizer(
         options: `train.optimizer`.
         precision: `train.precision`; decides the dtype of muon's iteration.
     """
-    named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
+    named = [(n, parameter) for stage in stages for n, parameter in stage.named_parameters() if parameter.requires_grad]
     build = OPTIMIZERS.get(options.kind, key="train.optimizer.kind").build()
     return cast(torch.optim.Optimizer, build(named, options, precision))
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch parameter groups: only parameters with two or more dims decay."""
+    """Returns torch parameter groups: only parameters with two or more dims decay.
+
+    Without parameters (a rank may train none) there is one empty group: torch wants at least one.
+    """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

@@ -17,6 +17,7 @@ from raypp.failure_kinds import FailureKind
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
+from raypp.models.stage import parameter_names
 from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Event, RankResult, Reporter, Seat
@@ -161,7 +162,7 @@ def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
     """
     job = rank.job
     if job.recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
-        return ReplicaCheck(rank.built.modules, rank.reducer.names, Mesh.of(job.mesh).labels())
+        return ReplicaCheck(rank.built.modules, parameter_names(job.model), Mesh.of(job.mesh).labels())
     return None
 
 

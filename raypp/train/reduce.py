@@ -1,11 +1,11 @@
 """Sums the loss and the gradient norm over the world with one collective; no mesh changes the bits.
 
-The squared norm of every parameter has its own place in one vector over all names of the model, in
+The squared norm of every trained parameter has its own place in one vector over all their names, in
 a fixed order. Ranks that do not hold a parameter contribute exact zeros. After the sum over the
 world, every rank adds the vector up in the same order. So a pipeline of any cut gives the bits of a
 single process.
 
-Legend: P parameters of the model, N extra numbers.
+Legend: P trained parameters of the model, N extra numbers.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class GlobalSums:
 
 
 class GradientReducer:
-    """Computes sums over the gradients of this rank's stages.
+    """Computes sums over the gradients of this rank's stages. Frozen parameters have none.
 
     Args:
         stages: This rank's stages, sharded or not.
-        names: Global names of all P parameters of the model, in the order of the sum.
+        names: Global names of all P trained parameters of the model, in the order of the sum.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
         place = {name: index for index, name in enumerate(names)}
         self._size = len(names)
         self.names = list(names)
-        own = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
-        self._device = own[0][1].device
+        held = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
+        self._device = held[0][1].device
+        own = [part for part in held if part[1].requires_grad]
         self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64).to(self._device)
         self._parameters = [parameter for _, parameter, _ in own]
         counted = [

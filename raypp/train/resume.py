@@ -15,7 +15,9 @@ from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
-from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.base_identity import with_base_id
+from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
+from raypp.hf.model_files import HfFiles
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
 from raypp.records import Event, Reporter, Seat
@@ -57,11 +59,12 @@ class Restorable:
 def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
     """Restores weights, optimizer, data position and recent reports. Collective over the world.
 
-    Uses memory if all ranks have a snapshot of one step that is newer than the newest commit; else
-    the store. There rank 0 chooses the checkpoint. If any rank finds its part missing or
-    corrupt, all ranks fall back to the next older one. A run with checkpoints never starts from
-    initial weights, nor from `model.from_hf` again. Every weight is set here, so it may be
-    uninitialised before.
+    Frozen weights are no part of a run's state: every attempt loads them from `model.from_hf`, or
+    draws them. The rest comes from memory if all ranks have a snapshot of one step that is newer
+    than the newest commit; else from the store. There rank 0 chooses the checkpoint. If any rank
+    finds its part missing or corrupt, all ranks fall back to the next older one. A run with
+    checkpoints never starts from initial weights, nor takes trained weights from `model.from_hf`
+    again. Every weight is set here, so it may be uninitialised before.
 
     Returns:
         The restored step; 0 for a new run.
@@ -69,8 +72,10 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
     Raises:
         CheckpointError: There are checkpoints, but none can be used.
         UnreachableError: The store does not answer. This is no reason to use an older checkpoint.
+        JobError: `model.from_hf` names another base than the one the adapters belong to.
     """
     seat = mine.seat
+    _set_frozen(mine)
     candidates = [c.step for c in list_checkpoints(mine.store, mine.job.name)] if seat.rank == 0 else []
     if tier is None:
         return _from_store(mine, candidates)
@@ -128,13 +133,29 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
         mine.tell("resumed", f"from step {step}", step)
 
 
-def _begin(mine: Restorable) -> None:
-    """Sets a new run's weights: those of `model.from_hf`, or initial values."""
-    url = mine.job.model.from_hf
-    if url is None:
-        draw_weights(mine.stages, mine.job)
+def _set_frozen(mine: Restorable) -> None:
+    """Sets the frozen weights: those of `model.from_hf`, or initial values."""
+    model = mine.job.model
+    if all(weight.requires_grad for stage in mine.stages for weight in stage.parameters()):
         return
-    loaded = load_from_hf(url, mine.stages)
+    if model.from_hf is None:
+        draw_weights(mine.stages, mine.job, frozen=True)
+        return
+    if mine.seat.rank == 0:
+        with_base_id(model, HfFiles(model.from_hf))
+    _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages, frozen=True))
+
+
+def _begin(mine: Restorable) -> None:
+    """Sets a new run's trained weights: those of `model.from_hf`, or initial values."""
+    model = mine.job.model
+    if model.from_hf is None or model.lora is not None:
+        draw_weights(mine.stages, mine.job, frozen=False)
+        return
+    _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages))
+
+
+def _tell_of_load(mine: Restorable, url: str, loaded: LoadedFromHf) -> None:
     if mine.seat.rank == 0:
         megabytes = round(loaded.bytes_read / 1e6, 1)
         what = f"{url}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"

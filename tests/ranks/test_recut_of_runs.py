@@ -62,6 +62,8 @@ class Chain:
 
 
 MOE = {"kind": "qwen3_moe"}
+LORA = {"lora": {"rank": 4, "base": "fp32"}}
+NF4 = {"hidden_size": 64, "ffn_size": 128, "lora": {"rank": 4, "base": "nf4"}}
 TIED = "tied, pp 4, 2 in a V, 1"
 CHAINS = {
     "pp 4, 2 with virtual stages, 1": Chain({}, (mesh(pp=4), mesh(VIRTUAL, pp=2), ONE), True),
@@ -70,8 +72,11 @@ CHAINS = {
     "fsdp 2, 1, 4": Chain({}, (mesh(fsdp=2), ONE, mesh(fsdp=4)), False),
     "cp 2, 1, cp 2 with pp 2": Chain({}, (mesh(cp=2), ONE, mesh(cp=2, pp=2)), False),
     "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
+    "adapters, pp 2, 1, 2 in a V": Chain(LORA, (mesh(pp=2), ONE, mesh(V, pp=2)), True),
+    "adapters on nf4, pp 2, fsdp 2, 1": Chain(NF4, (mesh(pp=2), mesh(fsdp=2), ONE), False),
+    "adapters of experts, ep 2, pp 2, 1": Chain({**MOE, **LORA}, (mesh(fsdp=2, ep=2), mesh(pp=2), ONE), False),
 }  # fmt: skip
-QUICK = (TIED, "fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2")
+QUICK = (TIED, "fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2", *(name for name in CHAINS if name.startswith("adapters")))
 """One chain for each kind of mesh. The others are slow tests."""
 ROWS = 4
 """Microbatches per step, over all replicas."""
@@ -160,7 +165,7 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
     chain, reference = CHAINS[name], reference_of(CHAINS[name])
     found, expected = numbers[name], numbers[reference]
     assert list(found) == list(expected) == [1, 2, 3]
-    run = "experts" if chain.model == MOE else "numbers"
+    run = "experts" if chain.model.get("kind") == "qwen3_moe" else "numbers"
     comparison = diff_checkpoints(tensors(root / name, run), tensors(root / reference, run))
     assert not (comparison.only_a or comparison.only_b or comparison.other_form)
     if chain.exact:

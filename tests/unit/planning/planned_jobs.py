@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
+from raypp.spec.document import Document
 from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.spec.load import job_document, parse_job
+from raypp.spec.overrides import apply_overrides
 
 
 def job_with(**sections: Any) -> Job:
@@ -20,3 +23,13 @@ def job_with(**sections: Any) -> Job:
     for name, section in sections.items():
         document[name] = {**document.get(name, {}), **section}
     return parse_job(document)
+
+
+def typed(job: Job, words: str) -> Job:
+    """Returns the job as it is with `--set a=1 --set b=2` typed behind it."""
+    given = shlex.split(words)
+    assert given[::2] == ["--set"] * (len(given) // 2), words
+    document = Document(job_document(job))
+    apply_overrides(document, given[1::2])
+    assert not document.problems, document.problems
+    return parse_job(document.value)

@@ -1,0 +1,105 @@
+"""`raypp init`: writes an example job and the files that it needs."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import click
+
+from raypp.errors import JobError, Problem
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+"""The example jobs of this version; `jobs/` in the repository is a link to it."""
+
+
+@click.command("init")
+@click.argument("template", required=False)
+def init_command(template: str | None) -> None:
+    """Write the example job TEMPLATE and the data it needs into the current directory.
+
+    Without TEMPLATE, list what there is.
+    """
+    names = template_names()
+    if template is None:
+        longest = max(map(len, names))
+        for name in names:
+            click.echo(f"{name:<{longest}}  {summary(name)}")
+        click.echo("\nwrite one into this directory: raypp init TEMPLATE")
+        return
+    name = template.removesuffix(".yaml")
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise JobError(f"there is no template {template!r}", f"{hint}`raypp init` lists them: {', '.join(names)}")
+    for path in write(name, Path.cwd()):
+        click.echo(f"wrote {path}")
+    click.echo(f"\nthe first lines of {name}.yaml say for whom it is, what it needs, and what to type")
+
+
+def template_names() -> list[str]:
+    """Returns the names of all templates; quickstart is the first."""
+    return sorted((path.stem for path in TEMPLATES.glob("*.yaml")), key=lambda name: (name != "quickstart", name))
+
+
+def summary(name: str) -> str:
+    """Returns the first line of a template."""
+    return _text(name).partition("\n")[0].removeprefix("# ")
+
+
+def files_of(name: str) -> list[str]:
+    """Returns the paths of a template and of all that it names, below the folder of templates."""
+    import yaml
+
+    job = yaml.safe_load(_text(name))
+    found = [f"{name}.yaml"]
+    for section, key in (("data", "path"), ("data", "tokenizer"), ("model", "from_hf")):
+        named = str(job.get(section, {}).get(key, ""))
+        place = TEMPLATES / named
+        if named and place.is_dir():
+            found += sorted(path.relative_to(TEMPLATES).as_posix() for path in place.rglob("*") if path.is_file())
+        elif named and place.is_file():
+            found.append(named)
+    for section, key in (("model", "kind"), ("pipeline", "schedule")):
+        module, colon, _ = str(job.get(section, {}).get(key, "")).partition(":")
+        if colon and (TEMPLATES / f"{module}.py").is_file():
+            found.append(f"{module}.py")
+    return found
+
+
+def write(name: str, folder: Path) -> list[str]:
+    """Copies a template and its files to a folder; leaves equal files as they are.
+
+    Returns:
+        The paths of the files that were written, below the folder.
+
+    Raises:
+        JobError: A file is there with another content, and none was written; or a file cannot be
+            written.
+    """
+    contents = {path: (TEMPLATES / path).read_bytes() for path in files_of(name)}
+    there = [path for path in contents if (folder / path).exists()]
+    if f"{name}.yaml" in there:
+        raise JobError(Problem("", f"{name}.yaml is already here", "move it away, or work in another directory"))
+    other = [path for path in there if not _holds(folder / path, contents[path])]
+    if other:
+        what = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with another content"
+        raise JobError(Problem("", what, "move it away, or work in another directory"))
+    missing = [path for path in contents if path not in there]
+    for path in missing:
+        try:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / path).open("xb") as file:
+                file.write(contents[path])
+        except OSError as error:
+            fix = "run raypp init in a directory that you can write to"
+            raise JobError(Problem("", f"{path} cannot be written: {error.strerror}", fix)) from error
+    return missing
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _text(name: str) -> str:
+    return (TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,106 @@
+"""The tensors of a whole model, from the checkpoint of a run that trained adapters: W + s · B · A.
+
+They have the interface of `checkpoint.saved_tensors.SavedTensors`, and are computed a few rows at a
+time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypp.checkpoint.arrays import Array, convert
+from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.base_identity import with_base_id
+from raypp.hf.from_hf import matching_tensors
+from raypp.hf.model_files import HfFiles
+from raypp.hf.names import hf_parts, model_tensors
+from raypp.spec.lora import Adapter, adapter_names, model_adapters
+from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import quantised_base, quantised_names
+
+_WIDE = "F32"
+
+
+class MergedTensors:
+    """The merged weights in fp32, by global name.
+
+    Args:
+        saved: The adapters.
+        options: The `model:` section of the run; it has `lora`.
+
+    Attributes:
+        infos: By global name.
+        dtype: safetensors' name of the dtype of the frozen weights.
+
+    Raises:
+        JobError: The run had no `model.from_hf`, or it holds other weights by now.
+        CheckpointError: The checkpoint lacks an adapter.
+    """
+
+    def __init__(self, saved: SavedTensors, options: DecoderOptions) -> None:
+        if options.from_hf is None:
+            what = "the run's frozen weights were drawn from train.seed: no file holds them"
+            raise JobError(Problem("model.from_hf", what, "export the adapters (--adapter)"))
+        self._saved, self._options = saved, options
+        shapes = model_tensors(options)
+        self.infos = {name: TensorInfo(name, _WIDE, shape) for name, shape in shapes.items()}
+        self._adapters: dict[str, tuple[Adapter, tuple[str, str]]] = {}
+        for name, adapter in model_adapters(options).items():
+            pair = adapter_names(name, adapter)
+            for part, weight in zip(pair, (adapter.a, adapter.b), strict=True):
+                info = saved.infos.get(part)
+                if info is None or info.shape != weight.shape:
+                    raise CheckpointError(Problem(part, f"is not in the checkpoint with shape {list(weight.shape)}"))
+            self._adapters[name if adapter.stacked else f"{name}.weight"] = adapter, pair
+        self._quantised = quantised_names(options)
+        self._files = HfFiles(options.from_hf)
+        with_base_id(options, self._files)
+        self._there = matching_tensors(self._files, shapes)
+        self.dtype = max(tensor.dtype for tensor in self._there.values())
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of the merged weights."""
+        base = quantised_base(self._options)
+        if base is None:
+            return []
+        what = f"{len(self._quantised)} frozen tensors were dequantised from {base}, as the adapters were trained on"
+        return [f"{what}: they are not the weights of the model that model.from_hf names"]
+
+    def rows(self, name: str, first: int, last: int) -> Array:
+        """Returns the rows `[first, last)` of a merged tensor, in fp32."""
+        base = self._base(name, first, last)
+        if name not in self._adapters:
+            return base
+        adapter, (a, b) = self._adapters[name]
+        assert self._options.lora is not None
+        left = self._saved.rows(b, first, last)
+        right = self._saved.rows(a, *((first, last) if adapter.stacked else (0, self._saved.infos[a].rows)))
+        return base + np.float32(self._options.lora.scale) * (left @ right)
+
+    def _base(self, name: str, first: int, last: int) -> Array:
+        """Returns rows of the frozen weights as training used them, in fp32."""
+        shape = self.infos[name].shape
+        parts = list(hf_parts(name, shape))
+        if parts[0].expert is None:
+            tensor = self._there[name]
+            found = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
+        else:
+            tensors = [self._there[part.name] for part in parts[first:last]]
+            found = np.stack([convert(self._files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
+        return self._as_stored(name, found)
+
+    def _as_stored(self, name: str, rows: Array) -> Array:
+        """Returns rows in fp32 with the rounding of `model.lora.base`."""
+        base = quantised_base(self._options)
+        if base is not None and name in self._quantised:
+            import torch
+
+            from raypp.models.quantised_rows import dequantise_rows, quantise_rows
+
+            weights = torch.from_numpy(np.array(rows))
+            stored = quantise_rows(weights, base)
+            return np.asarray(dequantise_rows(stored, base, weights.shape[-1], torch.float32).numpy())
+        assert self._options.lora is not None
+        return convert(convert(rows, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else rows

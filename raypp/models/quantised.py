@@ -1,0 +1,257 @@
+"""Linear layers and stacks of experts with a frozen, quantised matrix (QLoRA, arXiv:2305.14314).
+
+A forward and a backward each dequantise the matrix for their product and drop it. The backward
+gives the gradient of the input only. The bytes are a parameter that never requires a gradient, with
+the global name of the matrix; so FSDP shards and gathers them like any weight, and spreads of
+experts cut them like any stack.
+
+Both products are operators of torch: the compiler does not look inside, so their bits do not depend
+on `train.compile`, and selective recomputation keeps their results.
+
+Legend: N rows of activations, C width of the input, O width of the output, E experts, F inner width
+of an expert, R bytes of a quantised row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypp.models.quantised_rows import dequantise_rows, quantise_rows
+from raypp.spec.family import Weight
+from raypp.spec.quantised import Base, is_quantised, row_bytes
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix, or a stack of them, is stored.
+
+    Attributes:
+        base: int8 or nf4.
+        width: Weights in a row.
+    """
+
+    base: Base
+    width: int
+
+    def shape(self, stored: Sequence[int]) -> torch.Size:
+        """Returns the shape `[..., O, C]` of the weights whose bytes have shape `[..., O, R]`."""
+        return torch.Size((*stored[:-1], self.width))
+
+    def quantise(self, weights: Tensor) -> Tensor:
+        """Returns the bytes `[..., O, R]` of weights `[..., O, C]`, or of some of their rows.
+
+        Raises:
+            ValueError: A weight is not finite.
+        """
+        return quantise_rows(weights, self.base)
+
+    def dequantise(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weights `[..., O, C]` of bytes `[..., O, R]`."""
+        return dequantise_rows(stored, self.base, self.width, dtype)
+
+    def empty(self, shape: Sequence[int]) -> nn.Parameter:
+        """Allocates the bytes of weights of this shape, `[..., O, C]`, on the meta device."""
+        stored = (*shape[:-1], row_bytes(self.base, self.width))
+        return nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
+
+    def product(self, x: Tensor, stored: Tensor) -> Tensor:
+        """Multiplies `[..., C]` by a matrix whose bytes are `[O, R]`: `[..., O]`."""
+        return cast(Tensor, _product(x, stored, self.base, self.width))
+
+
+@torch.library.custom_op("raypp::quantised_product", mutates_args=())
+def _product(x: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
+    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]` and the bytes `[O, R]` of W."""
+    return F.linear(x, dequantise_rows(stored, cast(Base, base), width, x.dtype))
+
+
+@_product.register_fake
+def _(x: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], stored.shape[0])
+
+
+@torch.library.custom_op("raypp::quantised_product_backward", mutates_args=())
+def _product_backward(gradient: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
+    """Returns gradient · W, `[..., C]`, of the gradient `[..., O]` and the bytes `[O, R]` of W."""
+    return gradient @ dequantise_rows(stored, cast(Base, base), width, gradient.dtype)
+
+
+@_product_backward.register_fake
+def _(gradient: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], width)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str, int], output: Tensor) -> None:
+    _, stored, ctx.base, ctx.width = inputs
+    ctx.save_for_backward(stored)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    (stored,) = ctx.saved_tensors
+    return _product_backward(gradient, stored, ctx.base, ctx.width), None, None, None
+
+
+_product.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("raypp::quantised_experts", mutates_args=())
+def _grouped(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
+    """Returns `[N, O]`: rows `[N, C]`, sorted by expert, times matrices with bytes `[E, O, R]`."""
+    return F.grouped_mm(rows, dequantise_rows(stored, cast(Base, base), width, rows.dtype).mT, offs=ends)
+
+
+@_grouped.register_fake
+def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], stored.shape[1])
+
+
+@torch.library.custom_op("raypp::quantised_experts_backward", mutates_args=())
+def _grouped_backward(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
+    """Returns the gradient `[N, C]` of the rows."""
+    # An expanded gradient (of a sum) has strides that the kernel refuses.
+    return F.grouped_mm(
+        gradient.contiguous(), dequantise_rows(stored, cast(Base, base), width, gradient.dtype), offs=ends
+    )
+
+
+@_grouped_backward.register_fake
+def _(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], width)
+
+
+def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int], output: Tensor) -> None:
+    _, stored, ends, ctx.base, ctx.width = inputs
+    ctx.save_for_backward(stored, ends)
+
+
+def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    stored, ends = ctx.saved_tensors
+    return _grouped_backward(gradient, stored, ends, ctx.base, ctx.width), None, None, None, None
+
+
+_grouped.register_autograd(_backward_grouped, setup_context=_keep_grouped)
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """The matrix of one expert.
+
+    Attributes:
+        stored: Its bytes, uint8 `[O, R]`.
+        format: Their format.
+    """
+
+    stored: Tensor
+    format: Format
+
+    def product(self, x: Tensor) -> Tensor:
+        """Multiplies rows `[n, C]` by the matrix: `[n, O]`."""
+        return self.format.product(x, self.stored)
+
+
+@dataclass(frozen=True)
+class QuantisedStack:
+    """The same matrix of all experts that a rank holds.
+
+    Attributes:
+        stored: Their bytes, uint8 `[E, O, R]`.
+        format: Their format.
+    """
+
+    stored: Tensor
+    format: Format
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.format.shape(self.stored.shape)
+
+    def unbind(self) -> list[QuantisedMatrix]:
+        """Returns the experts, one by one."""
+        return [QuantisedMatrix(matrix, self.format) for matrix in self.stored.unbind()]
+
+    def grouped_product(self, rows: Tensor, ends_E: Tensor) -> Tensor:
+        """Multiplies rows by their experts' matrices in one kernel. Needs what `grouped_mm` needs.
+
+        All matrices of the stack are dequantised for it at once.
+
+        Args:
+            rows: Sorted by expert, `[N, C]`.
+            ends_E: Where each expert's rows end, int32 `[E]`.
+
+        Returns:
+            `[N, O]`.
+        """
+        return cast(Tensor, _grouped(rows, self.stored, ends_E, self.format.base, self.format.width))
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with a frozen quantised matrix.
+
+    It is built on the meta device. Its bytes come from `Format.quantise`.
+
+    Args:
+        in_features: C.
+        out_features: O.
+        base: int8 or nf4.
+        bias: It has a bias, which is frozen, but not quantised.
+    """
+
+    def __init__(self, in_features: int, out_features: int, base: Base, *, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.format = Format(base, in_features)
+        self.formats = {"weight": self.format}
+        self.weight = self.format.empty((out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
+        out = self.format.product(x, self.weight)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, base={self.format.base}"
+
+
+def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:
+    """Yields name and format of every parameter that holds quantised weights."""
+    for prefix, part in module.named_modules():
+        for name, form in getattr(part, "formats", {}).items():
+            yield f"{prefix}.{name}" if prefix else name, form
+
+
+def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> None:
+    """Replaces the matrices of a layer by quantised ones, without values.
+
+    Args:
+        layer: On the meta device, neither sharded nor compiled.
+        weights: The parameters that its family declares.
+        base: int8 or nf4.
+    """
+    for weight in filter(is_quantised, weights):
+        inside, _, name = weight.name.removesuffix(".weight").rpartition(".")
+        parent = layer.get_submodule(inside)
+        module = getattr(parent, name)
+        if isinstance(module, nn.Linear):
+            quantised = QuantisedLinear(module.in_features, module.out_features, base, bias=module.bias is not None)
+            setattr(parent, name, quantised)
+        else:
+            form = Format(base, weight.shape[-1])
+            setattr(parent, name, form.empty(weight.shape))
+            parent.formats = {**getattr(parent, "formats", {}), name: form}  # type: ignore[assignment]
+
+
+def store_rest(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the frozen weights of a stage that are not quantised (embeddings, norms) a dtype.
+
+    The stage is on the meta device.
+    """
+    for parameter in stage.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

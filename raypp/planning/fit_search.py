@@ -1,0 +1,291 @@
+"""Searches the changes that make a job fit into the memory of its devices.
+
+Every mesh of the given devices is tried with the levers of `planning.levers`, one by one and
+together. Only what is needed is proposed: no combination contains another one that fits on the same
+mesh. All are planned, so the answer is as good as the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from raypp.errors import JobError
+from raypp.planning.activations import Kind
+from raypp.planning.check import check_plan
+from raypp.planning.costs import Device, computed_costs
+from raypp.planning.forecast import forecast
+from raypp.planning.levers import LEVERS, Changes, Lever, shapes
+from raypp.planning.machines import Machines
+from raypp.planning.memory import rank_memory
+from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.search import MOST_ACTIONS, Candidate, changed_job
+from raypp.spec.job import Job
+
+PATIENCE_S = 20.0
+"""Seconds that a search takes at most, unless told otherwise."""
+_MOST_TIMES = 16
+"""More than this many times the job's devices are not proposed."""
+_CLOSE = 1.25
+"""Times a device's memory. Beyond it, leaving out one lever will not help."""
+
+Point = tuple[int, ...]
+"""The level of every lever; 0: unchanged."""
+
+
+@dataclass(frozen=True)
+class Proposal(Candidate):
+    """A change with which a job fits.
+
+    Attributes:
+        costs: What it costs besides time, for people.
+    """
+
+    costs: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that then needs most."""
+        return self.forecast.peak_memory
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Result of a search for changes that make a job fit.
+
+    Attributes:
+        now: The job as it is; None if its plan needs more memory than a device has.
+        need: Bytes of the rank that needs most now.
+        capacity: Bytes of a device.
+        same: Changes that keep model, data and batch. Fastest first.
+        apart: The fastest change of each kind that trains something else.
+        nearest: The change that needs least memory, if none keeps the training and fits.
+        more: The fastest change on the smallest number of devices that suffices, if none fits on
+            the given ones.
+        tried: Number of combinations whose memory was planned.
+        out_of_time: True if the search ended before all were tried.
+    """
+
+    now: Proposal | None
+    need: int
+    capacity: int
+    same: tuple[Proposal, ...] = ()
+    apart: tuple[Proposal, ...] = ()
+    nearest: Proposal | None = None
+    more: Proposal | None = None
+    tried: int = 0
+    out_of_time: bool = False
+
+
+def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
+    """Returns the bytes of every pipeline rank at its peak."""
+    pipeline = resolve_pipeline(job)
+    return [
+        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    ]
+
+
+def peak_memory(job: Job, kind: Kind | None = None) -> int:
+    """Returns the bytes of the rank that needs most."""
+    return max(memory_of_ranks(job, kind))
+
+
+def changes_that_fit(
+    job: Job,
+    machines: Machines,
+    device: Device,
+    *,
+    keep: int = 5,
+    patience_s: float = PATIENCE_S,
+    levers: Sequence[Lever] = LEVERS,
+) -> Fitting:
+    """Finds changes with which every rank fits into its device; the tokens of a step stay.
+
+    Args:
+        job: A job in which `check_plan` finds no problem.
+        machines: The nodes. As many of their devices are used as the job has ranks.
+        device: The kind of device: its memory and its speed.
+        keep: Number of changes to return that keep the training.
+        patience_s: Time limit. The result then covers what has been tried.
+        levers: What may change besides mesh and microbatches.
+
+    Raises:
+        ResourcesError: The job has more ranks than the machines have devices.
+    """
+    search = _Search(machines, device, [one for one in levers if not one.apart], time.monotonic() + patience_s)
+    need, now = peak_memory(job, search.kind), search.proposal(job, {})
+    if now is not None:
+        return Fitting(now, now.peak, device.memory, tried=1)
+    same = search.on_devices(job, job.mesh.world)
+    nearest = None if same else search.nearest(job)
+    apart = tuple(one for lever in levers if lever.apart for one in search.weakest(job, lever))
+    more = None if same else search.on_more_devices(job)
+    return Fitting(
+        None, need, device.memory, tuple(same[:keep]), apart, nearest, more, search.tried, search.out_of_time
+    )
+
+
+class _Search:
+    """Plans combinations of changes until a time is reached.
+
+    Args:
+        machines: The nodes.
+        device: The kind of device.
+        levers: What may change besides mesh and microbatches.
+        end: Time of the monotonic clock at which the search ends.
+
+    Attributes:
+        tried: Number of combinations whose memory was planned.
+        out_of_time: True once the time was reached.
+    """
+
+    def __init__(self, machines: Machines, device: Device, levers: Sequence[Lever], end: float) -> None:
+        self.kind: Kind = "cpu" if device.name == "cpu" else "cuda"
+        self.tried = 0
+        self.out_of_time = False
+        self._machines, self._device, self._levers, self._end = machines, device, levers, end
+        self._too_large: list[tuple[int, Changes, tuple[str, ...]]] = []
+
+    def on_devices(self, job: Job, devices: int) -> list[Proposal]:
+        """Returns what fits on this many devices, fastest first."""
+        proposals: list[Proposal] = []
+        for shape in shapes(job, devices):
+            if self._late():
+                break
+            shaped = changed_job(job, shape)
+            if shaped is not None and 2 * shaped.num_stages * shaped.pipeline.microbatches <= MOST_ACTIONS:
+                proposals += self._on_shape(shaped, shape)
+        return sorted(proposals, key=lambda one: (one.forecast.step_s, one.peak, len(one.changes)))
+
+    def _on_shape(self, shaped: Job, shape: Changes) -> list[Proposal]:
+        """Returns the smallest sets of levers with which a mesh fits.
+
+        If the strongest levels together need too much, and also without any one of them (which is
+        tried where they need little too much), the mesh is given up.
+        """
+        levels: list[list[Changes]] = [[{}, *lever.levels(shaped)] for lever in self._levers]
+        strongest = tuple(len(one) - 1 for one in levels)
+        peaks: dict[Point, int | None] = {}
+
+        def fits(point: Point) -> bool:
+            if point not in peaks:
+                peaks[point] = self._peak(changed_job(shaped, _changes(levels, point)))
+                if (peak := peaks[point]) is not None:
+                    self._too_large.append((peak, {**shape, **_changes(levels, point)}, self._costs(point)))
+            found = peaks[point]
+            return found is not None and found <= self._device.memory
+
+        if not fits(strongest):
+            least = peaks[strongest]
+            close = least is None or least <= _CLOSE * self._device.memory
+            if not close or not any(map(fits, _each_left_out(strongest))):
+                return []
+        proposals: list[Proposal] = []
+        smallest: list[Point] = []
+        for point in _by_size(strongest):
+            if self._late():
+                break
+            if any(_within(one, point) for one in smallest) or not fits(point):
+                continue
+            changes = _changes(levels, point)
+            one = changed_job(shaped, changes)
+            proposal = self.proposal(one, {**shape, **changes}, self._costs(point)) if one else None
+            if proposal is not None:
+                smallest.append(point)
+                proposals.append(proposal)
+        return proposals
+
+    def weakest(self, job: Job, lever: Lever) -> Iterator[Proposal]:
+        """Yields the fastest proposal with the weakest level of a lever that suffices."""
+        for changes in lever.levels(job):
+            one = changed_job(job, changes)
+            found = self.on_devices(one, job.mesh.world) if one is not None else []
+            if found:
+                best = found[0]
+                yield replace(best, changes={**changes, **best.changes}, costs=(lever.costs, *best.costs))
+                return
+
+    def nearest(self, job: Job) -> Proposal | None:
+        """Returns the combination tried so far that needs least memory and can run."""
+        for _, changes, costs in sorted(self._too_large, key=lambda entry: (entry[0], len(entry[1]))):
+            one = changed_job(job, changes)
+            proposal = self.proposal(one, changes, costs, any_size=True) if one is not None else None
+            if proposal is not None:
+                return proposal
+        return None
+
+    def on_more_devices(self, job: Job) -> Proposal | None:
+        """Returns the fastest combination on the smallest number of devices that suffices."""
+        given, factor = self._machines, 2
+        while factor <= _MOST_TIMES and not self._late():
+            self._machines = given.times(factor)
+            found = self.on_devices(job, factor * job.mesh.world)
+            if found:
+                return found[0]
+            factor *= 2
+        return None
+
+    def proposal(
+        self, one: Job, changes: Changes, costs: tuple[str, ...] = (), *, any_size: bool = False
+    ) -> Proposal | None:
+        """Returns a job with its forecast; None if it cannot run, or needs more than a device has.
+
+        A lookahead that is chosen in the first steps may need more than the plan shows. Then none
+        is proposed.
+        """
+        try:
+            if check_plan(one):
+                return None
+            costed = computed_costs(one, self._device)
+            cast = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
+        except JobError:
+            return None
+        if any_size or cast.peak_memory <= self._device.memory:
+            return Proposal(dict(changes), one, cast, costs)
+        if one.pipeline.lookahead != "auto" or not cast.lookahead:
+            return None
+        classic = changed_job(one, {"pipeline.lookahead": 0})
+        return self.proposal(classic, {**changes, "pipeline.lookahead": 0}, costs) if classic is not None else None
+
+    def _peak(self, one: Job | None) -> int | None:
+        """Returns the planned memory of a job; None if there is no plan."""
+        if one is None:
+            return None
+        self.tried += 1
+        try:
+            return peak_memory(one, self.kind)
+        except JobError:
+            return None
+
+    def _costs(self, point: Point) -> tuple[str, ...]:
+        used = (lever.costs for lever, level in zip(self._levers, point, strict=True) if level)
+        return tuple(costs for costs in used if costs)
+
+    def _late(self) -> bool:
+        self.out_of_time = self.out_of_time or time.monotonic() > self._end
+        return self.out_of_time
+
+
+def _changes(levels: Sequence[Sequence[Changes]], point: Point) -> dict[str, Any]:
+    together: dict[str, Any] = {}
+    for of_lever, level in zip(levels, point, strict=True):
+        together |= of_lever[level]
+    return together
+
+
+def _each_left_out(point: Point) -> list[Point]:
+    return [(*point[:at], 0, *point[at + 1 :]) for at, level in enumerate(point) if level]
+
+
+def _by_size(strongest: Point) -> list[Point]:
+    """Returns all combinations of levels, those of few levers first."""
+    every = product(*(range(level + 1) for level in strongest))
+    return sorted(every, key=lambda point: (sum(map(bool, point)), sum(point)))
+
+
+def _within(one: Point, other: Point) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))

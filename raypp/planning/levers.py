@@ -1,0 +1,152 @@
+"""The changes that save device memory, each declared once.
+
+`planning.fit` combines them on every mesh and tries which combinations fit. A new one is an entry
+in `LEVERS`; nothing else lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.planning.check import divisors
+from raypp.planning.choices import schedule_of
+from raypp.spec.checks import value_at
+from raypp.spec.families import family_of
+from raypp.spec.job import Job
+from raypp.spec.models import MoeOptions
+from raypp.spec.quantised import BASES, width_problems
+
+Changes = Mapping[str, Any]
+"""Keys of the job file and their new values."""
+
+_MOST_HALVINGS = 4
+_SHORTEST = 512
+"""Shorter sequences than this are not proposed."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One kind of change that saves device memory.
+
+    Attributes:
+        name: What it is, for people.
+        levels: Returns the changes for a job, the one that saves least first; empty where the lever
+            does not apply or is already used.
+        costs: What it costs besides time, for people; empty if the training stays the same.
+        apart: True if something else is trained then. Such changes are never combined with others
+            of this kind, and are listed separately.
+    """
+
+    name: str
+    levels: Callable[[Job], Sequence[Changes]]
+    costs: str = ""
+    apart: bool = False
+
+
+def _after(job: Job, key: str, *values: str) -> Sequence[Changes]:
+    """Returns the changes to the values that follow the current one."""
+    now = value_at(job, key)
+    return [{key: value} for value in values[values.index(now) + 1 :]] if now in values else []
+
+
+def _recomputation(job: Job) -> Sequence[Changes]:
+    return _after(job, "train.activation_checkpointing", "none", "selective", "full")
+
+
+def _precision(job: Job) -> Sequence[Changes]:
+    return _after(job, "train.precision", "fp32", "bf16")
+
+
+def _reshard(job: Job) -> Sequence[Changes]:
+    """Applies to one shard, too: in bf16 it frees the weights in the compute dtype."""
+    return [] if job.mesh.reshard_after_forward else [{"mesh.reshard_after_forward": True}]
+
+
+def _schedule(job: Job) -> Sequence[Changes]:
+    late = schedule_of(job) == "gpipe" and job.pipeline.microbatches >= job.mesh.pp > 1
+    return [{"pipeline.schedule": "1f1b"}] if late else []
+
+
+def _lookahead(job: Job) -> Sequence[Changes]:
+    return [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []
+
+
+def _shorter(job: Job) -> Sequence[Changes]:
+    """Halves the sequences; as many more microbatches keep the tokens of a step."""
+    found = []
+    for factor in (2**power for power in range(1, _MOST_HALVINGS + 1)):
+        if job.data.seq_len % factor or job.data.seq_len // factor < _SHORTEST:
+            break
+        more = job.pipeline.microbatches * factor
+        found.append({"data.seq_len": job.data.seq_len // factor, "pipeline.microbatches": more})
+    return found
+
+
+def _adapters(job: Job) -> Sequence[Changes]:
+    if job.model.lora is not None or family_of(job.model) is None:
+        return []
+    whole = "fp32" if job.train.precision == "fp32" else "bf16"
+    return [{"model.lora.rank": 16, "model.lora.base": whole}]
+
+
+def _quantised(job: Job) -> Sequence[Changes]:
+    model, lora = job.model, job.model.lora
+    if lora is None or lora.base in BASES:
+        return []
+    bases = {base: model.model_copy(update={"lora": lora.model_copy(update={"base": base})}) for base in BASES}
+    return [{"model.lora.base": base} for base, other in bases.items() if not list(width_problems(other))]
+
+
+LEVERS = (
+    Lever("lookahead", _lookahead),
+    Lever("schedule", _schedule),
+    Lever("recomputation", _recomputation),
+    Lever("sharded weights", _reshard),
+    Lever("precision", _precision, "computes in bf16"),
+    Lever("quantised base", _quantised, "quantises the frozen weights"),
+    Lever("adapters", _adapters, "trains adapters only (model.lora), with a learning rate of their own", apart=True),
+    Lever("shorter sequences", _shorter, "cuts longer documents into pieces that do not see each other", apart=True),
+)
+
+
+def shapes(job: Job, devices: int) -> Iterator[Changes]:
+    """Yields the meshes and microbatches of the same batch on this many devices.
+
+    Those that change few keys come first.
+    """
+    found = list(_shapes(job, devices))
+    yield from sorted(found, key=len)
+
+
+def _shapes(job: Job, devices: int) -> Iterator[Changes]:
+    train, mesh = job.train, job.mesh
+    batch = mesh.replicas * job.pipeline.microbatches * train.micro_batch_size
+    now = _shape(mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.cp, mesh.ep)
+    now |= {"pipeline.microbatches": job.pipeline.microbatches, "train.micro_batch_size": train.micro_batch_size}
+    for pp in divisors(devices):
+        for fsdp in divisors(devices // pp):
+            for cp in divisors(devices // pp // fsdp):
+                replicas = devices // pp // cp
+                if batch % replicas:
+                    continue
+                for rows in divisors(batch // replicas):
+                    if rows > train.micro_batch_size:
+                        break
+                    sizes = {"pipeline.microbatches": batch // replicas // rows, "train.micro_batch_size": rows}
+                    for ep in _expert_ranks(job, fsdp * cp):
+                        shape = _shape(pp, replicas // fsdp, fsdp, cp, ep) | sizes
+                        own_cut = job.pipeline.layers_per_stage is not None and pp != mesh.pp
+                        changed: dict[str, Any] = {key: value for key, value in shape.items() if value != now[key]}
+                        yield changed | ({"pipeline.layers_per_stage": None} if own_cut else {})
+
+
+def _shape(pp: int, dp_replicate: int, fsdp: int, cp: int, ep: int) -> dict[str, int]:
+    return {"mesh.pp": pp, "mesh.dp_replicate": dp_replicate, "mesh.fsdp": fsdp, "mesh.cp": cp, "mesh.ep": ep}
+
+
+def _expert_ranks(job: Job, shard: int) -> list[int]:
+    if not isinstance(job.model, MoeOptions):
+        return [1]
+    return [ep for ep in divisors(shard) if job.model.num_experts % ep == 0]

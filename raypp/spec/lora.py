@@ -1,0 +1,122 @@
+"""The adapters of `model.lora`: names and shapes, derived from what the family declares. No torch.
+
+The matrix `self_attn.q_proj.weight` `[out, in]` gets `self_attn.q_proj.lora_A.weight` `[r, in]` and
+`self_attn.q_proj.lora_B.weight` `[out, r]`. The stack `mlp.experts.up_proj` `[E, out, in]` gets
+`mlp.experts.lora_A.up_proj` `[E, r, in]` and `mlp.experts.lora_B.up_proj` `[E, out, r]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypp.errors import Problem
+from raypp.spec.families import family_of
+from raypp.spec.family import Weight
+from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import ROUTERS
+
+ALL_LINEAR = "all-linear"
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one matrix of a layer, or of one stack of experts' matrices.
+
+    Attributes:
+        module: Name of the matrix within its layer, without `.weight`.
+        a: `[r, in]` or `[E, r, in]`.
+        b: `[out, r]` or `[E, out, r]`.
+    """
+
+    module: str
+    a: Weight
+    b: Weight
+
+    @property
+    def stacked(self) -> bool:
+        return len(self.a.shape) > 2
+
+    @property
+    def parameters(self) -> int:
+        return self.a.parameters + self.b.parameters
+
+
+def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
+    """Returns the adapters of the layer with a global index; none without `model.lora`."""
+    family, lora = family_of(options), options.lora
+    if family is None or lora is None:
+        return []
+    found = []
+    for weight in family.weights(options, index):
+        module = _module(weight)
+        if module is None or not any(_matches(target, _global(index, module)) for target in lora.targets):
+            continue
+        *experts, rows, columns = weight.shape
+        inside, _, name = module.rpartition(".") if experts else (module, "", "weight")
+        a, b = (
+            Weight(f"{inside}.{part}.{name}", (*experts, *shape), weight.part)
+            for part, shape in (("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank)))
+        )
+        found.append(Adapter(module, a, b))
+    return found
+
+
+def model_adapters(options: DecoderOptions) -> dict[str, Adapter]:
+    """Returns the adapters of the whole model by the global name of their matrix."""
+    return {
+        _global(index, adapter.module): adapter
+        for index in range(options.num_layers)
+        for adapter in layer_adapters(options, index)
+    }
+
+
+def adapter_names(matrix: str, adapter: Adapter) -> tuple[str, str]:
+    """Returns the global names of A and B of the matrix with a global name."""
+    layer = matrix.removesuffix(adapter.module)
+    return layer + adapter.a.name, layer + adapter.b.name
+
+
+def trains(options: DecoderOptions, layers: range) -> bool:
+    """Whether a stage with these layers has parameters that are trained."""
+    return options.lora is None or any(layer_adapters(options, index) for index in layers)
+
+
+def check_targets(options: DecoderOptions) -> Iterator[Problem]:
+    """Finds targets that match no matrix of the model."""
+    family, lora = family_of(options), options.lora
+    if family is None or lora is None:
+        return
+    modules = [
+        _global(index, module)
+        for index in range(options.num_layers)
+        for weight in family.weights(options, index)
+        if (module := _module(weight)) is not None
+    ]
+    known = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    for target in lora.targets:
+        if any(_matches(target, module) for module in modules):
+            continue
+        close = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"use {ALL_LINEAR}, or some of these names"
+        what = f"{target!r} matches no matrix of {options.kind}'s layers; there are: {', '.join(known)}"
+        yield Problem("model.lora.targets", what, fix)
+
+
+def _module(weight: Weight) -> str | None:
+    """Returns the name of the matrix that a weight is; None if it can have no adapter."""
+    if weight.part not in ("attention", "feed_forward", "experts") or len(weight.shape) < 2:
+        return None
+    name = weight.name.removesuffix(_WEIGHT)
+    return None if name.rpartition(".")[2] in ROUTERS else name
+
+
+def _global(index: int, module: str) -> str:
+    return f"model.layers.{index}.{module}"
+
+
+def _matches(target: str, name: str) -> bool:
+    """Whether a target names a matrix: it is the end of its global name, in whole words."""
+    return target == ALL_LINEAR or f".{name}".endswith(f".{target}")

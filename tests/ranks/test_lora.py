@@ -1,0 +1,188 @@
+"""Adapters on frozen weights: no mesh, cut or schedule changes the numbers, nor the frozen weights.
+
+The reference is one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_identical, assert_same_sums
+from hf_folder import write_hf_folder
+from safetensors.numpy import load_file
+from test_recut_of_runs import run_all
+from training import Batch, InBothTypes
+
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.hf.export_model import export_hf
+from raypp.hf.from_hf import hf_options
+from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+LAYERS = 8
+
+
+def document(
+    targets: list[str] | None = None, *, kind: str = "llama", schedule: str = "1f1b", **sections: Any
+) -> dict[str, Any]:
+    mesh = sections.get("mesh", {})
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    experts = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02}
+    return {
+        "name": "lora",
+        "model": {
+            "kind": kind, "num_layers": LAYERS, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+            "vocab_size": 96, "tie_embeddings": True, **(experts if kind == "qwen3_moe" else {}),
+            "lora": {"rank": 4, "alpha": 64, "base": "fp32", "targets": targets or ["all-linear"]},
+            **sections.get("model", {}),
+        },
+        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
+        "mesh": mesh,
+        "pipeline": {
+            "schedule": schedule, "microbatches": 8 // replicas, "pad_to_multiple_of": 8,
+            **sections.get("pipeline", {}),
+        },
+        "train": {
+            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.01,
+            "optimizer": {"kind": "adamw", "lr": 1e-2}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
+            **sections.get("train", {}),
+        },
+    }  # fmt: skip
+
+
+UPPER = ["layers.5.self_attn.q_proj", "layers.6.mlp.down_proj"]
+"""With two stages, the lower one trains nothing."""
+APART = ["layers.2.mlp.up_proj", "layers.7.self_attn.o_proj"]
+"""With four stages, the lowest and the third train nothing."""
+BF16 = {"train": {"precision": "bf16"}, "model": {"lora": {"rank": 4, "base": "bf16"}}}
+ONE = Batch(
+    1,
+    {
+        "all": document(),
+        "upper": document(UPPER),
+        "apart": document(APART),
+        "experts": document(kind="qwen3_moe"),
+        "up_proj of experts": document(["layers.3.mlp.experts.up_proj"], kind="qwen3_moe"),
+        "bf16": document(**BF16),
+    },
+    STEPS,
+)
+
+
+def pipeline(schedule: str, targets: list[str] | None = None, stages: int = 1, **other: Any) -> dict[str, Any]:
+    return document(targets, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages}, **other)
+
+
+PIPELINES = Batch(
+    2,
+    {
+        ("all", "1f1b"): pipeline("1f1b"),
+        ("all", "interleaved_1f1b"): pipeline("interleaved_1f1b", stages=2),
+        ("all", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2),
+        ("all", "zbv"): pipeline("zbv", stages=2),
+        ("all", "recomputed"): pipeline("1f1b", train={"activation_checkpointing": "full"}),
+        ("upper", "1f1b"): pipeline("1f1b", UPPER),
+        ("apart", "interleaved_1f1b"): pipeline("interleaved_1f1b", APART, stages=2),
+        ("apart", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", APART, stages=2),
+        ("apart", "dualpipev"): pipeline("dualpipev", APART, stages=2),
+        ("experts", "1f1b"): pipeline("1f1b", kind="qwen3_moe"),
+        ("experts", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, kind="qwen3_moe"),
+        ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.3.mlp.experts.up_proj"], kind="qwen3_moe"),
+        ("bf16", "1f1b"): pipeline("1f1b", **BF16),
+    },
+    STEPS,
+)
+
+
+@pytest.mark.parametrize("case", list(PIPELINES._jobs), ids=" ".join)
+def test_a_pipeline_of_adapters_gives_the_bits_of_one_process(case: tuple[str, str]) -> None:
+    found, reference = PIPELINES[case], ONE[case[0]]
+    assert_identical(found, reference)
+    assert set(found["gradients"][0]) == {name for name in reference["weights"] if ".lora_" in name}
+    moved = [name for name in found["gradients"][0] if ".lora_B." in name]
+    assert moved and all(found["weights"][name].any() for name in moved)
+
+
+SUMS_OF_ONE = InBothTypes(
+    1, {"all": document(), "upper": document(UPPER), "experts": document(kind="qwen3_moe")}, STEPS
+)
+SUMS = InBothTypes(
+    2,
+    {
+        ("all", "fsdp"): document(mesh={"fsdp": 2}),
+        ("upper", "fsdp"): document(UPPER, mesh={"fsdp": 2}),
+        ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
+        ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}),
+        ("all", "cp"): document(mesh={"cp": 2}),
+        ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
+        ("experts", "fsdp"): document(kind="qwen3_moe", mesh={"fsdp": 2}),
+    },
+    STEPS,
+)
+SUMS_OF_FOUR = InBothTypes(
+    4,
+    {
+        ("upper", "pp and fsdp"): document(UPPER, mesh={"pp": 2, "fsdp": 2}),
+        ("all", "pp and fsdp, split"): document(
+            mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}
+        ),
+        ("experts", "fsdp and ep"): document(kind="qwen3_moe", mesh={"fsdp": 4, "ep": 2}),
+    },
+    STEPS,
+)
+
+
+@pytest.mark.parametrize("case", list(SUMS._jobs), ids=" ".join)
+def test_ranks_that_share_a_step_add_the_same_gradients(case: tuple[str, str]) -> None:
+    assert_same_sums(SUMS.numbers(case), SUMS_OF_ONE.numbers(case[0]))
+
+
+@pytest.mark.parametrize("case", list(SUMS_OF_FOUR._jobs), ids=" ".join)
+def test_four_ranks_add_the_same_gradients(case: tuple[str, str]) -> None:
+    assert_same_sums(SUMS_OF_FOUR.numbers(case), SUMS_OF_ONE.numbers(case[0]))
+
+
+def test_frozen_weights_stay_as_they_were_drawn() -> None:
+    """Two steps more or fewer change adapters only: frozen weights have the bits of a full job."""
+    weights = ONE["all"]["weights"]
+    full = Batch(1, {"": {**document(model={"lora": None}), "train": {"optimizer": {"lr": 0.0}, "seed": 3}}}, 1)[""]
+    assert set(full["weights"]) < set(weights)
+    assert all(torch.equal(weights[name], value) for name, value in full["weights"].items())
+
+
+def test_a_run_begins_with_the_named_base_saves_adapters_only_and_refuses_another_base(tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 96}
+    frozen = write_hf_folder(tmp_path / "hf", **sizes)
+    lora = LoraOptions(rank=4, base="fp32")
+    model = hf_options(DecoderOptions(from_hf=str(tmp_path / "hf"), lora=lora)).model_dump(mode="json")
+    assert model["lora"]["base_id"] is not None
+
+    def job(steps: int, **mesh: int) -> dict[str, Any]:
+        found = document(mesh=mesh, train={"steps": steps, "lr_schedule": {"kind": "constant", "warmup_steps": 1}})
+        checkpoint = {"url": str(tmp_path / "store"), "every_steps": 0, "memory_tier": False}
+        return {**found, "model": model, "checkpoint": checkpoint}
+
+    for step, mesh in ((1, {"pp": 2}), (2, {"fsdp": 2})):
+        (results,) = run_all([(job(step, **mesh), step)])
+        assert results[0]["kinds"].count("loaded_from_hf") == 1 and results[0]["committed"] == step
+        assert ("resumed" in results[0]["kinds"]) == (step == 2)
+    store = DirectoryStore(tmp_path / "store")
+    commit = read_commit(store, "lora", 2)
+    saved = SavedTensors(store, commit)
+    assert saved.infos and all(".lora_" in name for name in saved.infos)
+    export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == frozen.keys()
+    same = {name for name, value in frozen.items() if (merged[name] == value).all()}
+    assert {name for name in frozen if "_proj" not in name} == same
+
+    write_hf_folder(tmp_path / "hf", 1, **sizes)
+    with pytest.raises(AssertionError, match="holds other weights"):
+        run_all([(job(3), 3)])

@@ -1,0 +1,50 @@
+"""The small twin of every example job trains: its loss falls, on the mesh that its header gives."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+from gallery import NAMES, small
+from training import Batch, train_steps
+
+from raypp.cli.init_command import TEMPLATES
+from raypp.cli.load_job import load_checked_job
+from raypp.spec.load import job_document
+
+pytestmark = pytest.mark.ranks
+STEPS = 8
+
+
+def train_twin(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
+    """Trains with the modules of the example jobs in reach, as `PYTHONPATH=.` puts them."""
+    if str(TEMPLATES) not in sys.path:
+        sys.path.append(str(TEMPLATES))
+    return train_steps(rank, world, port, *arguments)
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[str, Batch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TEMPLATES))
+        jobs = {name: load_checked_job(TEMPLATES / f"{name}.yaml", small(name)).job for name in NAMES}
+    found: dict[str, Batch] = {}
+    for world in {job.mesh.world for job in jobs.values()}:
+        own = {name: job_document(job) for name, job in jobs.items() if job.mesh.world == world}
+        found |= dict.fromkeys(own, Batch(world, own, STEPS, train=train_twin))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_small_twin_of_a_job_trains(name: str, twins: dict[str, Batch]) -> None:
+    ranks = twins[name].ranks(name)
+    losses = ranks[0]["loss"]
+    assert len(losses) == STEPS and all(map(math.isfinite, losses))
+    assert all(other["loss"] == losses for other in ranks)
+    assert sum(losses[-2:]) < 0.99 * sum(losses[:2]), losses
+    held = {key for rank in ranks for key in rank["weights"]}
+    moved = {key for rank in ranks for step in rank["gradients"] for key, g in step.items() if g.abs().max() > 0}
+    trained = {key for key in held if "lora_" in key} or held
+    assert moved == trained, f"only one has them: {sorted(trained ^ moved)}"

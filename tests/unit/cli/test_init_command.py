@@ -1,0 +1,79 @@
+"""`raypp init` writes jobs that can be used where they are written, and overwrites nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gallery import NAMES
+
+from raypp.cli.init_command import TEMPLATES, files_of, summary
+from raypp.cli.load_job import load_checked_job
+from raypp.cli.main import run
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_without_a_name_it_lists_all_and_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said and summary(name) in said for name in NAMES)
+    assert here(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_writes_is_all_that_the_job_needs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["init", name]) == 0
+    said = capsys.readouterr().out
+    written = here(tmp_path)
+    assert sorted(written) == sorted(files_of(name)) and f"{name}.yaml" in written
+    assert all(f"wrote {path}\n" in said for path in written)
+    assert all(content == (TEMPLATES / path).read_bytes() for path, content in written.items())
+    job = load_checked_job(f"{name}.yaml").job
+    assert job.data.path is not None and Path(job.data.path).is_relative_to(tmp_path)
+    assert job.model.from_hf is None or Path(job.model.from_hf).is_relative_to(tmp_path)
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chat.yaml").write_text("mine")
+    assert run(["init", "chat"]) == 2
+    assert "chat.yaml is already here\n  fix: move it away" in capsys.readouterr().err
+    assert here(tmp_path) == {"chat.yaml": b"mine"}
+
+
+def test_other_data_of_the_same_name_is_not_taken_for_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/chat.jsonl").write_text("mine")
+    assert run(["init", "chat.yaml"]) == 2
+    assert "data/chat.jsonl is already here with another content" in capsys.readouterr().err
+    assert here(tmp_path) == {"data/chat.jsonl": b"mine"}
+
+
+def test_jobs_share_their_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "quickstart"]) == 0 and run(["init", "spot"]) == 0
+    assert "wrote spot.yaml" in (said := capsys.readouterr().out) and said.count("kjv-new-testament.txt") == 1
+
+
+def test_a_typo_gets_the_closest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "long-contxt"]) == 2
+    assert "did you mean long-context?" in capsys.readouterr().err
+    assert here(tmp_path) == {}
+
+
+def test_a_folder_without_rights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").write_text("a file where the folder should be")
+    assert run(["init", "quickstart"]) == 2
+    assert "data/kjv-new-testament.txt cannot be written" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""Adapters of every family: exported, PEFT and transformers compute the logits of raypp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_folder import write_hf_folder
+from small_models import SIZES
+
+from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit, write_commit
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.layout import rank_key
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.snapshot import SnapshotBuffer
+from raypp.checkpoint.state import gather_state
+from raypp.checkpoint.upload import upload_snapshot
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.errors import CheckpointError, JobError
+from raypp.hf.base_identity import base_identity
+from raypp.hf.export_adapter import export_adapter
+from raypp.hf.export_model import export_hf
+from raypp.hf.from_hf import hf_options
+from raypp.hf.import_model import import_hf
+from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.model_files import HfFiles
+from raypp.models.documents import PackedDocuments
+from raypp.models.initial_values import initialise
+from raypp.models.stage import build_stage
+from raypp.parallel.shard import write_whole
+from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.storage.directory import DirectoryStore
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+TOKENS = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
+LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
+
+
+def folder_of(kind: str, folder: Path, seed: int = 0) -> Path:
+    fields = FAMILIES[kind].options.model_fields
+    write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in SIZES.items() if name in fields})
+    return folder
+
+
+def options_of(folder: Path, **lora: Any) -> DecoderOptions:
+    return hf_options(DecoderOptions(from_hf=str(folder), lora=LoraOptions(**{**LORA, **lora})))
+
+
+def whole(options: DecoderOptions) -> torch.nn.Module:
+    """Builds the model with its frozen weights, and adapters as if they had been trained."""
+    stage = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
+    if options.from_hf is None:
+        initialise(stage, options, 7, write_whole, frozen=True)
+    else:
+        load_from_hf(options.from_hf, [stage], frozen=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape))
+    return stage
+
+
+def saved(stage: torch.nn.Module, options: DecoderOptions, root: Path) -> tuple[DirectoryStore, Commit]:
+    store, buffer = DirectoryStore(root), SnapshotBuffer()
+    snapshot = buffer.take(gather_state([stage], None).values())
+    record = upload_snapshot(store, rank_key("run", 1, 1, 0), snapshot, 0, {}, lambda seconds: False)
+    assert isinstance(record, ObjectRecord)
+    job = {"model": options.model_dump(mode="json"), "train": {"seed": 7}}
+    write_commit(store, Commit("run", 1, 1, {}, job, {}, (record,)))
+    return store, read_commit(store, "run", 1)
+
+
+def our_logits(stage: torch.nn.Module) -> torch.Tensor:
+    positions = torch.arange(17)[None].expand_as(TOKENS)
+    with torch.no_grad():
+        found: torch.Tensor = stage(TOKENS, positions, PackedDocuments.of_rows([[17]] * 2, 17))
+    return found
+
+
+def their_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def loaded(folder: Path) -> Any:
+    model, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path / "hf")
+    options = options_of(folder)
+    stage = whole(options)
+    store, commit = saved(stage, options, tmp_path / "store")
+    assert verify_checkpoint(store, "run", 1) == []
+    expected, plain = our_logits(stage), their_logits(loaded(folder))
+    assert (expected - plain).abs().max() > 0.1, "the adapters change nothing"
+
+    export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
+    adapted = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")
+    torch.testing.assert_close(their_logits(adapted), expected, rtol=1e-5, atol=1e-5)
+
+    export_hf(store, commit, DirectoryStore(tmp_path / "merged"), shard_bytes=30_000)
+    torch.testing.assert_close(their_logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(their_logits(adapted.merge_and_unload()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_targets_of_some_matrices_are_exported_as_peft_names_them(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "hf")
+    options = options_of(folder, targets=("q_proj", "layers.1.mlp.down_proj"))
+    stage = whole(options)
+    store, commit = saved(stage, options, tmp_path / "store")
+    export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["target_modules"]) == (3, ["q_proj", "layers.1.mlp.down_proj"])
+    adapted = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")
+    trained = [name for name, _ in adapted.named_parameters() if "lora_B" in name]
+    assert len(trained) == 3 and sum("down_proj" in name for name in trained) == 1
+    torch.testing.assert_close(their_logits(adapted), our_logits(stage), rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_that_were_drawn_cannot_be_merged(tmp_path: Path) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name in DecoderOptions.model_fields}
+    options = DecoderOptions(**sizes, lora=LoraOptions(**LORA))
+    store, commit = saved(whole(options), options, tmp_path / "store")
+    with pytest.raises(JobError, match=r"drawn from train\.seed"):
+        export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    done = export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
+    assert done.tensors == 2 * 7 * options.num_layers
+
+
+def test_the_state_of_a_run_is_its_adapters_and_fits_no_other_rank_or_targets(tmp_path: Path) -> None:
+    options = options_of(folder_of("qwen3", tmp_path / "hf"))
+    stage = whole(options)
+    store, _ = saved(stage, options, tmp_path / "store")
+    names = set(gather_state([stage], None))
+    assert names == {name for name, parameter in stage.named_parameters() if parameter.requires_grad}
+    assert names and all(".lora_" in name for name in names)
+    again = whole(options)
+    with torch.no_grad():
+        next(p for p in again.parameters() if p.requires_grad).zero_()
+    load_checkpoint(store, "run", 1, [again], None)
+    assert torch.equal(our_logits(again), our_logits(stage))
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight: has shape \[4, 32\] here and \[3, 32\]"):
+        load_checkpoint(store, "run", 1, [whole(options_of(tmp_path / "hf", rank=4))], None)
+
+
+def test_a_run_with_another_rank_alpha_targets_or_base_is_refused_by_name(tmp_path: Path) -> None:
+    options = options_of(folder_of("llama", tmp_path / "one"))
+    folder_of("llama", tmp_path / "other", seed=1)
+
+    def differing(new: DecoderOptions) -> list[str]:
+        old, changed = ({"model": each.model_dump(mode="json")} for each in (options, new))
+        return [problem.key for problem in check_resume(old, changed)]
+
+    assert differing(options) == []
+    assert differing(options_of(tmp_path / "one", rank=4)) == ["model.lora.rank"]
+    assert differing(options_of(tmp_path / "one", alpha=3.0)) == ["model.lora.alpha"]
+    assert differing(options_of(tmp_path / "one", targets=("q_proj",))) == ["model.lora.targets"]
+    assert differing(options_of(tmp_path / "other")) == ["model.from_hf"]
+    assert differing(hf_options(DecoderOptions(from_hf=str(tmp_path / "one")))) == ["model.lora"]
+
+
+def test_the_identity_of_a_base_is_that_of_its_weights(tmp_path: Path) -> None:
+    one, copy, other = (folder_of("llama", tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    found = [base_identity(HfFiles(str(folder))) for folder in (one, copy, other)]
+    assert found[0] == found[1] != found[2]
+    known = options_of(one)
+    with pytest.raises(JobError, match="holds other weights"):
+        hf_options(known.model_copy(update={"from_hf": str(other)}))
+    stage = whole(known)
+    store, commit = saved(stage, known, tmp_path / "store")
+    (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "c" / "model.safetensors").read_bytes())
+    with pytest.raises(JobError, match="holds other weights"):
+        export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists() or not list((tmp_path / "merged").iterdir())
+
+
+def test_a_run_of_adapters_is_not_imported(tmp_path: Path) -> None:
+    options = options_of(folder_of("llama", tmp_path / "hf"))
+    with pytest.raises(JobError, match=r"set model\.from_hf"):
+        import_hf(HfFiles(str(tmp_path / "hf")), DirectoryStore(tmp_path / "store"), "run", options, {})
+
+
+def test_adapters_begin_as_peft_draws_them() -> None:
+    sizes = {name: size for name, size in SIZES.items() if name in DecoderOptions.model_fields}
+    options = DecoderOptions(**sizes, lora=LoraOptions(**{**LORA, "rank": 16}))
+    stage = build_stage(options, range(2), first=True, last=True).to_empty(device="cpu")
+    initialise(stage, options, 7, write_whole)
+    for name, parameter in stage.named_parameters():
+        if ".lora_B." in name:
+            assert not parameter.any()
+        if ".lora_A." in name:
+            bound = parameter.shape[1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound
+            assert float(parameter.detach().std()) == pytest.approx(bound / np.sqrt(3), rel=0.15)

@@ -1,0 +1,243 @@
+"""Every change that is proposed fits when it is planned again, and the fastest comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_jobs import job_with, typed
+
+from raypp.planning.check import check_plan
+from raypp.planning.costs import DEVICES, computed_costs, device_named
+from raypp.planning.fit import set_words
+from raypp.planning.fit_search import Fitting, changes_that_fit, peak_memory
+from raypp.planning.forecast import forecast
+from raypp.planning.levers import LEVERS, shapes
+from raypp.planning.machines import Machines
+from raypp.planning.plan import make_plan
+from raypp.planning.predict import Grounds
+from raypp.planning.search import changed_job
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+
+GIB = 1024**3
+LARGE = {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632, "num_layers": 8}
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "ffn_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def eight_b(precision: str = "bf16", microbatches: int = 16, **mesh: int) -> Job:
+    """Llama 3.1 8B with sequences of 4096 tokens."""
+    return parse_job(
+        {
+            "name": "eight-b",
+            "model": LLAMA_8B,
+            "data": {"kind": "synthetic", "seq_len": 4096},
+            "mesh": mesh,
+            "pipeline": {"microbatches": microbatches},
+            "train": {"micro_batch_size": 1, "precision": precision},
+        }
+    )
+
+
+def ask(job: Job, card: str, gbps: float = 1.0, gib: float = 0, patience_s: float = 120) -> Fitting:
+    device = device_named(card)
+    if gib:
+        device = replace(device, memory=int(gib * GIB))
+    machines = Machines.alike(job.mesh.world, 1, gbps)
+    return changes_that_fit(job, machines, device, keep=100, patience_s=patience_s)
+
+
+def assert_all_hold(job: Job, found: Fitting, card: str, gbps: float = 1.0) -> None:
+    """Types each proposal, plans it again, and compares."""
+    assert len({set_words(one) for one in found.same}) == len(found.same)
+    assert [one.forecast.step_s for one in found.same] == sorted(one.forecast.step_s for one in found.same)
+    for one in (*found.same, *found.apart, *([found.more] if found.more else [])):
+        changed = typed(job, set_words(one))
+        assert check_plan(changed) == []
+        grounds = Grounds(machines=Machines.alike(changed.mesh.world, 1, gbps), device=device_named(card).name)
+        plan = make_plan(changed, grounds=grounds)
+        assert max(rank.total for rank in plan.memory) <= found.capacity
+        assert one.peak <= found.capacity
+        if plan.predictions[0].device_memory == found.capacity:
+            assert plan.predictions[0].peak_memory == one.peak
+            assert plan.predictions[0].step_s == pytest.approx(one.forecast.step_s)
+        assert plan.tokens_per_step == make_plan(job).tokens_per_step, "the batch must stay"
+        assert changed.model.model_copy(update={"lora": None}) == job.model
+        assert (changed.mesh.world == job.mesh.world) == (one is not found.more)
+        if one in found.same:
+            assert changed.data == job.data and changed.model == job.model
+
+
+@pytest.mark.parametrize(
+    ("sections", "gib"),
+    [
+        ({"train": {"micro_batch_size": 8}, "pipeline": {"schedule": "gpipe"}}, 8),
+        ({"mesh": {"pp": 1}, "train": {"micro_batch_size": 4}}, 7),
+        ({"mesh": {"pp": 1, "fsdp": 2}, "train": {"micro_batch_size": 1}}, 6),
+        ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 4}}, 7),
+        ({"pipeline": {"lookahead": 4}, "train": {"micro_batch_size": 8}}, 8),
+    ],
+)
+def test_every_change_that_is_proposed_makes_the_job_fit(sections: dict[str, dict[str, object]], gib: float) -> None:
+    job = job_with(model=LARGE, **{"data": {"seq_len": 2048}, **sections})
+    found = ask(job, "rtx4090", gib=gib)
+    assert found.now is None and found.need == peak_memory(job) > gib * GIB
+    assert (found.same or found.more) and not found.out_of_time
+    assert_all_hold(job, found, "rtx4090")
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.sampled_from([{"pp": 1}, {"pp": 2}, {"pp": 1, "fsdp": 2}]),
+    st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b"]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["llama", "qwen3_moe"]),
+    st.floats(0.3, 1.2),
+)
+def test_what_is_proposed_for_any_job_fits_when_planned_again(
+    mesh: dict[str, int], schedule: str, rows: int, family: str, share: float
+) -> None:
+    stages = {"stages_per_rank": 2} if schedule == "interleaved_1f1b" else {}
+    job = job_with(
+        model={**LARGE, "kind": family},
+        data={"seq_len": 1024},
+        mesh=mesh,
+        pipeline={"schedule": schedule, "microbatches": 4, **stages},
+        train={"micro_batch_size": rows},
+    )
+    if check_plan(job):
+        return
+    found = ask(job, "rtx4090", gib=share * peak_memory(job) / GIB)
+    assert (found.now is not None) == (share >= 1 or found.need <= found.capacity)
+    assert_all_hold(job, found, "rtx4090")
+    if found.nearest is not None:
+        assert found.nearest.peak > found.capacity and not found.same
+
+
+def test_the_first_is_the_fastest_of_all_that_fit_and_need_every_lever_they_use() -> None:
+    """All combinations are planned here, one by one."""
+    job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 2})
+    device, machines = replace(DEVICES["rtx4090"], memory=int(5.5 * GIB)), Machines.alike(2, 1, 1.0)
+    keeping = [lever for lever in LEVERS if not lever.apart]
+    times: list[float] = []
+    for shape in shapes(job, 2):
+        shaped = changed_job(job, shape)
+        if shaped is None:
+            continue
+        fitting: dict[tuple[int, ...], float] = {}
+        levels = [[{}, *lever.levels(shaped)] for lever in keeping]
+        for point in product(*(range(len(one)) for one in levels)):
+            changes = {k: v for of, level in zip(levels, point, strict=True) for k, v in of[level].items()}
+            one = changed_job(shaped, changes)
+            if one is None or check_plan(one) or peak_memory(one, "cuda") > device.memory:
+                continue
+            cast = forecast(one, machines, computed_costs(one, device), device.memory, kind="cuda")
+            if cast.peak_memory > device.memory:  # by the lookahead that it would choose
+                classic = typed(one, "--set pipeline.lookahead=0")
+                cast = forecast(classic, machines, computed_costs(one, device), device.memory, kind="cuda")
+            assert cast.peak_memory <= device.memory
+            fitting[point] = cast.step_s
+        for point, step_s in fitting.items():
+            smaller = (o for o in fitting if o != point and all(a <= b for a, b in zip(o, point, strict=True)))
+            if not any(smaller):
+                times.append(step_s)
+    found = changes_that_fit(job, machines, device, keep=1000, patience_s=120)
+    assert found.now is None and len(times) > 3
+    assert [one.forecast.step_s for one in found.same] == pytest.approx(sorted(times))
+
+
+def test_an_8b_on_four_rtx4090_in_fp32_states_needs_more_devices() -> None:
+    job = eight_b(pp=4)
+    found = ask(job, "rtx4090")
+    assert found.now is None and not found.same, "16 bytes a parameter are 30 GiB on each of four ranks"
+    assert found.nearest is not None and found.nearest.peak > 24 * GIB
+    assert found.nearest.peak < found.need
+    assert found.more is not None and found.more.job.mesh.world == 16
+    assert_all_hold(job, found, "rtx4090")
+
+
+@pytest.mark.parametrize(
+    ("card", "world", "fits_now", "fits_changed"),
+    [
+        ("RTX 3090", 4, False, False),
+        ("a100-40", 4, False, False),
+        ("a100", 4, True, True),
+        ("a100-40", 6, False, True),
+        ("NVIDIA H100", 4, True, True),
+    ],
+)
+def test_cards_by_name(card: str, world: int, fits_now: bool, fits_changed: bool) -> None:
+    job = eight_b(pp=world, microbatches=world)
+    found = ask(job, card)
+    assert found.capacity == device_named(card).memory
+    assert (found.now is not None) == fits_now
+    assert (found.now is not None or bool(found.same)) == fits_changed
+    assert_all_hold(job, found, card)
+
+
+def test_something_that_can_never_fit() -> None:
+    found = ask(eight_b(pp=1, microbatches=1), "rtx4090", gib=1)
+    assert not found.same and not found.apart and found.more is None  # not even its adapters
+    assert found.nearest is not None and found.nearest.peak > GIB
+
+
+def test_shorter_sequences_are_offered_apart() -> None:
+    job = job_with(model=LARGE, data={"seq_len": 16384}, mesh={"pp": 2}, train={"micro_batch_size": 1})
+    found = ask(job, "rtx4090", gib=5)
+    assert all("data.seq_len" not in one.changes for one in found.same)
+    (shorter,) = (one for one in found.apart if "data.seq_len" in one.changes)
+    assert (
+        shorter.job.model.lora is None
+        and shorter.job.data.seq_len < 16384
+        and "cuts longer documents" in shorter.costs[0]
+    )
+    assert_all_hold(job, found, "rtx4090")
+
+
+def test_adapters_are_offered_apart_and_never_with_full_training() -> None:
+    job = eight_b(pp=2, microbatches=4)
+    found = ask(job, "rtx4090")
+    assert not found.same, "full training does not fit on two cards"
+    (adapters,) = (one for one in found.apart if one.job.model.lora is not None)
+    assert "trains adapters only" in adapters.costs[0] and adapters.job.data == job.data
+    assert_all_hold(job, found, "rtx4090")
+
+
+def test_a_search_without_time_says_so() -> None:
+    found = ask(eight_b(pp=4), "rtx4090", patience_s=0)
+    assert found.out_of_time and not found.same
+
+
+@pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: lever.name)
+def test_a_lever_changes_valid_keys_and_each_level_saves_more(lever: object) -> None:
+    assert lever in LEVERS
+    jobs = [
+        job_with(model=LARGE, pipeline={"schedule": "gpipe", "lookahead": 0}, mesh={"fsdp": 2, "pp": 2}),
+        job_with(model=LARGE, pipeline={"lookahead": 4}, data={"seq_len": 8192}, train={"precision": "bf16"}),
+        job_with(model={**LARGE, "lora": {"rank": 8}}, train={"precision": "bf16"}),
+    ]
+    applied = 0
+    for job in jobs:
+        before = peak_memory(job, "cuda")
+        for changes in lever.levels(job):  # type: ignore[attr-defined]
+            one = changed_job(job, changes)
+            assert one is not None and one != job
+            after = peak_memory(one, "cuda")
+            assert after < before, f"{changes} saves nothing"
+            before, applied = after, applied + 1
+    assert applied
+
+
+def test_unknown_cards_are_refused_with_the_closest() -> None:
+    with pytest.raises(Exception, match="did you mean rtx4090"):
+        device_named("rtx4900")

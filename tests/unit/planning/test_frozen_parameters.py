@@ -1,0 +1,68 @@
+"""Plans of jobs that train adapters: frozen weights have no gradients and no optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planned_jobs import job_with
+
+from raypp.models.stage import build_stage
+from raypp.planning.flops import backward_factor, flops_per_token, weight_share
+from raypp.planning.plan import make_plan
+from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.sizes import sizes_of
+from raypp.spec.job import Job
+
+BF16 = {"precision": "bf16"}
+
+
+def lora_job(kind: str = "llama", lora: dict[str, Any] | None = None, **sections: Any) -> Job:
+    return job_with(model={"kind": kind, "lora": lora or {"rank": 8}}, **{"train": BF16, **sections})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_sizes_are_those_of_the_model_that_is_built(kind: str) -> None:
+    options = lora_job(kind).model
+    stage, sizes = build_stage(options, range(8), first=True, last=True), sizes_of(options)
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    assert sizes.whole == sum(p.numel() for p in stage.parameters())
+    assert sizes.stage_trained(range(8), first=True, last=True)[0] == sum(p.numel() for p in trained)
+    assert all(p.dtype == torch.bfloat16 for p in stage.parameters() if not p.requires_grad)
+    assert all(p.dtype == torch.float32 for p in trained)
+    assert max(layer.largest for layer in sizes.layers) == max(p.numel() for p in trained)
+
+
+def test_memory_is_that_of_the_frozen_weights_and_of_the_adapters_state() -> None:
+    full, adapters = (make_plan(job) for job in (job_with(train=BF16), lora_job()))
+    for rank in (0, 1):
+        before, after = full.memory[rank], adapters.memory[rank]
+        assert after.weights < 0.6 * before.weights and after.optimizer < 0.1 * before.optimizer
+        assert after.total < before.total
+    wide = make_plan(lora_job(lora={"rank": 8, "base": "fp32"}))
+    stage = sizes_of(lora_job().model)
+    trained = stage.stage_trained(range(8), first=True, last=True)[0]
+    assert sum(m.weights for m in wide.memory) == 4 * stage.whole
+    assert sum(m.weights for m in adapters.memory) == 2 * (stage.whole - trained) + 4 * trained
+    assert sum(m.optimizer for m in adapters.memory) == 8 * trained
+    assert adapters.host.state == 12 * max(stage.stage_trained(r, first=False, last=False)[0] for r in _cut())
+
+
+def _cut() -> tuple[range, ...]:
+    return resolve_pipeline(lora_job()).layers_of_stage
+
+
+def test_a_stage_below_all_adapters_keeps_no_activations() -> None:
+    job = lora_job(lora={"targets": ["layers.7.self_attn.q_proj"]})
+    pipeline = resolve_pipeline(job)
+    assert pipeline.trained == (False, True) and all(action.kind == "F" for action in pipeline.program[0])
+    below, above = make_plan(job).memory
+    assert below.activations == below.gradients == below.optimizer == 0 < above.activations
+
+
+def test_a_backward_computes_gradients_of_inputs_only() -> None:
+    full, adapters = job_with(), lora_job()
+    assert backward_factor(full) == 2 and 1 < backward_factor(adapters) < 1.3
+    assert weight_share(full) == 0.5 and 0 < weight_share(adapters) < 0.1
+    assert 0.66 < flops_per_token(adapters) / flops_per_token(full) < 0.78

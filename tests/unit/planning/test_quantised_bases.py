@@ -1,0 +1,68 @@
+"""Plans of jobs with a quantised base count the bytes that its stages hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planned_jobs import job_with
+from torch import nn
+
+from raypp.models.quantised import store_rest
+from raypp.models.stage import build_stage
+from raypp.parallel.apply import compute_dtype
+from raypp.planning.check import check_plan
+from raypp.planning.plan import make_plan
+from raypp.planning.quantised import base_bytes, product_bytes
+from raypp.spec.job import Job
+from raypp.spec.quantised import BASES
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 192}
+
+
+def job_of(base: str, kind: str = "llama", model: dict[str, Any] | None = None, **sections: Any) -> Job:
+    more = EXPERTS if kind == "qwen3_moe" else {}
+    sizes = {"kind": kind, "ffn_size": 704, **more, **(model or {})}
+    return job_with(model={**sizes, "lora": {"rank": 8, "base": base}}, **sections)
+
+
+def held(job: Job, layers: range, **ends: bool) -> nn.Module:
+    stage = build_stage(job.model, layers, **ends)
+    store_rest(stage, compute_dtype(job))
+    return stage
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("base", BASES)
+def test_bytes_are_those_of_the_stage_that_is_built(base: str, kind: str, precision: str) -> None:
+    job = job_of(base, kind, train={"precision": precision})
+    rest = 2 if precision == "bf16" else 4
+    for layers, first, last in ((range(3), True, False), (range(3, 8), False, True)):
+        parameters = list(held(job, layers, first=first, last=last).parameters())
+        expected = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
+        assert base_bytes(job.model, layers, first=first, last=last, rest=rest) == expected
+
+
+def test_memory_is_that_of_the_bytes_and_of_one_dequantised_matrix() -> None:
+    train = {"precision": "bf16"}
+    plain, four = (make_plan(job_of(base, train=train)) for base in ("bf16", "nf4"))
+    for rank in (0, 1):
+        assert four.memory[rank].weights < plain.memory[rank].weights
+        assert four.memory[rank].optimizer == plain.memory[rank].optimizer
+        assert four.memory[rank].gathered < plain.memory[rank].gathered
+    assert product_bytes(job_of("nf4").model, 2) == 2 * 704 * 256
+    assert product_bytes(job_of("nf4", "qwen3_moe").model, 2) == 2 * 256 * 256  # one expert is smaller than q_proj
+    assert product_bytes(job_of("nf4", "qwen3_moe").model, 2, together=True, ep=2) == 2 * 2 * 192 * 256
+    assert product_bytes(job_of("bf16", train=train).model, 2) == 0
+
+
+def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
+    def problems(base: str, width: int) -> list[str]:
+        job = job_of(base, "qwen3_moe", {"expert_ffn_size": width}, mesh={"fsdp": 4, "ep": 2})
+        return [problem.what for problem in check_plan(job) if problem.key == "mesh.ep"]
+
+    assert problems("int8", 192) == []
+    assert problems("fp32", 193) == []
+    (told,) = problems("int8", 193)
+    assert "matrices in int8 are cut between rows: model.expert_ffn_size 193 and model.hidden_size 256" in told

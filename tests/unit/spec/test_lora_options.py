@@ -1,0 +1,81 @@
+"""`model.lora`: which matrices get adapters, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.planning.check import check_plan
+from raypp.spec.checks import check_spec
+from raypp.spec.load import parse_job
+from raypp.spec.lora import layer_adapters, model_adapters, trains
+
+
+def found(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> dict[str, str]:
+    document = {"name": "a", "data": {"kind": "synthetic"}, "model": {"lora": lora, **(model or {})}, **sections}
+    problems = check_spec(parse_job(document))
+    assert all(problem.fix for problem in problems)
+    return {problem.key: f"{problem.what} | {problem.fix}" for problem in problems}
+
+
+BF16 = {"train": {"precision": "bf16"}}
+
+
+def test_defaults_need_bf16() -> None:
+    assert found({}, **BF16) == {}
+    assert found({"base": "fp32"}) == {}
+    assert found({}) == {
+        "model.lora.base": "bf16 weights cannot be used with train.precision: fp32 | "
+        "use train.precision: bf16, or base: fp32"
+    }
+
+
+def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
+    told = found({"targets": ["q_proj", "v_porj"]}, **BF16)["model.lora.targets"]
+    assert told.startswith("'v_porj' matches no matrix of llama's layers; there are: q_proj, k_proj, v_proj, o_proj,")
+    assert told.endswith("did you mean v_proj?")
+    assert "model.lora.targets" in found({"targets": ["lm_head"]}, **BF16)
+    assert "model.lora.targets" in found({"targets": ["roj"]}, **BF16), "only whole words match"
+    assert "w1, w3, w2" in found({"targets": ["up_proj"]}, {"kind": "mixtral"}, **BF16)["model.lora.targets"]
+    assert "model.lora.targets" in found({"targets": ["gate"]}, {"kind": "mixtral"}, **BF16), "routers have none"
+
+
+@pytest.mark.parametrize(
+    ("lora", "model", "key", "told"),
+    [
+        ({"dropout": 0.1}, {}, "model.lora.dropout", "its mask would depend on the mesh"),
+        ({"base": "nf4"}, {"ffn_size": 688}, "model.lora.base", "mlp.down_proj.weight has rows of 688 | use int8"),
+        ({}, {"kind": "json:loads"}, "model.lora", "is your own code"),
+    ],
+)
+def test_what_cannot_work_is_refused(lora: dict[str, Any], model: dict[str, Any], key: str, told: str) -> None:
+    assert told in found(lora, model, **BF16)[key]
+
+
+def test_targets_are_ends_of_names() -> None:
+    def adapted(kind: str, *targets: str) -> list[str]:
+        return list(model_adapters(parse_job(document(kind, targets)).model))
+
+    def document(kind: str, targets: tuple[str, ...]) -> dict[str, Any]:
+        return {"name": "a", "model": {"kind": kind, "num_layers": 2, "lora": {"targets": targets}}}
+
+    assert adapted("llama", "mlp.up_proj") == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    assert adapted("llama", "layers.1.self_attn.q_proj") == ["model.layers.1.self_attn.q_proj"]
+    assert len(adapted("llama", "all-linear")) == 14
+    assert [name.rpartition(".")[2] for name in adapted("qwen3_moe", "all-linear")[:7]] == [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    model = parse_job(document("llama", ("layers.1.self_attn.q_proj",))).model
+    assert (trains(model, range(1)), trains(model, range(1, 2))) == (False, True)
+    assert [a.parameters for a in layer_adapters(model, 1)] == [16 * (256 + 256)]
+
+
+def test_ranks_that_share_experts_must_divide_their_adapters() -> None:
+    def problems(rank: int, width: int) -> list[str]:
+        model = {"kind": "qwen3_moe", "hidden_size": 64, "expert_ffn_size": width, "lora": {"rank": rank}}
+        mesh = {"fsdp": 4, "ep": 2}
+        return [p.key for p in check_plan(parse_job({"name": "a", "model": model, "mesh": mesh, **BF16}))]
+
+    assert problems(4, 33) == problems(3, 32) == []
+    assert problems(3, 33) == ["mesh.ep"]
