@@ -1,0 +1,41 @@
+"""OLMo 2: norms after attention and feed-forward, and over all heads of queries and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raypp.families import weights
+from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Weight
+from raypp.spec.models import DecoderOptions
+
+if TYPE_CHECKING:
+    from raypp.models.layers import DecoderLayer
+
+_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
+    attention = weights.attention(options, whole_norms=True)
+    return [*attention, *weights.gated(options), *weights.layer_norms(options, _NORMS)]
+
+
+def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
+    return DecoderLayer(options, Attention(options, whole_norms=True), feed_forward, norms=_NORMS)
+
+
+FAMILY = Family(
+    name="olmo2",
+    summary="OLMo 2 (1B to 32B): norms after the blocks and over whole queries and keys",
+    weights=layer_weights,
+    layer=build_layer,
+    hf=HfFormat(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        defaults={**DEFAULTS, "norm_eps": 1e-5},
+        exact={**EXACT, "attention_bias": NO},
+    ),
+    position=60,
+)
