@@ -116,7 +116,7 @@ def _llama3_kept(plain: Tensor, scaling: RopeOptions) -> Tensor:
 
 
 def _by_length(lengths_S1: Tensor, exponents: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
-    """Returns the frequencies `[S, R / 2]` of tokens whose documents have lengths int64 `[S, 1]`."""
+    """Returns the frequencies `[S, R / 2]` of tokens in documents of int64 `[S, 1]` tokens."""
     context = scaling.original_context or 1
     if scaling.kind == "longrope":
         # Copied without waiting for the device.
