@@ -29,6 +29,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight, in fp32, or in the input's dtype if wider."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dim: `[..., width]` to `[..., width]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
+
+
 def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Computes the table of the rotary encoding (RoFormer, arXiv:2104.09864, half-split layout).
 
