@@ -6,6 +6,8 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +76,7 @@ class Attention(nn.Module):
         qkv_bias: The projections of queries, keys and values have biases.
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
         rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
+        norm: The class of the head norms.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         head_norms: bool = False,
         rule: AttentionRule = NO_RULE,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.rule = rule
@@ -93,8 +97,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
         self.v_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
         self.o_proj = nn.Linear(options.num_heads * head, width, bias=False)
-        self.q_norm = RMSNorm(head, options.norm_eps) if head_norms else None
-        self.k_norm = RMSNorm(head, options.norm_eps) if head_norms else None
+        self.q_norm = norm(head, options.norm_eps) if head_norms else None
+        self.k_norm = norm(head, options.norm_eps) if head_norms else None
 
     def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
         """Computes the attention of a microbatch.
@@ -120,17 +124,18 @@ class Attention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
         return out
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
@@ -87,6 +89,29 @@ class DecoderOptions(Section):
     def stage_ends(self) -> StageEnds:
         """Returns what the family's first and last stage do besides a plain decoder's."""
         return StageEnds()
+
+
+class WindowOptions(DecoderOptions):
+    """Options of families with a sliding window in some or all layers."""
+
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a query of a layer with a window sees, itself included. null: no layer has one.
+    """
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """The kind of each layer. null: the family's pattern."""
+
+    def slides(self, index: int) -> bool:
+        """Returns whether a layer has the window."""
+        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(window=self.sliding_window if self.slides(index) else None)
+
+    @model_validator(mode="after")
+    def _one_type_per_layer(self) -> Self:
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
+        return self
 
 
 class MoeOptions(DecoderOptions):
