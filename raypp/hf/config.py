@@ -40,6 +40,8 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
     if problems:
         raise JobError(problems)
     values = {"kind": family.name, **_values(config, family.hf)}
+    if family.hf.read is not None:
+        values |= family.hf.read(config, place)
     if contradictions := list(_contradictions(given, values, place)):
         raise JobError(contradictions)
     own = {name: getattr(given, name) for name in OWN_KEYS if name in given.model_fields_set}
@@ -78,6 +80,8 @@ def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eo
     resolved = {"num_kv_heads": options.kv_heads, "head_dim": options.dim_per_head}
     for name, key in {**form.sizes, **form.settings, **form.training}.items():
         config[key] = resolved.get(name, getattr(options, name))
+    if form.write is not None:
+        config |= form.write(options)
     return dict(sorted(config.items()))
 
 
@@ -107,7 +111,7 @@ def _unsupported(config: Mapping[str, Any], form: HfFormat, place: str) -> Itera
         key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
         yield Problem(KEY, f"{place}: {key} {config[key]!r} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
-    if others:
+    if others and form.read is None:
         yield Problem(KEY, f"{place}: layer_types {', '.join(others)} is not supported", fix)
 
 

@@ -65,8 +65,8 @@ def _plain(
     """Computes `packed_attention` document by document: `[S, H or K, D]` to `[S, H, D]`."""
     length = documents.uniform
     if length is not None and not needs_products(rule):
-        per_document = (t.view(-1, length, *t.shape[1:]) for t in (q_SHD, k_SKD, v_SKD))
-        return _attend(*per_document, rule.scale).flatten(0, 1)
+        q, k, v = (t.view(-1, length, *t.shape[1:]) for t in (q_SHD, k_SKD, v_SKD))
+        return _attend(q, k, v, rule.scale).flatten(0, 1)
     sizes = list(documents.lengths)
     # Use one split and one cat: their backwards are a cat and a split. The backward of each slice
     # would fill a full tensor with zeros.

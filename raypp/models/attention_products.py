@@ -123,13 +123,13 @@ def reaching_sinks(out_QHD: Tensor, lse_QH: Tensor, sinks_H: Tensor | None) -> T
 
 
 class _Document(torch.autograd.Function):
-    """Attention within one document, with its own backward. The lse has no gradient."""
+    """Attention within one document. Neither the lse nor the sinks are reached by its backward."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns output `[S, H, D]` and lse `[S, H]`, sinks included; the latter are not reached."""
+        """Returns output `[S, H, D]` and lse `[S, H]`, sinks included."""
         out, lse = attend_by_products(q, k, v, 0, rule)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -183,7 +183,7 @@ def _(
 
 
 def _seen(first: int, queries: int, keys: int, window: int | None) -> slice:
-    """Returns the keys that any query of a tile sees; `first` is the position of its first query."""
+    """Returns the keys that any query of a tile sees. Its first query is at position `first`."""
     return slice(0 if window is None else max(0, first - window + 1), min(keys, first + queries))
 
 

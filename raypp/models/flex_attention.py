@@ -97,8 +97,10 @@ def document_mask(documents: PackedDocuments, window: int | None = None) -> Bloc
     def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_S[query] == document_S[key])
 
+    reach = tokens if window is None else window
+
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return same_document(batch, head, query, key) & (query - key < window)
+        return same_document(batch, head, query, key) & (query - key < reach)
 
     if window is not None:
         nearest = (index[:, None] - index) * BLOCK - (BLOCK - 1)

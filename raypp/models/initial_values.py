@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.spec.families import family_of
+from raypp.spec.family import Weight
 from raypp.spec.models import DecoderOptions
 
 WriteSlice = Callable[[Tensor, Tensor], None]
@@ -26,7 +27,7 @@ _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
     """Returns the whole initial value of one parameter.
 
-    Norm gains are 1 and biases 0. Matrices are normal with standard deviation `options.init_std`.
+    Norm gains are 1 and biases 0, unless the family says otherwise. Matrices are normal with standard deviation `options.init_std`.
     Those that write into the residual stream use init_std / sqrt(2 · num_layers) (GPT-2, section
     2.3).
 
@@ -39,23 +40,26 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
     Returns:
         A tensor `[*shape]` on the CPU, in torch's default dtype (fp32).
     """
+    declared = _declared(name, options)
+    if declared is not None and declared.initial is not None:
+        return torch.full(shape, declared.initial)
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
     std = options.init_std
-    if _writes_residual(name, options):
+    if name.endswith(_RESIDUAL) if declared is None else declared.residual:
         std /= (2 * options.num_layers) ** 0.5
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _writes_residual(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a parameter writes into the residual stream, as its family declares."""
+def _declared(name: str, options: DecoderOptions) -> Weight | None:
+    """Returns what the family declares of a parameter; None for a user's own factory."""
     family, match = family_of(options), _LAYER.fullmatch(name)
     if family is None:
-        return name.endswith(_RESIDUAL)
-    weights = family.weights(options, int(match[1])) if match else ()
-    return any(weight.residual and match and weight.name == match[2] for weight in weights)
+        return None
+    layers = range(int(match[1]), int(match[1]) + 1) if match else range(0)
+    return family.stage_weights(options, layers, first=True, last=True)[name]
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +32,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight, in fp32, or in the input's dtype if wider."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dim: `[..., width]` to `[..., width]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention.
 
@@ -40,6 +51,7 @@ class Attention(nn.Module):
         whole_norms: Queries and keys are normalised over all heads together.
         fused: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
         rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
+        norm: The class of these norms.
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class Attention(nn.Module):
         whole_norms: bool = False,
         fused: bool = False,
         rule: AttentionRule = NO_RULE,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.rule = rule
@@ -69,7 +82,7 @@ class Attention(nn.Module):
             self.v_proj = nn.Linear(width, keys, bias=qkv_bias)
         self.o_proj = nn.Linear(queries, width, bias=False)
         normed = (queries, keys) if whole_norms else (head, head)
-        norms = [RMSNorm(size, options.norm_eps) if head_norms or whole_norms else None for size in normed]
+        norms = [norm(size, options.norm_eps) if head_norms or whole_norms else None for size in normed]
         self.q_norm, self.k_norm = norms
 
     def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
@@ -110,17 +123,18 @@ class Attention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
         return out
 
 

@@ -76,13 +76,13 @@ def attend_with_sinks(
 
 
 class _WithSinks(torch.autograd.Function):
-    """A kernel's output and lse with sinks added; the lse has no gradient."""
+    """A kernel with sinks added. Neither the lse nor the sinks are reached by its backward."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, segments: Segments, kernel: FlashBlocks
     ) -> tuple[Tensor, Tensor]:
-        """Returns output `[S, H, D]` and lse `[S, H]`; the sinks are not reached by the backward."""
+        """Returns output `[S, H, D]` and lse `[S, H]`, sinks included."""
         out, lse_HS = kernel.forward(q, k, v, segments)
         out, lse = with_sinks(out, lse_HS.T, sinks)
         out = out.to(q.dtype)

@@ -15,7 +15,6 @@ width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from raypp.models.attention_products import attend_by_products, gradients_by_products

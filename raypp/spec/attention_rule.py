@@ -23,7 +23,7 @@ class AttentionRule:
     sinks: bool = False
 
     def within(self, tokens: int) -> AttentionRule:
-        """Returns the rule for documents of at most `tokens` tokens, without a window that is no limit."""
+        """Returns the rule without its window if no document of `tokens` tokens exceeds it."""
         return replace(self, window=None) if self.window is not None and self.window >= tokens else self
 
     def features(self) -> Iterator[str]:

@@ -31,12 +31,14 @@ class Weight:
             `experts_per_token` entries of a stack of experts.
         residual: It writes into the residual stream. Its initial values shrink with the depth of
             the model, and its `in` is the inner width of its block.
+        initial: All its initial values. None: 1 for gains, 0 for biases, else random.
     """
 
     name: str
     shape: Shape
     part: Literal["embedding", "attention", "feed_forward", "experts", "norm"]
     residual: bool = False
+    initial: float | None = None
 
     @property
     def parameters(self) -> int:
@@ -102,6 +104,9 @@ class HfFormat:
             A field that is not listed is null.
         exact: Keys and the only values that raypp supports for them.
         training: Fields about training. Export writes them for the reader, import ignores them.
+        read: Returns further fields of the section from a config.json whose location is the second
+            argument. Raises JobError.
+        write: Returns further keys of config.json; they replace others.
     """
 
     model_type: str
@@ -111,6 +116,8 @@ class HfFormat:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     exact: Mapping[str, Only] = field(default_factory=lambda: EXACT)
     training: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
+    write: Callable[[Any], dict[str, Any]] | None = None
 
 
 def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:
@@ -180,7 +187,8 @@ def embedding(options: DecoderOptions) -> Weight:
 
 
 def final_norm(options: DecoderOptions) -> Weight:
-    return Weight("model.norm.weight", (options.hidden_size,), "norm")
+    initial = 0.0 if options.stage_ends().gain_from_zero else None
+    return Weight("model.norm.weight", (options.hidden_size,), "norm", initial=initial)
 
 
 def projection(options: DecoderOptions) -> Weight:

@@ -5,10 +5,29 @@ The families themselves are in `raypp/families/`.
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field
+from dataclasses import dataclass
+from typing import Literal, Self
 
+from pydantic import ConfigDict, Field, model_validator
+
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.rope import RopeOptions
 from raypp.spec.section import Section
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    """How the first and the last stage of a family differ from a plain decoder's.
+
+    Attributes:
+        embedding_factor: Factor of the embeddings.
+        logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        gain_from_zero: Norms multiply by 1 + weight.
+    """
+
+    embedding_factor: float = 1.0
+    logit_cap: float | None = None
+    gain_from_zero: bool = False
 
 
 class DecoderOptions(Section):
@@ -52,6 +71,37 @@ class DecoderOptions(Section):
     @property
     def dim_per_head(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        """Returns the attention rule of the layer with a global index."""
+        return NO_RULE
+
+    def stage_ends(self) -> StageEnds:
+        """Returns what the family's first and last stage do besides a plain decoder's."""
+        return StageEnds()
+
+
+class WindowOptions(DecoderOptions):
+    """Options of families with a sliding window in some or all layers."""
+
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a query of a layer with a window sees, itself included. null: no layer has one.
+    """
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """The kind of each layer. null: the family's pattern."""
+
+    def slides(self, index: int) -> bool:
+        """Returns whether a layer has the window."""
+        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(window=self.sliding_window if self.slides(index) else None)
+
+    @model_validator(mode="after")
+    def _one_type_per_layer(self) -> Self:
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
+        return self
 
 
 class MoeOptions(DecoderOptions):

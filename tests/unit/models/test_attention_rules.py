@@ -12,8 +12,9 @@ from raypp.models.documents import PackedDocuments
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
 RULES = [
-    NO_RULE, AttentionRule(scale=0.3), AttentionRule(window=1), AttentionRule(window=4), AttentionRule(window=100),
-    AttentionRule(soft_cap=1.5), AttentionRule(sinks=True), AttentionRule(window=5, soft_cap=2.0, scale=0.2, sinks=True),
+    NO_RULE, AttentionRule(scale=0.3), AttentionRule(window=1), AttentionRule(window=4), AttentionRule(window=99),
+    AttentionRule(soft_cap=1.5), AttentionRule(sinks=True),
+    AttentionRule(window=5, soft_cap=2.0, scale=0.2, sinks=True),
 ]  # fmt: skip
 LENGTHS = [[11], [6, 6], [1, 9, 4, 13]]
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
