@@ -38,7 +38,7 @@ FAMILY = Family(
         # Only experts have a feed-forward block, so intermediate_size is their width.
         sizes={**SIZES, **EXPERT_SIZES, "num_experts": "num_local_experts", "expert_ffn_size": "intermediate_size"},
         defaults={**DEFAULTS, "norm_eps": 1e-5, "rope_theta": 1e6},
-        exact={**EXACT, "sliding_window": Only((None,))},
+        exact={**EXACT, "sliding_window": Only((None,)), "router_jitter_noise": Only((None, 0, 0.0))},
         training={"aux_loss_weight": "router_aux_loss_coef"},
     ),
     options=MoeOptions,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypp.models.attention_kernel import AttentionKernel
+from raypp.spec.attention_rule import AttentionRule
 
 Move = Callable[[Tensor], Tensor]
 """Returns a tensor's copy elsewhere, of the same shape."""
@@ -44,13 +45,17 @@ class AttentionAcross(Protocol):
     Collective over these ranks, in the forward and in the backward.
     """
 
-    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+    def __call__(
+        self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
         """Computes causal attention within documents, for this rank's tokens.
 
         Args:
             q_SHD: Queries `[S, H, D]`.
             k_SKD: Keys `[S, K, D]`.
             v_SKD: Values `[S, K, D]`.
+            rule: The layer's rule.
+            sinks_H: The scores of the sinks of all heads, `[H]`; given if the rule has sinks.
 
         Returns:
             The output `[S, H, D]`.

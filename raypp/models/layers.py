@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.models.rotary import Table, rotated
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.models import DecoderOptions
 
 
@@ -29,6 +30,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight, in fp32, or in the input's dtype if wider."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dim: `[..., width]` to `[..., width]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention.
 
@@ -36,10 +46,20 @@ class Attention(nn.Module):
         options: The `model:` section.
         qkv_bias: The projections of queries, keys and values have biases.
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
+        rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
     """
 
-    def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> None:
+    def __init__(
+        self,
+        options: DecoderOptions,
+        *,
+        qkv_bias: bool = False,
+        head_norms: bool = False,
+        rule: AttentionRule = NO_RULE,
+    ) -> None:
         super().__init__()
+        self.rule = rule
+        self.sinks = nn.Parameter(torch.empty(options.num_heads)) if rule.sinks else None
         width, head = options.hidden_size, options.dim_per_head
         self.head_dim = head
         self.q_proj = nn.Linear(width, options.num_heads * head, bias=qkv_bias)
@@ -63,7 +83,8 @@ class Attention(nn.Module):
         q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_SHD = packed_attention(rotated(q, rotary), rotated(k, rotary), v, documents)
+        q, k = rotated(q, rotary), rotated(k, rotary)
+        out_SHD = packed_attention(q, k, v, documents, self.rule, self.sinks)
         attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
         return attended
 

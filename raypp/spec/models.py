@@ -5,10 +5,28 @@ The families themselves are in `raypp/families/`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import ConfigDict, Field
 
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.rope import RopeOptions
 from raypp.spec.section import Section
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    """How the first and the last stage of a family differ from a plain decoder's.
+
+    Attributes:
+        embedding_factor: Factor of the embeddings.
+        logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        gain_from_zero: Norms multiply by 1 + weight.
+    """
+
+    embedding_factor: float = 1.0
+    logit_cap: float | None = None
+    gain_from_zero: bool = False
 
 
 class DecoderOptions(Section):
@@ -52,6 +70,14 @@ class DecoderOptions(Section):
     @property
     def dim_per_head(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        """Returns the attention rule of the layer with a global index."""
+        return NO_RULE
+
+    def stage_ends(self) -> StageEnds:
+        """Returns what the family's first and last stage do besides a plain decoder's."""
+        return StageEnds()
 
 
 class MoeOptions(DecoderOptions):

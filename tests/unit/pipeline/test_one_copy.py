@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from test_lengths import ring_share, row
 from torch import Tensor
@@ -25,7 +27,7 @@ class NoBlocks:
         raise NotImplementedError
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, rule: Any, sinks: Any) -> Tensor:
     raise NotImplementedError
 
 
