@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
+from raypp.models.rotary import Table, rotated
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.models import DecoderOptions
 
@@ -38,34 +39,6 @@ class OffsetRMSNorm(RMSNorm):
         """Normalises the last dim: `[..., width]` to `[..., width]`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
-
-
-def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes the table of the rotary encoding (RoFormer, arXiv:2104.09864, half-split layout).
-
-    It is computed in fp32, or in `dtype` if that is wider, then cast. In half precision, angles at
-    high positions would be wrong by whole positions.
-
-    Args:
-        positions_S: Position of every token in its document, int64 `[S]`.
-        width: D.
-        theta: The base of the frequencies.
-        dtype: The dtype of the table.
-
-    Returns:
-        Cosines and sines, `[S, 1, D]` each.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=wide) / width
-    angles = positions_S.to(wide)[:, None] * theta**-exponents
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_SHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary encoding: queries or keys `[S, H or K, D]`, table `[S, 1, D]` each."""
-    low, high = x_SHD.chunk(2, dim=-1)
-    return x_SHD * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -100,12 +73,12 @@ class Attention(nn.Module):
         self.q_norm = norm(head, options.norm_eps) if head_norms else None
         self.k_norm = norm(head, options.norm_eps) if head_norms else None
 
-    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
         """Computes the attention of a microbatch.
 
         Args:
             x_BTC: Input `[B, T, C]`.
-            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            rotary: The layer's table, see `raypp.models.rotary`; None: no rotation.
             documents: The document boundaries.
 
         Returns:
@@ -114,7 +87,7 @@ class Attention(nn.Module):
         q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k = rotated(q, rotary), rotated(k, rotary)
         out_SHD = packed_attention(q, k, v, documents, self.rule, self.sinks)
         attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
         return attended
@@ -160,7 +133,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_BTC: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Table | None,
         documents: PackedDocuments,
         labelled_BT: Tensor | None = None,
     ) -> Tensor:
@@ -168,7 +141,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             x_BTC: Residual stream `[B, T, C]`.
-            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            rotary: The layer's table, see `raypp.models.rotary`; None: no rotation.
             documents: The document boundaries.
             labelled_BT: Tokens with a label, bool `[B, T]`, for losses within the layer. None: no
                 such losses.

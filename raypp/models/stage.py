@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.layers import OffsetRMSNorm, RMSNorm, rotary_table
+from raypp.models.layers import OffsetRMSNorm, RMSNorm
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
-from raypp.spec.families import FAMILIES, MODELS
+from raypp.models.rotary import rotary_table
+from raypp.spec.families import FAMILIES, MODELS, layer_rotary
 from raypp.spec.models import DecoderOptions
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
@@ -63,6 +64,7 @@ class DecoderStage(nn.Module):
         copied = last and not first and options.tie_embeddings
         self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
         """Tied parameters whose first copy is on another stage, which counts and saves them."""
+        self._rotary = {str(index): layer_rotary(options, index) for index in layers}
         self._projection: Tensor | None = None
         self._separate = False
 
@@ -96,9 +98,11 @@ class DecoderStage(nn.Module):
             if self.ends.embedding_factor != 1:
                 # Rounded to the dtype of the embeddings, as the models were trained.
                 x = x * torch.tensor(self.ends.embedding_factor, dtype=x.dtype)
-        rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
-        for layer in self.model.layers.values():
-            x = layer(x, rotary, documents, labelled_BT)
+        distinct = dict.fromkeys(rotary for rotary in self._rotary.values() if rotary is not None)
+        tables = {rotary: rotary_table(positions_BT.flatten(), rotary, x.dtype, documents) for rotary in distinct}
+        for index, layer in self.model.layers.items():
+            rotary = self._rotary[index]
+            x = layer(x, None if rotary is None else tables[rotary], documents, labelled_BT)
         if self.model.norm is not None:
             x = self.model.norm(x)
             return self._logits(x) if targets is None else self._loss(x, targets)

@@ -130,7 +130,8 @@ class RingShare:
         plan = plan_ring(whole.lengths, length, self.ring.rank, self.size)
         blocks = kernel.blocks
         hops = BlockHops(plan) if blocks is None else FlashHops(hop_segments(plan), blocks)
-        return whole.reaching(_RingAcross(self.ring, whole.lengths, length, hops, {None: plan}))
+        across = _RingAcross(self.ring, whole.lengths, length, hops, {None: plan})
+        return whole.reaching(across, self.columns(length), len(rows))
 
 
 @dataclass(frozen=True)
@@ -167,4 +168,5 @@ class UlyssesShare:
 
     def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
         whole = PackedDocuments.of_rows(rows, length, kernel=kernel)
-        return whole.reaching(_UlyssesAcross(len(rows), self.group, whole))
+        across = _UlyssesAcross(len(rows), self.group, whole)
+        return whole.reaching(across, self.columns(length), len(rows))

@@ -16,9 +16,12 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
+from raypp.spec.families import layer_rotary
 from raypp.spec.job import Job
+from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
+from raypp.spec.rope import rope_problems
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -111,6 +114,7 @@ def _model(job: Job) -> Iterator[Problem]:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size"
         fix = f"use an even width, for example {model.dim_per_head + 1} per head"
         yield Problem(key, f"the head width {model.dim_per_head} is odd; the rotary encoding needs an even one", fix)
+    yield from _rope(model)
     if model.num_heads % model.kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         yield Problem(
@@ -123,6 +127,12 @@ def _model(job: Job) -> Iterator[Problem]:
     if bytes_used and model.vocab_size < BYTE_IDS:
         what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
         yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS}, for example 320")
+
+
+def _rope(model: DecoderOptions) -> Iterator[Problem]:
+    rotary = next(filter(None, (layer_rotary(model, index) for index in range(model.num_layers))), None)
+    if model.rope is not None and rotary is not None:
+        yield from rope_problems(model.rope, rotary.width, "model.rope")
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:

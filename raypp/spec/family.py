@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from raypp.spec.models import DecoderOptions
+from raypp.spec.rope import Rotary
 
 Shape = tuple[int, ...]
 
@@ -119,6 +120,11 @@ class HfFormat:
     write: Callable[[Any], dict[str, Any]] | None = None
 
 
+def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:
+    """Returns the rotary encoding of a layer as most families have it: whole heads, all layers."""
+    return Rotary(options.dim_per_head, options.rope_theta, options.rope)
+
+
 @dataclass(frozen=True)
 class Family:
     """One decoder family.
@@ -132,6 +138,8 @@ class Family:
             never does.
         hf: Its Hugging Face format.
         options: Class of its `model:` section.
+        rotary: Returns what the queries and keys of the layer with a global index are rotated by,
+            None for no rotation. A stage computes each distinct one once per microbatch.
         position: Sort key of lists of families; ties are sorted by name.
         builder: Builds a stage of these layers (`package.module:function`), see
             `raypp.models.stage`.
@@ -143,6 +151,7 @@ class Family:
     layer: Callable[[Any, int], Any]
     hf: HfFormat
     options: type[DecoderOptions] = DecoderOptions
+    rotary: Callable[[Any, int], Rotary | None] = whole_heads
     position: int = 100
     builder: str = "raypp.models.stage:build_decoder"
 

@@ -6,25 +6,13 @@ The families themselves are in `raypp/families/`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
-
-
-class Section(BaseModel):
-    """Base class of every section of the job file.
-
-    Unknown keys are errors. Instances are immutable.
-    """
-
-    # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
-    # for them.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
-    )
+from raypp.spec.rope import RopeOptions
+from raypp.spec.section import Section
 
 
 @dataclass(frozen=True)
@@ -66,6 +54,8 @@ class DecoderOptions(Section):
     """
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
+    rope: RopeOptions | None = None
+    """Scaling of the rotary frequencies for longer contexts. null: none."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)

@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 from raypp.spec.document import KeyPath
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions, Section
+from raypp.spec.models import DecoderOptions
+from raypp.spec.section import Section
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -33,6 +34,8 @@ def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin in (Union, types.UnionType):
         members = sorted(arguments, key=lambda member: member is type(None))
         return _or([words_of(member, metadata if member is not type(None) else ()) for member in members])
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"a list, each {words_of(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {words_of(arguments[0])}"
     if origin is list:

@@ -60,7 +60,7 @@ def test_no_tensor_of_a_step_stays_on_the_host() -> None:
     moved = on_device(host, META)
     for before, after in zip(host, moved, strict=True):
         arrived = tensors_of(after)
-        assert len(arrived) == 3 + 1 + 2 * 2  # tokens, labels, positions; documents; two hops of the ring
+        assert len(arrived) == 3 + 2 + 2 * 2  # tokens, labels, positions; borders, lengths; two hops of the ring
         assert [(t.shape, t.dtype) for t in arrived] == [(t.shape, t.dtype) for t in tensors_of(before)]
         assert all(tensor.device == META for tensor in arrived)
 
