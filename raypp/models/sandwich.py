@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward, OffsetRMSNorm
+from raypp.models.rotary import Table
 from raypp.spec.models import DecoderOptions
 
 
@@ -34,7 +35,7 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self,
         x_BTC: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Table | None,
         documents: PackedDocuments,
         labelled_BT: Tensor | None = None,
     ) -> Tensor:
