@@ -5,35 +5,27 @@ The fused matrices stay fused: they are one product, and adapters of PEFT have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from raypp.families import weights
+from raypp.families import partial_rotary, weights
+from raypp.families.partial_rotary import PartialRotaryOptions
 from raypp.spec.attention_rule import AttentionRule
 from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only, Weight
-from raypp.spec.models import DecoderOptions
-from raypp.spec.rope import Rotary
 
 if TYPE_CHECKING:
     from raypp.models.layers import DecoderLayer
 
 
-class Phi3Options(DecoderOptions):
+class Phi3Options(PartialRotaryOptions):
     """Options of Phi 3."""
 
     sliding_window: int | None = Field(default=None, ge=1)
     """Tokens that a query sees, itself included. null: no limit."""
-    rotary_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of each head's dims that have the rotary encoding."""
 
     def attention_rule(self, index: int) -> AttentionRule:
         return AttentionRule(window=self.sliding_window)
-
-
-def rotary(options: Phi3Options, index: int) -> Rotary:
-    return Rotary(int(options.dim_per_head * options.rotary_share), options.rope_theta, options.rope)
 
 
 def layer_weights(options: Phi3Options, index: int) -> list[Weight]:
@@ -48,18 +40,12 @@ def build_layer(options: Phi3Options, index: int) -> DecoderLayer:
     return DecoderLayer(options, attention, FusedFeedForward(options.hidden_size, options.ffn_size))
 
 
-def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns the rotated share of a head: transformers 5 writes it to the settings of rotary positions."""
-    key = "partial_rotary_factor"
-    return {"rotary_share": (config.get("rope_parameters") or {}).get(key, config.get(key, 1.0))}
-
-
 FAMILY = Family(
     name="phi3",
     summary="Phi 3, 3.5 mini and medium, Phi 4, Phi 4 mini: fused projections",
     weights=layer_weights,
     layer=build_layer,
-    rotary=rotary,
+    rotary=partial_rotary.rotary,
     hf=HfFormat(
         "phi3",
         "Phi3ForCausalLM",
@@ -70,8 +56,8 @@ FAMILY = Family(
             "embd_pdrop": Only((None, 0, 0.0)),
             "resid_pdrop": Only((None, 0, 0.0)),
         },
-        read=read,
-        write=lambda options: {"partial_rotary_factor": options.rotary_share},
+        read=partial_rotary.reader(1.0),
+        write=partial_rotary.write,
     ),
     options=Phi3Options,
     position=70,
