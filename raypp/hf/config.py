@@ -109,9 +109,10 @@ def _unsupported(config: Mapping[str, Any], form: HfFormat, place: str) -> Itera
     rope = _rope(config, form)
     if rope.get("rope_type", rope.get("type", "default")) not in ("default", None):
         key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        yield Problem(KEY, f"{place}: {key} {config[key]!r} is not supported", fix)
+        if key not in form.own:
+            yield Problem(KEY, f"{place}: {key} {config[key]!r} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
-    if others and form.read is None:
+    if others and "layer_types" not in form.own:
         yield Problem(KEY, f"{place}: layer_types {', '.join(others)} is not supported", fix)
 
 
