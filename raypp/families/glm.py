@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from raypp.families import partial_rotary, weights
-from raypp.families.partial_rotary import PartialRotaryOptions
-from raypp.spec.family import DEFAULTS, EXACT, Family, HfFormat, Only, Weight
+from raypp.families import weights
+from raypp.families.partial_rotary import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
+from raypp.spec.family import DEFAULTS, Family, HfFormat, Only, Weight
 
 if TYPE_CHECKING:
     from raypp.models.layers import DecoderLayer
@@ -33,25 +33,21 @@ def build_layer(options: GlmOptions, index: int) -> DecoderLayer:
     return DecoderLayer(options, attention, FusedFeedForward(options.hidden_size, options.ffn_size))
 
 
-DEFAULTS_OF_BOTH = {**DEFAULTS, "norm_eps": 1.5625e-7, "num_kv_heads": 2, "head_dim": 128}
-EXACT_OF_BOTH = {
-    **{key: only for key, only in EXACT.items() if key != "partial_rotary_factor"},
-    "attention_bias": Only((None, True)),
-}
+DEFAULTS_OF_BOTH = {**DEFAULTS, "norm_eps": 1.5625e-7, "num_kv_heads": 2, "head_dim": 128, "rotary_share": 0.5}
+EXACT_OF_BOTH = {**PARTIAL_EXACT, "attention_bias": Only((None, True))}
 """What config.json of `glm` and `glm4` have in common."""
 FAMILY = Family(
     name="glm",
     summary="GLM-4-9B chat, GLM-Edge: half of each head rotated, biases on q, k, v",
     weights=layer_weights,
     layer=build_layer,
-    rotary=partial_rotary.rotary,
+    rotary=rotary,
     hf=HfFormat(
         "glm",
         "GlmForCausalLM",
+        settings=PARTIAL_SETTINGS,
         defaults=DEFAULTS_OF_BOTH,
         exact=EXACT_OF_BOTH,
-        read=partial_rotary.reader(0.5),
-        write=partial_rotary.write,
     ),
     options=GlmOptions,
     position=100,

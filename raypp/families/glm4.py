@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raypp.families import partial_rotary, weights
+from raypp.families import weights
 from raypp.families.glm import DEFAULTS_OF_BOTH, EXACT_OF_BOTH, GlmOptions
+from raypp.families.partial_rotary import PARTIAL_SETTINGS, rotary
 from raypp.spec.family import Family, HfFormat, Weight
 
 if TYPE_CHECKING:
@@ -32,14 +33,13 @@ FAMILY = Family(
     summary="GLM-4-0414 and GLM-Z1 (9B, 32B): GLM with norms after the blocks, too",
     weights=layer_weights,
     layer=build_layer,
-    rotary=partial_rotary.rotary,
+    rotary=rotary,
     hf=HfFormat(
         "glm4",
         "Glm4ForCausalLM",
+        settings=PARTIAL_SETTINGS,
         defaults=DEFAULTS_OF_BOTH,
         exact=EXACT_OF_BOTH,
-        read=partial_rotary.reader(0.5),
-        write=partial_rotary.write,
     ),
     options=GlmOptions,
     position=101,

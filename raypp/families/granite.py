@@ -8,7 +8,7 @@ from pydantic import Field
 
 from raypp.families import weights
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, EXACT, NO, SETTINGS, Family, HfFormat, Weight
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
 from raypp.spec.models import DecoderOptions, StageEnds
 
 if TYPE_CHECKING:
@@ -35,14 +35,17 @@ class GraniteOptions(DecoderOptions):
 
 
 def layer_weights(options: GraniteOptions, index: int) -> list[Weight]:
-    return [*weights.attention(options), *weights.layer_norms(options), *weights.gated(options)]
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
+    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
 
 
 def build_layer(options: GraniteOptions, index: int) -> DecoderLayer:
     from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
 
-    attention = Attention(options, rule=options.attention_rule(index))
-    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
+    biased, rule = options.attention_bias, options.attention_rule(index)
+    attention = Attention(options, qkv_bias=biased, out_bias=biased, rule=rule)
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
     return DecoderLayer(options, attention, feed_forward, residual_scale=options.residual_multiplier)
 
 
@@ -55,9 +58,9 @@ FAMILY = Family(
     hf=HfFormat(
         "granite",
         "GraniteForCausalLM",
-        settings={**SETTINGS, **{name: name for name in _FACTORS}},
-        defaults={**DEFAULTS, **dict.fromkeys(_FACTORS, 1.0)},
-        exact={**EXACT, "attention_bias": NO, "mlp_bias": NO},
+        settings={**SETTINGS, **BIASES, **{name: name for name in _FACTORS}},
+        defaults={**DEFAULTS, "attention_bias": False, "mlp_bias": False, **dict.fromkeys(_FACTORS, 1.0)},
+        exact=EXACT,
     ),
     options=GraniteOptions,
     position=90,

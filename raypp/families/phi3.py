@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from raypp.families import partial_rotary, weights
-from raypp.families.partial_rotary import PartialRotaryOptions
+from raypp.families import weights
+from raypp.families.partial_rotary import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only, Weight
+from raypp.spec.family import DEFAULTS, Family, HfFormat, Only, Weight
 
 if TYPE_CHECKING:
     from raypp.models.layers import DecoderLayer
@@ -45,19 +45,13 @@ FAMILY = Family(
     summary="Phi 3, 3.5 mini and medium, Phi 4, Phi 4 mini: fused projections",
     weights=layer_weights,
     layer=build_layer,
-    rotary=partial_rotary.rotary,
+    rotary=rotary,
     hf=HfFormat(
         "phi3",
         "Phi3ForCausalLM",
-        settings={**SETTINGS, "sliding_window": "sliding_window"},
-        defaults={**DEFAULTS, "norm_eps": 1e-5},
-        exact={
-            **{key: only for key, only in EXACT.items() if key != "partial_rotary_factor"},
-            "embd_pdrop": Only((None, 0, 0.0)),
-            "resid_pdrop": Only((None, 0, 0.0)),
-        },
-        read=partial_rotary.reader(1.0),
-        write=partial_rotary.write,
+        settings={**PARTIAL_SETTINGS, "sliding_window": "sliding_window"},
+        defaults={**DEFAULTS, "norm_eps": 1e-5, "rotary_share": 1.0},
+        exact={**PARTIAL_EXACT, "embd_pdrop": Only((None, 0, 0.0)), "resid_pdrop": Only((None, 0, 0.0))},
     ),
     options=Phi3Options,
     position=70,

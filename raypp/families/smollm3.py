@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import model_validator
 
 from raypp.families import weights
-from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Weight, whole_heads
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, NO, SETTINGS, Family, HfFormat, Weight, whole_heads
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import Rotary
 
@@ -44,17 +44,21 @@ def rotary(options: SmolLM3Options, index: int) -> Rotary | None:
 
 
 def layer_weights(options: SmolLM3Options, index: int) -> list[Weight]:
-    return [*weights.attention(options), *weights.layer_norms(options), *weights.gated(options)]
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
+    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
 
 
 def build_layer(options: SmolLM3Options, index: int) -> DecoderLayer:
     from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
 
-    return DecoderLayer(options, Attention(options), GatedFeedForward(options.hidden_size, options.ffn_size))
+    attention = Attention(options, qkv_bias=options.attention_bias, out_bias=options.attention_bias)
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
+    return DecoderLayer(options, attention, feed_forward)
 
 
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns which layers have the rotary encoding; transformers reads no entry beyond the last layer's."""
+    """Returns which layers have the rotary encoding; entries beyond the last layer's have no effect."""
     layers = config["num_hidden_layers"]
     listed = config.get("no_rope_layers")
     found = _every(config.get("no_rope_layer_interval", _INTERVAL), layers) if listed is None else map(bool, listed)
@@ -75,8 +79,16 @@ FAMILY = Family(
     hf=HfFormat(
         "smollm3",
         "SmolLM3ForCausalLM",
-        defaults={**DEFAULTS, "tie_embeddings": True, "rope_theta": 2e6, "num_kv_heads": 4},
-        exact={**EXACT, "attention_bias": NO, "mlp_bias": NO, "use_sliding_window": NO},
+        settings={**SETTINGS, **BIASES},
+        defaults={
+            **DEFAULTS,
+            "tie_embeddings": True,
+            "rope_theta": 2e6,
+            "num_kv_heads": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        exact={**EXACT, "use_sliding_window": NO},
         read=read,
         write=write,
     ),

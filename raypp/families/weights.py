@@ -18,6 +18,7 @@ def attention(
     options: DecoderOptions,
     *,
     qkv_bias: bool = False,
+    out_bias: bool = False,
     head_norms: bool = False,
     whole_norms: bool = False,
     fused: bool = False,
@@ -35,6 +36,8 @@ def attention(
         if qkv_bias:
             found.append(Weight(f"self_attn.{name}.bias", (rows,), "attention"))
     found.append(Weight("self_attn.o_proj.weight", (width, queries), "attention", residual=True))
+    if out_bias:
+        found.append(Weight("self_attn.o_proj.bias", (width,), "attention"))
     if head_norms or whole_norms:
         sizes = {"q_norm": queries, "k_norm": keys} if whole_norms else {"q_norm": head, "k_norm": head}
         found += [Weight(f"self_attn.{name}.weight", (size,), "norm") for name, size in sizes.items()]
@@ -53,22 +56,33 @@ def layer_norms(
     return [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in names if name is not None]
 
 
-def gated(options: DecoderOptions, *, fused: bool = False) -> list[Weight]:
+def gated(
+    options: DecoderOptions, block: str = "mlp", *, inner: int | None = None, bias: bool = False, fused: bool = False
+) -> list[Weight]:
     """Returns the weights of `raypp.models.layers.GatedFeedForward` or, fused, `FusedFeedForward`.
 
     Gate and up `[F, C]`, or both `[2F, C]`; down `[C, F]`.
+
+    Args:
+        options: The `model:` section.
+        block: The family's name of the block.
+        inner: F; None: that of the section.
+        bias: All three have biases.
+        fused: Gate and up are one matrix.
     """
-    width, inner = options.hidden_size, options.ffn_size
+    width, inner = options.hidden_size, inner or options.ffn_size
     if fused:
         return [
             Weight("mlp.gate_up_proj.weight", (2 * inner, width), "feed_forward"),
             Weight("mlp.down_proj.weight", (width, inner), "feed_forward", residual=True),
         ]
-    return [
-        Weight("mlp.gate_proj.weight", (inner, width), "feed_forward"),
-        Weight("mlp.up_proj.weight", (inner, width), "feed_forward"),
-        Weight("mlp.down_proj.weight", (width, inner), "feed_forward", residual=True),
-    ]
+    found = []
+    for name, rows, columns in (("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)):
+        residual = name == "down_proj"
+        found.append(Weight(f"{block}.{name}.weight", (rows, columns), "feed_forward", residual=residual))
+        if bias:
+            found.append(Weight(f"{block}.{name}.bias", (rows,), "feed_forward"))
+    return found
 
 
 def experts(options: MoeOptions, block: str, names: Names) -> list[Weight]:

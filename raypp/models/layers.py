@@ -47,6 +47,7 @@ class Attention(nn.Module):
     Args:
         options: The `model:` section.
         qkv_bias: The projections of queries, keys and values have biases.
+        out_bias: The projection of the output has a bias.
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
         whole_norms: Queries and keys are normalised over all heads together.
         fused: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
@@ -60,6 +61,7 @@ class Attention(nn.Module):
         options: DecoderOptions,
         *,
         qkv_bias: bool = False,
+        out_bias: bool = False,
         head_norms: bool = False,
         whole_norms: bool = False,
         fused: bool = False,
@@ -83,7 +85,7 @@ class Attention(nn.Module):
             self.q_proj = nn.Linear(width, queries, bias=qkv_bias)
             self.k_proj = nn.Linear(width, keys, bias=qkv_bias)
             self.v_proj = nn.Linear(width, keys, bias=qkv_bias)
-        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=out_bias)
         normed = (queries, keys) if whole_norms else (head, head)
         norms = [norm(size, options.norm_eps) if head_norms or whole_norms else None for size in normed]
         self.q_norm, self.k_norm = norms
@@ -137,12 +139,14 @@ def _in_halves(x_SHD: Tensor, width: int) -> Tensor:
 class GatedFeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
 
-    def __init__(self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+    def __init__(
+        self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""

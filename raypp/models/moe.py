@@ -1,7 +1,8 @@
 """Mixture of experts: the block with its router, and the router's losses. No token is dropped.
 
 Each token goes to its `experts_per_token` most likely experts. Their outputs are summed, weighted
-with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
+with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1)
+unless `norm_topk_prob` is false.
 
 Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
 to experts, C residual width.
@@ -62,7 +63,9 @@ class MixtureOfExperts(nn.Module):
         logits_SE = self.gate(x_SC)
         probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.promote_types(logits_SE.dtype, torch.float32))
         weights_SK, experts_SK = probabilities_SE.topk(chosen, dim=-1)
-        weights_SK = (weights_SK / weights_SK.sum(-1, keepdim=True)).to(x_SC.dtype)
+        if self.options.norm_topk_prob:
+            weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
+        weights_SK = weights_SK.to(x_SC.dtype)
 
         order_N = experts_SK.flatten().argsort(stable=True)
         back_N = inverse(order_N)
@@ -132,7 +135,7 @@ def weighted(sums_2: Tensor, options: MoeOptions) -> Tensor:
     the ranks they ran on.
     """
     balance, z = sums_2
-    loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.num_layers
+    loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.expert_layers
     return loss
 
 
