@@ -57,12 +57,13 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     window = both.get("sliding_attention") or {}
     kind = whole.get("rope_type", whole.get("type", "default")) or "default"
     known = {"rope_type", "type", "rope_theta", "factor"}
-    if kind not in ("default", "linear") or window.get("rope_type", "default") != "default" or {*whole} - known:
+    others = ({*whole} - known) | ({*both} - {"full_attention", "sliding_attention"})
+    if kind not in ("default", "linear") or window.get("rope_type", "default") != "default" or others:
         key = "rope_parameters" if both else "rope_scaling"
         what = f"{place}: {key} {config[key]!r} is not supported"
         raise JobError(Problem("model.from_hf", what, "use a model with linear scaling of its global layers, or none"))
     return {
-        **gemma.layer_types(config, config.get("sliding_window_pattern") or _PATTERN),
+        **gemma.layer_types(config, _PATTERN),
         "rope_theta": float(whole.get("rope_theta") or config.get("rope_theta") or _GLOBAL),
         "local_rope_theta": float(window.get("rope_theta") or config.get("rope_local_base_freq") or _LOCAL),
         "rope": None if kind == "default" else RopeOptions(kind="linear", factor=whole.get("factor")),
