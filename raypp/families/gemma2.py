@@ -56,6 +56,7 @@ FAMILY = Family(
         exact=gemma.EXACT_OF_BOTH,
         read=lambda config, _: gemma.layer_types(config, 2),
         write=gemma.written_types,
+        own=frozenset({"layer_types"}),
     ),
     options=Gemma2Options,
     position=60,

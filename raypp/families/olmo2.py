@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raypp.families import weights
-from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Weight
+from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
 from raypp.spec.models import DecoderOptions
 
 if TYPE_CHECKING:
@@ -15,15 +15,18 @@ _NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
-    attention = weights.attention(options, whole_norms=True)
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
     return [*attention, *weights.gated(options), *weights.layer_norms(options, _NORMS)]
 
 
 def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
     from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
 
+    biased = options.attention_bias
+    attention = Attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
     feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
-    return DecoderLayer(options, Attention(options, whole_norms=True), feed_forward, norms=_NORMS)
+    return DecoderLayer(options, attention, feed_forward, norms=_NORMS)
 
 
 FAMILY = Family(
@@ -34,8 +37,9 @@ FAMILY = Family(
     hf=HfFormat(
         "olmo2",
         "Olmo2ForCausalLM",
-        defaults={**DEFAULTS, "norm_eps": 1e-5},
-        exact={**EXACT, "attention_bias": NO},
+        settings={**SETTINGS, "attention_bias": "attention_bias"},
+        defaults={**DEFAULTS, "norm_eps": 1e-5, "attention_bias": False},
+        exact=EXACT,
     ),
     position=60,
 )

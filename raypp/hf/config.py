@@ -136,7 +136,7 @@ def _unsupported(config: Mapping[str, Any], form: HfFormat, moved: Mapping[str, 
         if config.get(key) not in only.values:
             yield Problem(KEY, f"{place}: {moved.get(key, key)} {config.get(key)!r} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
-    if others and form.read is None:
+    if others and "layer_types" not in form.own:
         yield Problem(KEY, f"{place}: layer_types {', '.join(others)} is not supported", fix)
 
 

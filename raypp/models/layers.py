@@ -51,6 +51,7 @@ class Attention(nn.Module):
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
         whole_norms: Queries and keys are normalised over all heads together.
         fused: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
+        neighbours: The rotary encoding turns pairs of neighbouring dims, not dims of two halves.
         rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
         norm: The class of these norms.
     """
@@ -64,6 +65,7 @@ class Attention(nn.Module):
         head_norms: bool = False,
         whole_norms: bool = False,
         fused: bool = False,
+        neighbours: bool = False,
         rule: AttentionRule = NO_RULE,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
@@ -76,6 +78,7 @@ class Attention(nn.Module):
         self.widths = (queries, keys, keys)
         self.whole_norms = whole_norms
         self.fused = fused
+        self.neighbours = neighbours
         if fused:
             self.qkv_proj = nn.Linear(width, sum(self.widths), bias=qkv_bias)
         else:
@@ -104,6 +107,9 @@ class Attention(nn.Module):
         q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in (q, k, v))
         if not self.whole_norms:
             q, k = self._normed(q, k)
+        if self.neighbours and rotary is not None:
+            # Scores do not depend on the order of dims, as long as queries and keys have the same.
+            q, k = _in_halves(q, rotary[0].shape[-1]), _in_halves(k, rotary[0].shape[-1])
         q, k = rotated(q, rotary), rotated(k, rotary)
         out_SHD = packed_attention(q, k, v, documents, self.rule, self.sinks)
         attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
@@ -122,6 +128,12 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
+
+
+def _in_halves(x_SHD: Tensor, width: int) -> Tensor:
+    """Moves pairs of neighbours within the first `width` dims of `[S, H, D]` apart, to two halves."""
+    turned, rest = x_SHD.split([width, x_SHD.shape[-1] - width], dim=-1)
+    return torch.cat((turned[..., ::2], turned[..., 1::2], rest), dim=-1)
 
 
 class GatedFeedForward(nn.Module):

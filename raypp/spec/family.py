@@ -113,6 +113,7 @@ class HfFormat:
         read: Returns further fields of the section from a config.json whose location is the second
             argument. Raises JobError.
         write: Returns further keys of config.json; they replace others.
+        own: The keys that `read` checks itself, of `layer_types`, `rope_parameters`, `rope_scaling`.
     """
 
     model_type: str
@@ -126,6 +127,7 @@ class HfFormat:
     rope_types: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
+    own: frozenset[str] = frozenset()
 
 
 def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:

@@ -22,11 +22,13 @@ class StageEnds:
     Attributes:
         embedding_factor: Factor of the embeddings.
         logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        logit_divisor: Logits are divided by it.
         gain_from_zero: Norms multiply by 1 + weight.
     """
 
     embedding_factor: float = 1.0
     logit_cap: float | None = None
+    logit_divisor: float = 1.0
     gain_from_zero: bool = False
 
 
