@@ -43,7 +43,7 @@ def build_layer(options: MixtralOptions, index: int) -> MoeDecoderLayer:
 
 FAMILY = Family(
     name="mixtral",
-    summary="Mixtral: Llama with experts",
+    summary="Mixtral 8x7B, 8x22B: Llama with experts",
     weights=layer_weights,
     layer=build_layer,
     hf=HfFormat(

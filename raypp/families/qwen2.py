@@ -25,7 +25,7 @@ def build_layer(options: WindowOptions, index: int) -> DecoderLayer:
 
 FAMILY = Family(
     name="qwen2",
-    summary="Qwen2: Llama with biases on q, k, v",
+    summary="Qwen2 and 2.5 (0.5B to 72B), Coder and Math: Llama with biases on q, k, v",
     weights=layer_weights,
     layer=build_layer,
     hf=HfFormat(

@@ -105,6 +105,8 @@ class DecoderStage(nn.Module):
             x = layer(x, None if rotary is None else tables[rotary], documents, labelled_BT)
         if self.model.norm is not None:
             x = self.model.norm(x)
+            if self.ends.logit_divisor != 1:
+                x = x / self.ends.logit_divisor
             return self._logits(x) if targets is None else self._loss(x, targets)
         return x
 

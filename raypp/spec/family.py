@@ -80,6 +80,8 @@ SETTINGS = {
     "rope_theta": "rope_theta",
 }
 DEFAULTS: dict[str, Any] = {"tie_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10000.0}
+BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+"""Settings of families whose projections may have biases; missing keys mean none."""
 EXACT = {
     "hidden_act": Only((None, "silu")),
     "attention_dropout": Only((None, 0, 0.0)),
@@ -100,6 +102,10 @@ class HfFormat:
         architecture: The model class in transformers.
         sizes: Fields of the `model:` section and their keys, which are required.
         settings: Fields and their keys, which are optional.
+        newer: Keys of `sizes` that transformers 5 writes under other names. Export writes those of
+            `sizes`, which it reads, too.
+        rope_types: Types of layers that have parameters of their own in `rope_parameters`, and the
+            keys of their bases that transformers 4 has. Only those of `rope_theta` are scaled.
         defaults: Value of each field of `settings` whose key is missing: transformers' own default.
             A field that is not listed is null.
         exact: Keys and the only values that raypp supports for them.
@@ -117,6 +123,8 @@ class HfFormat:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     exact: Mapping[str, Only] = field(default_factory=lambda: EXACT)
     training: Mapping[str, str] = field(default_factory=dict)
+    newer: Mapping[str, str] = field(default_factory=dict)
+    rope_types: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
     own: frozenset[str] = frozenset()

@@ -22,11 +22,13 @@ class StageEnds:
     Attributes:
         embedding_factor: Factor of the embeddings.
         logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        logit_divisor: Logits are divided by it.
         gain_from_zero: Norms multiply by 1 + weight.
     """
 
     embedding_factor: float = 1.0
     logit_cap: float | None = None
+    logit_divisor: float = 1.0
     gain_from_zero: bool = False
 
 
@@ -58,6 +60,10 @@ class DecoderOptions(Section):
     """Scaling of the rotary frequencies for longer contexts. null: none."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm."""
+    attention_bias: bool = False
+    """Biases on the projections of attention."""
+    mlp_bias: bool = False
+    """Biases on the projections of the feed-forward block."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
@@ -117,6 +123,22 @@ class MoeOptions(DecoderOptions):
     """Weight of the load-balancing loss."""
     z_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the router's z-loss."""
+    norm_topk_prob: bool = True
+    """The weights of the experts of a token sum to 1. false: they are the router's probabilities.
+    """
+    decoder_sparse_step: int = Field(default=1, ge=1)
+    """Every so many layers one has experts; the others have a plain feed-forward block."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers, from 0, with a plain feed-forward block."""
+
+    def has_experts(self, index: int) -> bool:
+        """Returns whether the layer with a global index has experts."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
 
 class CustomOptions(DecoderOptions):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from their_models import described, keys_of, loaded, options_in, run, their_config, their_instance
+from their_models import FAMILY_CASES, described, keys_of, loaded, options_in, run, their_config, their_instance
 
 from raypp.errors import JobError
 from raypp.spec.families import FAMILIES
@@ -182,6 +182,34 @@ def test_a_missing_key_means_what_transformers_takes_it_for(kind: str, tmp_path:
         if said not in ("equal", "refused", "not by transformers"):
             wrong.append(f"{key}: {said}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("kind", "case"), FAMILY_CASES)
+def test_a_config_of_transformers_4_is_read_alike(kind: str, case: str, tmp_path: Path) -> None:
+    config = their_config(kind, keys_of(kind, case))
+    config.save_pretrained(tmp_path / "new")
+    written = as_version_4(json.loads((tmp_path / "new" / "config.json").read_text()))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(written))
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "old")
+    assert again.rope_parameters == config.rope_parameters, "transformers 5 reads it alike"
+    old, new = (options_in(tmp_path / name).model_dump(exclude={"from_hf"}) for name in ("old", "new"))
+    assert old == new
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json as transformers 4 wrote it."""
+    found = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    scaling = config["rope_parameters"]
+    if "full_attention" in scaling:
+        found["rope_local_base_freq"] = scaling["sliding_attention"]["rope_theta"]
+        scaling = scaling["full_attention"]
+    lifted = {key: scaling[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    left = {key: value for key, value in scaling.items() if key not in lifted}
+    plain = scaling.get("rope_type", "default") == "default"
+    if config["model_type"] == "qwen3_moe":
+        found["num_experts"] = found.pop("num_local_experts")
+    return {**found, **lifted, "rope_scaling": None if plain else left, "torch_dtype": config.get("dtype")}
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_act", "relu"), ("attention_dropout", 0.5)])
