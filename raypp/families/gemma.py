@@ -64,10 +64,17 @@ EXACT_OF_BOTH = {
 
 
 def layer_types(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """Returns the kind of each layer; without a list, every `pattern`-th has full attention."""
-    count = config["num_hidden_layers"]
-    default = ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(count)]
-    return {"layer_types": tuple(config.get("layer_types") or default)}
+    """Returns the kind of each layer; null if every `pattern`-th has full attention, the others not.
+
+    That is the family's own pattern, unless the config has another `sliding_window_pattern`.
+    """
+    count, other = config["num_hidden_layers"], config.get("sliding_window_pattern") or pattern
+    family, default = (
+        ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(count)]
+        for every in (pattern, other)
+    )
+    kinds = list(config.get("layer_types") or default)
+    return {"layer_types": None if kinds == family else tuple(kinds)}
 
 
 def written_types(options: GemmaOptions) -> dict[str, Any]:

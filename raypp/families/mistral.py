@@ -49,5 +49,5 @@ FAMILY = Family(
         exact=EXACT,
     ),
     options=MistralOptions,
-    position=15,
+    position=55,
 )

@@ -103,3 +103,12 @@ def experts(options: MoeOptions, block: str, names: Names) -> list[Weight]:
         Weight(up, (count, inner, width), "experts"),
         Weight(down, (count, width, inner), "experts", residual=True),
     ]
+
+
+def shared_expert(options: MoeOptions, block: str, inner: int) -> list[Weight]:
+    """Returns the weights that `MixtureOfExperts` has besides if its experts share one of width F.
+
+    Gate and up `[F, C]`, down `[C, F]`, and the gate of its output, `[1, C]`.
+    """
+    gate = Weight(f"{block}.shared_expert_gate.weight", (1, options.hidden_size), "feed_forward")
+    return [*gated(options, f"{block}.shared_expert", inner=inner), gate]

@@ -64,7 +64,7 @@ def _plain(
 ) -> Tensor:
     """Computes `packed_attention` document by document: `[S, H or K, D]` to `[S, H, D]`."""
     length = documents.uniform
-    if length is not None and not needs_products(rule):
+    if length is not None and not rule.special:
         q, k, v = (t.view(-1, length, *t.shape[1:]) for t in (q_SHD, k_SKD, v_SKD))
         return _attend(q, k, v, rule.scale).flatten(0, 1)
     sizes = list(documents.lengths)
@@ -74,14 +74,9 @@ def _plain(
     return torch.cat([_document(q, k, v, rule.within(len(q)), sinks_H) for q, k, v in pieces])
 
 
-def needs_products(rule: AttentionRule) -> bool:
-    """Returns whether torch's own attention lacks what a rule has."""
-    return rule.window is not None or rule.soft_cap is not None or rule.sinks
-
-
 def _document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None) -> Tensor:
     """Computes attention in one document: `[T, H or K, D]` to `[T, H, D]`."""
-    if needs_products(rule):
+    if rule.special:
         return document_by_products(q_THD, k_TKD, v_TKD, rule, sinks_H)
     return _attend(q_THD[None], k_TKD[None], v_TKD[None], rule.scale)[0]
 

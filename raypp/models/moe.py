@@ -18,12 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.experts import Exchange, Names, StackedExperts, counted, inverse, reordered, repeated
-from raypp.models.layers import DecoderLayer
+from raypp.models.layers import DecoderLayer, GatedFeedForward
 from raypp.spec.models import MoeOptions
 
 
 class MixtureOfExperts(nn.Module):
     """The feed-forward block of a layer with experts.
+
+    Args:
+        options: The `model:` section.
+        names: The family's names for the matrices of the experts.
+        shared: Inner width of an expert that gets every token. Its output is multiplied by a gate,
+            σ(x · w), and added. None: there is none.
 
     Attributes:
         exchange: Runs experts that are spread over ranks. None: this rank holds all of them. Set by
@@ -33,11 +39,13 @@ class MixtureOfExperts(nn.Module):
             loss. None: only this rank.
     """
 
-    def __init__(self, options: MoeOptions, names: Names) -> None:
+    def __init__(self, options: MoeOptions, names: Names, *, shared: int | None = None) -> None:
         super().__init__()
         self.options = options
         self.gate = nn.Linear(options.hidden_size, options.num_experts, bias=False)
         self.experts = StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
+        self.shared_expert = GatedFeedForward(options.hidden_size, shared) if shared is not None else None
+        self.shared_expert_gate = nn.Linear(options.hidden_size, 1, bias=False) if shared is not None else None
         self.exchange: Exchange | None = None
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
@@ -77,6 +85,8 @@ class MixtureOfExperts(nn.Module):
             rows_NC = self.exchange(self.experts, rows_NC, counts_E)
         returned_SKC = reordered(rows_NC, back_N, order_N).view(*experts_SK.shape, -1)
         out_SC = (returned_SKC * weights_SK[..., None]).sum(1)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out_SC = out_SC + F.sigmoid(self.shared_expert_gate(x_SC)) * self.shared_expert(x_SC)
 
         if labelled_BT is not None and torch.is_grad_enabled():
             sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 
@@ -26,14 +25,10 @@ class AttentionRule:
         """Returns the rule without its window if no document of `tokens` tokens exceeds it."""
         return replace(self, window=None) if self.window is not None and self.window >= tokens else self
 
-    def features(self) -> Iterator[str]:
-        """Yields what the rule has, for messages."""
-        if self.window is not None:
-            yield f"a window of {self.window} tokens"
-        if self.soft_cap is not None:
-            yield f"a soft cap of {self.soft_cap:g}"
-        if self.sinks:
-            yield "attention sinks"
+    @property
+    def special(self) -> bool:
+        """Whether the rule has more than torch's own attention computes."""
+        return self.window is not None or self.soft_cap is not None or self.sinks
 
 
 NO_RULE = AttentionRule()

@@ -231,6 +231,21 @@ def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> No
     assert_same_sums(numbers(4, job), one_process())
 
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"kind": "mistral", "sliding_window": 7},
+    "gemma2": {"kind": "gemma2", "sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
+}
+
+
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_layers_with_a_window_add_up_what_one_process_does(kind: str, style: str) -> None:
+    model = WINDOWED[kind]
+    assert_same_sums(
+        numbers(2, document({"cp": 2, "cp_style": style}, model=model)), numbers(1, document(model=model))
+    )
+
+
 def write_documents(path: Path, lengths: list[int]) -> None:
     """Writes a file of documents with the given numbers of tokens. The bytes tokenizer adds one
     token at the end."""
