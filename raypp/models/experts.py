@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from raypp.models.once import once
 
 Names = tuple[str, str, str]
-Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
+Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
 
 The rows `[N, C]` are sorted by expert. The results have the same shape and order.
@@ -60,8 +60,8 @@ class StackedExperts(nn.Module):
         Returns:
             The results `[N, C]`, in the same order.
         """
-        gate, up, down = (_held(getattr(self, name)) for name in self.names)
-        if _can_group(rows_NC, gate):
+        gate, up, down = (held(getattr(self, name)) for name in self.names)
+        if can_group(rows_NC, gate):
             return grouped(rows_NC, counts_E, gate, up, down)
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
@@ -108,12 +108,12 @@ def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Tensor, up_EFC: Tensor,
     return F.grouped_mm(inner, down_ECF.mT, offs=ends)
 
 
-def _held(parameter: Tensor) -> Tensor:
+def held(parameter: Tensor) -> Tensor:
     """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
+def can_group(rows_NC: Tensor, gate_EFC: Tensor) -> bool:
     """Returns whether the grouped kernel can run rows `[N, C]` and matrices `[E, F, C]`.
 
     It needs CUDA, bf16, at least one row, and aligned widths.

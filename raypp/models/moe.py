@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.clamped_experts import ClampedExperts
 from raypp.models.experts import Exchange, Names, StackedExperts, counted, inverse, reordered, repeated
 from raypp.models.layers import DecoderLayer, GatedFeedForward
 from raypp.spec.models import MoeOptions
@@ -27,7 +28,9 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         options: The `model:` section.
-        names: The family's names for the matrices of the experts.
+        experts: The experts, or the family's names for the matrices of `StackedExperts`.
+        router: The family's name of the router.
+        router_bias: The router has a bias.
         shared: Inner width of an expert that gets every token. Its output is multiplied by a gate,
             σ(x · w), and added. None: there is none.
 
@@ -39,11 +42,20 @@ class MixtureOfExperts(nn.Module):
             loss. None: only this rank.
     """
 
-    def __init__(self, options: MoeOptions, names: Names, *, shared: int | None = None) -> None:
+    def __init__(
+        self,
+        options: MoeOptions,
+        experts: Names | ClampedExperts,
+        *,
+        router: str = "gate",
+        router_bias: bool = False,
+        shared: int | None = None,
+    ) -> None:
         super().__init__()
         self.options = options
-        self.gate = nn.Linear(options.hidden_size, options.num_experts, bias=False)
-        self.experts = StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
+        self.router_name = router
+        self.add_module(router, nn.Linear(options.hidden_size, options.num_experts, bias=router_bias))
+        self.experts = experts if isinstance(experts, ClampedExperts) else _stacked(options, experts)
         self.shared_expert = GatedFeedForward(options.hidden_size, shared) if shared is not None else None
         self.shared_expert_gate = nn.Linear(options.hidden_size, 1, bias=False) if shared is not None else None
         self.exchange: Exchange | None = None
@@ -68,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         """
         chosen = self.options.experts_per_token
         x_SC = x_BTC.reshape(-1, x_BTC.shape[-1])
-        logits_SE = self.gate(x_SC)
+        logits_SE = self.get_submodule(self.router_name)(x_SC)
         probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.promote_types(logits_SE.dtype, torch.float32))
         weights_SK, experts_SK = probabilities_SE.topk(chosen, dim=-1)
         if self.options.norm_topk_prob:
@@ -93,6 +105,10 @@ class MixtureOfExperts(nn.Module):
             loss = weighted(sums_2, self.options)
             out_SC = _AddLoss.apply(out_SC, loss, sums_2.detach(), self.router_sums)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
+
+
+def _stacked(options: MoeOptions, names: Names) -> StackedExperts:
+    return StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
 
 
 def router_sums(

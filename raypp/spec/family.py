@@ -26,11 +26,12 @@ class Weight:
         name: Name within its layer (`self_attn.q_proj.weight`), or within the model if it belongs
             to no layer.
         shape: Shape of the whole parameter: `[out, in]` for a matrix, `[E, out, in]` for a stack of
-            experts' matrices.
+            experts' matrices, `[E, out]` for one of their biases.
         part: The block that it belongs to. Each token is multiplied by all matrices, but only by
             `experts_per_token` entries of a stack of experts.
         residual: It writes into the residual stream. Its initial values shrink with the depth of
             the model, and its `in` is the inner width of its block.
+        transposed: Its last two dims are in and out.
         initial: All its initial values. None: 1 for gains, 0 for biases, else random.
     """
 
@@ -39,6 +40,7 @@ class Weight:
     part: Literal["embedding", "attention", "feed_forward", "experts", "norm"]
     residual: bool = False
     initial: float | None = None
+    transposed: bool = False
 
     @property
     def parameters(self) -> int:
