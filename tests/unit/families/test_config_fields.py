@@ -224,3 +224,9 @@ def test_the_walk_notices_a_field_that_is_ignored(
     form: HfFormat = replace(family.hf, exact=exact)
     monkeypatch.setitem(FAMILIES, "llama", replace(family, hf=form))
     assert verdict("llama", {key: value}, tmp_path / "ignored").startswith("logits differ")
+
+
+def test_the_walk_notices_a_refusal_that_does_not_name_the_field(tmp_path: Path) -> None:
+    their_config("llama", {"hidden_act": "relu"}).save_pretrained(tmp_path / "0")
+    assert compared("llama", tmp_path / "0", ["hidden_act"]) == "refused"
+    assert compared("llama", tmp_path / "0", ["vocab_size"]).startswith("refused, but not by name")
