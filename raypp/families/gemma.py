@@ -64,7 +64,7 @@ EXACT_OF_BOTH = {
 
 
 def layer_types(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """Returns the kind of each layer; null if every `pattern`-th has full attention, the others not.
+    """Returns the kind of each layer; null if only every `pattern`-th has full attention.
 
     That is the family's own pattern, unless the config has another `sliding_window_pattern`.
     """

@@ -1,4 +1,4 @@
-"""Gemma 2: windows in every other layer, soft caps of scores and logits, norms around each block."""
+"""Gemma 2: windows in every other layer, soft caps of scores and logits, norms around blocks."""
 
 from __future__ import annotations
 

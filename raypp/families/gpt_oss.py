@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from raypp.models.moe import MoeDecoderLayer
 
 _PATTERN = 2
-_ROPE = RopeOptions(
-    kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096
-)
+_ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096)
 """What transformers takes a config.json without rotary scaling for."""
 
 

@@ -2,8 +2,8 @@
 
 raypp stacks a layer's experts: `….experts.gate_proj` `[E, F, C]`. In Hugging Face's files each
 expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack. A stack that
-is one tensor in the files, too, is called `….experts.fused_down_proj` in raypp, `….experts.down_proj`
-there.
+is one tensor in the files, too, is called `….experts.fused_down_proj` in raypp and
+`….experts.down_proj` there.
 
 Legend: E experts, F expert hidden size, C hidden size.
 """

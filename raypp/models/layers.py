@@ -131,8 +131,8 @@ class Attention(nn.Module):
 
 
 def _in_halves(x_SHD: Tensor, width: int) -> Tensor:
-    """Moves pairs of neighbours within the first `width` dims of `[S, H, D]` apart, to two halves."""
-    turned, rest = x_SHD.split([width, x_SHD.shape[-1] - width], dim=-1)
+    """Moves pairs of neighbours in the first `width` dims of `[S, H, D]` apart, to two halves."""
+    turned, rest = torch.split(x_SHD, [width, x_SHD.shape[-1] - width], dim=-1)
     return torch.cat((turned[..., ::2], turned[..., 1::2], rest), dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Decoder layers that normalise what each block takes and what it returns, as Gemma 2 and 3 have."""
+"""Decoder layers that normalise what each block takes and returns, as Gemma 2 and 3 have."""
 
 from __future__ import annotations
 

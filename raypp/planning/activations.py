@@ -16,8 +16,7 @@ from typing import Literal
 
 from raypp.planning.end_weights import activation_bytes
 from raypp.planning.sizes import sizes_of
-from raypp.spec.families import layer_rotary
-from raypp.spec.families import FAMILIES, family_of
+from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
 
 Kind = Literal["cpu", "cuda"]
@@ -91,8 +90,8 @@ def _everything(w: _Widths, kind: Kind) -> int:
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
     """Returns the bytes that a stage keeps per token of a microbatch in flight.
 
-    Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows, and on
-    the last stage what the final norm keeps.
+    Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows,
+    and on the last stage what the final norm keeps.
     """
     width = job.model.hidden_size
     first = sum(cut[:stage])

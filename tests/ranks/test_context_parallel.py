@@ -241,9 +241,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", WINDOWED)
 def test_layers_with_a_window_add_up_what_one_process_does(kind: str, style: str) -> None:
     model = WINDOWED[kind]
-    assert_same_sums(
-        numbers(2, document({"cp": 2, "cp_style": style}, model=model)), numbers(1, document(model=model))
-    )
+    assert_same_sums(numbers(2, document({"cp": 2, "cp_style": style}, model=model)), numbers(1, document(model=model)))
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:

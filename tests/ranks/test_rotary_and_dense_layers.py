@@ -21,9 +21,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense layers": {"kind": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False},
     "shared expert": {"kind": "qwen2_moe", "mlp_only_layers": [2]},
 }
-SPREAD = {"dynamic": {"cp": 2}, "longrope": {"cp": 2, "cp_style": "ulysses"}} | dict.fromkeys(
-    ("dense layers", "shared expert"), {"fsdp": 2, "ep": 2}
-)
+SPREAD: dict[str, dict[str, Any]] = {
+    "dynamic": {"cp": 2},
+    "longrope": {"cp": 2, "cp_style": "ulysses"},
+    "dense layers": {"fsdp": 2, "ep": 2},
+    "shared expert": {"fsdp": 2, "ep": 2},
+}
 
 
 def job(name: str, **mesh: Any) -> dict[str, Any]:
