@@ -4,35 +4,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raypp.families import weights
-from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Weight
-from raypp.spec.models import DecoderOptions
+from raypp.families import qwen_window, weights
+from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
+from raypp.spec.models import WindowOptions
 
 if TYPE_CHECKING:
     from raypp.models.layers import DecoderLayer
 
 
-def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
-    return [*weights.attention(options, head_norms=True), *weights.layer_norms(options), *weights.gated(options)]
+def layer_weights(options: WindowOptions, index: int) -> list[Weight]:
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased, head_norms=True)
+    return [*attention, *weights.layer_norms(options), *weights.gated(options)]
 
 
-def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
+def build_layer(options: WindowOptions, index: int) -> DecoderLayer:
     from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
 
-    attention = Attention(options, head_norms=True)
+    biased = options.attention_bias
+    rule = options.attention_rule(index)
+    attention = Attention(options, qkv_bias=biased, out_bias=biased, head_norms=True, rule=rule)
     return DecoderLayer(options, attention, GatedFeedForward(options.hidden_size, options.ffn_size))
 
 
 FAMILY = Family(
     name="qwen3",
-    summary="Qwen3: RMSNorm on every query and key head",
+    summary="Qwen3 (0.6B to 32B): RMSNorm on every query and key head",
     weights=layer_weights,
     layer=build_layer,
     hf=HfFormat(
         "qwen3",
         "Qwen3ForCausalLM",
-        defaults={**DEFAULTS, "head_dim": 128},
-        exact={**EXACT, "attention_bias": NO, "use_sliding_window": NO},
+        settings={**SETTINGS, "attention_bias": "attention_bias"},
+        defaults={**DEFAULTS, "head_dim": 128, "attention_bias": False},
+        exact=EXACT,
+        read=qwen_window.read,
+        write=qwen_window.write,
+        own=frozenset({"layer_types"}),
     ),
+    options=WindowOptions,
     position=30,
 )

@@ -1,5 +1,7 @@
 """Converts between Hugging Face's `config.json` and the `model:` section.
 
+Reads what transformers 4 and 5 write; writes keys that both read.
+
 Each family defines the keys it has (`raypp.spec.family.HfFormat`). Settings that raypp does not
 compute are refused by name, never ignored.
 """
@@ -9,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from raypp.errors import JobError, Problem
-from raypp.spec.families import FAMILIES, family_of
+from raypp.hf.rope import as_version_4, scaling_of, source_of, written_scaling
+from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.family import HfFormat
 from raypp.spec.models import DecoderOptions
+from raypp.spec.rope import rope_problems
 
 KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora")
@@ -36,14 +42,34 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
         named = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
         what = f"{place}: model_type {model_type!r} ({named}) is not supported"
         raise JobError(Problem(KEY, what, f"use a model of one of these families: {', '.join(FAMILIES)}"))
-    problems = [*_unsupported(config, family.hf, place), *_missing(config, family.hf, place)]
+    rope_key = source_of(config)
+    refused = f"{place}: {rope_key} {config.get(rope_key)!r}"
+    lifted = as_version_4(config, family.hf)
+    moved = {key: f"{rope_key} {key}" for key in lifted.keys() - config.keys()}
+    config = lifted | {key: config[newer] for key, newer in family.hf.newer.items() if newer in config}
+    problems = [*_unsupported(config, family.hf, moved, place), *_missing(config, family.hf, place)]
+    try:
+        scaling = scaling_of(config, refused)
+    except JobError as error:
+        problems += error.problems
     if problems:
         raise JobError(problems)
-    values = {"kind": family.name, **_values(config, family.hf)}
+    values = {"kind": family.name, "rope": scaling, **_values(config, family.hf)}
+    if family.hf.read is not None:
+        values |= family.hf.read(config, place)
     if contradictions := list(_contradictions(given, values, place)):
         raise JobError(contradictions)
     own = {name: getattr(given, name) for name in OWN_KEYS if name in given.model_fields_set}
-    return family.options(**values, **own, from_hf=given.from_hf)
+    try:
+        options = family.options(**values, **own, from_hf=given.from_hf)
+    except ValidationError as error:
+        raise JobError(_invalid(error, family.hf, place)) from None
+    widths = {rotary.width for index in range(options.num_layers) if (rotary := layer_rotary(options, index))}
+    if options.rope is not None and (problems := [*rope_problems(options.rope, min(widths), "")]):
+        fix = "use a model without it"
+        whats = [f"{refused} is not supported: {problem.key[1:]} {problem.what}" for problem in problems]
+        raise JobError(Problem(KEY, what, fix) for what in whats)
+    return options
 
 
 def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eos_id: int | None) -> dict[str, Any]:
@@ -69,15 +95,17 @@ def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eo
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "initializer_range": options.init_std,
-        "max_position_embeddings": context,
         "pad_token_id": None,
-        "rope_scaling": None,
         "torch_dtype": dtype,
         "use_cache": True,
     }
+    config |= written_scaling(options, context)
     resolved = {"num_kv_heads": options.kv_heads, "head_dim": options.dim_per_head}
     for name, key in {**form.sizes, **form.settings, **form.training}.items():
-        config[key] = resolved.get(name, getattr(options, name))
+        value = resolved.get(name, getattr(options, name))
+        config[key] = list(value) if isinstance(value, tuple) else value
+    if form.write is not None:
+        config |= form.write(options)
     return dict(sorted(config.items()))
 
 
@@ -85,29 +113,30 @@ def _values(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
     values: dict[str, Any] = {name: config[key] for name, key in form.sizes.items()}
     for name, key in form.settings.items():
         values[name] = config[key] if key in config else form.defaults.get(name)
+    # transformers takes null for no.
+    values |= {name: False for name, default in form.defaults.items() if default is False and values.get(name) is None}
     values["num_kv_heads"] = values["num_kv_heads"] or values["num_heads"]
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_heads"]
-    values["rope_theta"] = float(_rope(config, form).get("rope_theta") or form.defaults["rope_theta"])
-    return values
+    values["rope_theta"] = float(values["rope_theta"] or form.defaults["rope_theta"])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _rope(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
-    """Returns the settings of rotary positions, from the keys of transformers 4 or 5."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {"rope_theta": config.get(form.settings["rope_theta"]), **scaling}
+def _invalid(error: ValidationError, form: HfFormat, place: str) -> Iterator[Problem]:
+    """Describes values that the section does not take, by the keys of config.json."""
+    keys = {**form.sizes, **form.settings}
+    for details in error.errors(include_url=False):
+        name = str(details["loc"][0])
+        what = f"{place}: {keys.get(name, name)} {details['input']!r} is not supported: {details['msg']}"
+        yield Problem(KEY, what, "check that this is the config.json of a language model")
 
 
-def _unsupported(config: Mapping[str, Any], form: HfFormat, place: str) -> Iterator[Problem]:
+def _unsupported(config: Mapping[str, Any], form: HfFormat, moved: Mapping[str, str], place: str) -> Iterator[Problem]:
     fix = "use a model without it; raypp would compute something else"
     for key, only in form.exact.items():
         if config.get(key) not in only.values:
-            yield Problem(KEY, f"{place}: {key} {config.get(key)!r} is not supported", fix)
-    rope = _rope(config, form)
-    if rope.get("rope_type", rope.get("type", "default")) not in ("default", None):
-        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        yield Problem(KEY, f"{place}: {key} {config[key]!r} is not supported", fix)
+            yield Problem(KEY, f"{place}: {moved.get(key, key)} {config.get(key)!r} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
-    if others:
+    if others and "layer_types" not in form.own:
         yield Problem(KEY, f"{place}: layer_types {', '.join(others)} is not supported", fix)
 
 

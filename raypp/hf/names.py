@@ -1,7 +1,9 @@
 """Names of raypp's and Hugging Face's tensors: the same, except for experts.
 
 raypp stacks a layer's experts: `….experts.gate_proj` `[E, F, C]`. In Hugging Face's files each
-expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack.
+expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack. A stack that
+is one tensor in the files, too, is called `….experts.fused_down_proj` in raypp and
+`….experts.down_proj` there.
 
 Legend: E experts, F expert hidden size, C hidden size.
 """
@@ -17,6 +19,7 @@ from raypp.spec.families import FAMILIES, family_of
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
 
+_FUSED = re.compile(r"(.+\.experts)\.fused_(\w+)")
 _STACK = re.compile(r"(.+\.experts)\.(\w+)")
 
 
@@ -37,6 +40,9 @@ class HfPart:
 
 def hf_parts(name: str, shape: Sequence[int]) -> Iterator[HfPart]:
     """Yields the file tensors that make up a global tensor, in its order."""
+    if fused := _FUSED.fullmatch(name):
+        yield HfPart(f"{fused[1]}.{fused[2]}", tuple(shape))
+        return
     match = _STACK.fullmatch(name)
     if match is None:
         yield HfPart(name, tuple(shape))

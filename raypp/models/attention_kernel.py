@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from raypp.models.documents import PackedDocuments
+    from raypp.spec.attention_rule import AttentionRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class Segments:
         longest_keys: The same for keys.
         causal: True: a query sees the keys up to itself, and both sides have the same segments.
             False: it sees all keys of its segment.
+        window: A query sees this many keys, itself included; only where `causal`. None: no limit.
+        scale: Factor of the scores. None: head width ** -0.5.
     """
 
     cu_queries: Tensor
@@ -34,6 +37,8 @@ class Segments:
     longest_queries: int
     longest_keys: int
     causal: bool
+    window: int | None = None
+    scale: float | None = None
 
 
 class FlashBlocks(Protocol):
@@ -77,11 +82,12 @@ class AttentionKernel:
 
     Attributes:
         name: As `train.attention` has it.
-        attend: Computes it for whole rows: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`.
+        attend: Computes it for whole rows: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`,
+            under the layer's rule, with the scores `[H]` of its sinks if it has them.
         blocks: The same kernel by parts, for ring attention. None: ring attention uses the blocks
             of `parallel.attention_blocks`.
     """
 
     name: str
-    attend: Callable[[Tensor, Tensor, Tensor, PackedDocuments], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, PackedDocuments, AttentionRule, Tensor | None], Tensor]
     blocks: FlashBlocks | None = None

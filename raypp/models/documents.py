@@ -12,10 +12,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raypp.models.attention_kernel import AttentionKernel
+from raypp.spec.attention_rule import AttentionRule
 
 Move = Callable[[Tensor], Tensor]
 """Returns a tensor's copy elsewhere, of the same shape."""
@@ -42,13 +45,17 @@ class AttentionAcross(Protocol):
     Collective over these ranks, in the forward and in the backward.
     """
 
-    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+    def __call__(
+        self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
         """Computes causal attention within documents, for this rank's tokens.
 
         Args:
             q_SHD: Queries `[S, H, D]`.
             k_SKD: Keys `[S, K, D]`.
             v_SKD: Values `[S, K, D]`.
+            rule: The layer's rule.
+            sinks_H: The scores of the sinks of all heads, `[H]`; given if the rule has sinks.
 
         Returns:
             The output `[S, H, D]`.
@@ -68,6 +75,8 @@ class PackedDocuments:
         lengths: Document lengths in tokens. They sum to B · T, and no document crosses the end of a
             row. They are always those of whole rows.
         cu_seqlens: Cumulative lengths, int32 `[N + 1]`, where attention runs.
+        lengths_S: Length of the document of each token that this rank holds, without padding, int64
+            `[S]`.
         kernel: Computes attention over whole rows. None: the plain version.
         across: Computes attention over the cp group when this rank holds a share of every row.
             None: this rank holds whole rows.
@@ -75,13 +84,14 @@ class PackedDocuments:
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    lengths_S: Tensor
     kernel: AttentionKernel | None = None
     across: AttentionAcross | None = None
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], *, kernel: AttentionKernel | None = None) -> PackedDocuments:
         """Builds it from the lengths of all documents, on the host."""
-        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), kernel)
+        return cls._of(lengths, lengths, kernel)
 
     @classmethod
     def of_rows(
@@ -92,16 +102,25 @@ class PackedDocuments:
         for documents in rows:
             ends = grow_last([0, *accumulate(documents)], target)
             lengths.extend(b - a for a, b in pairwise(ends))
-        return cls.of_lengths(lengths, kernel=kernel)
+        return cls._of(lengths, [length for row in rows for length in row or [target]], kernel)
 
-    def reaching(self, across: AttentionAcross) -> PackedDocuments:
-        """Returns the same documents for a rank that holds a share of every row."""
-        return replace(self, across=across)
+    @classmethod
+    def _of(cls, lengths: Sequence[int], real: Sequence[int], kernel: AttentionKernel | None) -> PackedDocuments:
+        """Builds it from lengths with padding and without."""
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        lengths_S = torch.from_numpy(np.repeat(np.array(real, dtype=np.int64), lengths))
+        return cls(tuple(lengths), cu_seqlens, lengths_S, kernel)
+
+    def reaching(self, across: AttentionAcross, columns: NDArray[np.int64], rows: int) -> PackedDocuments:
+        """Returns the same documents for a rank that holds these columns of each of the rows."""
+        share_S = self.lengths_S.view(rows, -1)[:, columns].flatten()
+        return replace(self, across=across, lengths_S=share_S)
 
     def moved(self, move: Move) -> PackedDocuments:
         """Returns the same documents with all tensors moved, always in the same order."""
         across = None if self.across is None else self.across.moved(move)
-        return replace(self, cu_seqlens=move(self.cu_seqlens), across=across)
+        cu_seqlens, lengths_S = move(self.cu_seqlens), move(self.lengths_S)
+        return replace(self, cu_seqlens=cu_seqlens, lengths_S=lengths_S, across=across)
 
     @cached_property
     def uniform(self) -> int | None:

@@ -23,7 +23,7 @@ from raypp.models.once import once
 from raypp.models.quantised import Format, QuantisedStack
 
 Names = tuple[str, str, str]
-Exchange = Callable[["StackedExperts", Tensor, Tensor], Tensor]
+Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
 
 The rows `[N, C]` are sorted by expert. The results have the same shape and order.
@@ -69,7 +69,7 @@ class StackedExperts(nn.Module):
             The results `[N, C]`, in the same order.
         """
         gate, up, down = map(self._stack, self.names)
-        if all(_can_group(rows_NC, stack) for stack in (gate, up, down)):
+        if all(can_group(rows_NC, stack) for stack in (gate, up, down)):
             return grouped(rows_NC, counts_E, gate, up, down)
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
@@ -77,10 +77,10 @@ class StackedExperts(nn.Module):
 
     def _stack(self, name: str) -> Stack:
         """Returns the matrices of a name that this rank holds, with their adapters if they have."""
-        held = _held(getattr(self, name))
-        weight: PlainStack = QuantisedStack(held, self.formats[name]) if name in self.formats else held
+        own = held(getattr(self, name))
+        weight: PlainStack = QuantisedStack(own, self.formats[name]) if name in self.formats else own
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
-        return weight if a is None or b is None else AdaptedStack(weight, _held(a), _held(b), self.lora_scale)
+        return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
 
 
 def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
@@ -123,18 +123,18 @@ def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Stack, up_EFC: Stack, d
     return grouped_product(inner, down_ECF, ends)
 
 
-def _held(parameter: Tensor) -> Tensor:
+def held(parameter: Tensor) -> Tensor:
     """Returns the experts that this rank holds: `[E, F, C]` or `[E, C, F]`."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _can_group(rows_NC: Tensor, stack: Stack) -> bool:
+def can_group(rows_NC: Tensor, stack: Stack) -> bool:
     """Returns whether the grouped kernel can run rows `[N, C]` and the matrices of a stack.
 
     It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included.
     """
     if isinstance(stack, AdaptedStack):
-        return all(_can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
+        return all(can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
         and rows_NC.dtype == torch.bfloat16

@@ -16,15 +16,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
+from raypp.spec.attention_rule import AttentionRule
 
 BLOCK = 128
 """Tokens of a side of the mask's blocks."""
 
-_masks: WeakKeyDictionary[PackedDocuments, BlockMask] = WeakKeyDictionary()
+_masks: WeakKeyDictionary[PackedDocuments, dict[int | None, BlockMask]] = WeakKeyDictionary()
+"""The masks of a microbatch by window."""
 
 
 @cache
@@ -33,21 +35,50 @@ def flex_kernel() -> AttentionKernel:
     return AttentionKernel("flex", partial(attend, run=torch.compile(flex_attention, dynamic=True)))
 
 
-def attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments, run: Callable[..., Any]) -> Tensor:
+def attend(
+    q_SHD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    documents: PackedDocuments,
+    rule: AttentionRule,
+    sinks_H: Tensor | None,
+    run: Callable[..., Any],
+) -> Tensor:
     """Computes attention within documents: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`.
 
     `run` is `flex_attention`, or its compiled version.
     """
-    mask = _masks.get(documents)
-    if mask is None:
-        mask = _masks[documents] = document_mask(documents)
+    masks = _masks.setdefault(documents, {})
+    if rule.window not in masks:
+        masks[rule.window] = document_mask(documents, rule.window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_SHD, k_SKD, v_SKD))
-    out: Tensor = run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1)
+    options: dict[str, Any] = {"block_mask": masks[rule.window], "enable_gqa": q.shape[1] != k.shape[1]}
+    if rule.scale is not None:
+        options["scale"] = rule.scale
+    if rule.soft_cap is not None:
+        options["score_mod"] = _capped(rule.soft_cap)
+    if sinks_H is None:
+        out: Tensor = run(q, k, v, **options)
+        return out[0].transpose(0, 1)
+    out, aux = run(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    shares_HS = torch.sigmoid(aux.lse[0] - sinks_H[:, None])
+    return (out[0] * shares_HS[..., None].to(out.dtype)).transpose(0, 1)
 
 
-def document_mask(documents: PackedDocuments) -> BlockMask:
+@cache
+def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Returns the function that caps scores. The same for the same cap: it is compiled once."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return capped
+
+
+def document_mask(documents: PackedDocuments, window: int | None = None) -> BlockMask:
     """Returns the mask of causal attention within documents, on the device of `cu_seqlens`.
+
+    With a window, a query sees that many tokens, itself included.
 
     It never looks at all pairs of tokens, and does not wait for the device. Documents are in
     ascending order, so the first and the last document of each block decide.
@@ -66,9 +97,17 @@ def document_mask(documents: PackedDocuments) -> BlockMask:
     def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_S[query] == document_S[key])
 
-    return BlockMask.from_kv_blocks(
-        *_listed(seen & ~whole), *_listed(whole), BLOCK, same_document, seq_lengths=(tokens, tokens)
-    )
+    reach = tokens if window is None else window
+
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return same_document(batch, head, query, key) & (query - key < reach)
+
+    if window is not None:
+        nearest = (index[:, None] - index) * BLOCK - (BLOCK - 1)
+        seen &= nearest < window
+        whole &= nearest + 2 * (BLOCK - 1) < window
+    mask = same_document if window is None else near
+    return BlockMask.from_kv_blocks(*_listed(seen & ~whole), *_listed(whole), BLOCK, mask, seq_lengths=(tokens, tokens))
 
 
 def _listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:

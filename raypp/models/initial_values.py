@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raypp.models.quantised import stored_formats
 from raypp.spec.families import family_of
+from raypp.spec.family import Weight
 from raypp.spec.models import DecoderOptions
 
 WriteSlice = Callable[[Tensor, Tensor], None]
@@ -28,9 +29,10 @@ _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
     """Returns the whole initial value of one parameter.
 
-    Norm gains are 1 and biases 0. Matrices are normal with standard deviation `options.init_std`.
-    Those that write into the residual stream use init_std / sqrt(2 · num_layers) (GPT-2, section
-    2.3). Of an adapter, B is 0, and A is uniform within ±1 / sqrt(its columns), as PEFT draws it.
+    Norm gains are 1 and biases 0, unless the family says otherwise. Matrices are normal with
+    standard deviation `options.init_std`. Those that write into the residual stream use init_std /
+    sqrt(2 · num_layers) (GPT-2, section 2.3). Of an adapter, B is 0, and A is uniform within ±1 /
+    sqrt(its columns), as PEFT draws it.
 
     Args:
         name: The global name of the parameter.
@@ -41,6 +43,9 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
     Returns:
         A tensor `[*shape]` on the CPU, in torch's default dtype (fp32).
     """
+    declared = _declared(name, options)
+    if declared is not None and declared.initial is not None:
+        return torch.full(shape, declared.initial)
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
     if ".lora_B." in name:
@@ -50,7 +55,7 @@ def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: i
         bound = shape[-1] ** -0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     std = options.init_std
-    if _writes_residual(name, options):
+    if name.endswith(_RESIDUAL) if declared is None else declared.residual:
         std /= (2 * options.num_layers) ** 0.5
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
@@ -60,13 +65,13 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _writes_residual(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a parameter writes into the residual stream, as its family declares."""
+def _declared(name: str, options: DecoderOptions) -> Weight | None:
+    """Returns what the family declares of a parameter; None for adapters and a user's factory."""
     family, match = family_of(options), _LAYER.fullmatch(name)
     if family is None:
-        return name.endswith(_RESIDUAL)
-    weights = family.weights(options, int(match[1])) if match else ()
-    return any(weight.residual and match and weight.name == match[2] for weight in weights)
+        return None
+    layers = range(int(match[1]), int(match[1]) + 1) if match else range(0)
+    return family.stage_weights(options, layers, first=True, last=True).get(name)
 
 
 @torch.no_grad()

@@ -6,12 +6,16 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
+from raypp.models.rotary import Table, rotated
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.models import DecoderOptions
 
 
@@ -28,32 +32,13 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def rotary_table(positions_S: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes the table of the rotary encoding (RoFormer, arXiv:2104.09864, half-split layout).
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is 1 + weight, in fp32, or in the input's dtype if wider."""
 
-    It is computed in fp32, or in `dtype` if that is wider, then cast. In half precision, angles at
-    high positions would be wrong by whole positions.
-
-    Args:
-        positions_S: Position of every token in its document, int64 `[S]`.
-        width: D.
-        theta: The base of the frequencies.
-        dtype: The dtype of the table.
-
-    Returns:
-        Cosines and sines, `[S, 1, D]` each.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, width, 2, device=positions_S.device, dtype=wide) / width
-    angles = positions_S.to(wide)[:, None] * theta**-exponents
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_SHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary encoding: queries or keys `[S, H or K, D]`, table `[S, 1, D]` each."""
-    low, high = x_SHD.chunk(2, dim=-1)
-    return x_SHD * cos + torch.cat((-high, low), dim=-1) * sin
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dim: `[..., width]` to `[..., width]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -62,79 +47,171 @@ class Attention(nn.Module):
     Args:
         options: The `model:` section.
         qkv_bias: The projections of queries, keys and values have biases.
+        out_bias: The projection of the output has a bias.
         head_norms: Queries and keys are normalised per head, with one gain for all heads.
+        whole_norms: Queries and keys are normalised over all heads together.
+        fused: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
+        neighbours: The rotary encoding turns pairs of neighbouring dims, not dims of two halves.
+        rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
+        norm: The class of these norms.
     """
 
-    def __init__(self, options: DecoderOptions, *, qkv_bias: bool = False, head_norms: bool = False) -> None:
+    def __init__(
+        self,
+        options: DecoderOptions,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        head_norms: bool = False,
+        whole_norms: bool = False,
+        fused: bool = False,
+        neighbours: bool = False,
+        rule: AttentionRule = NO_RULE,
+        norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
         super().__init__()
+        self.rule = rule
+        self.sinks = nn.Parameter(torch.empty(options.num_heads)) if rule.sinks else None
         width, head = options.hidden_size, options.dim_per_head
+        queries, keys = options.num_heads * head, options.kv_heads * head
         self.head_dim = head
-        self.q_proj = nn.Linear(width, options.num_heads * head, bias=qkv_bias)
-        self.k_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
-        self.v_proj = nn.Linear(width, options.kv_heads * head, bias=qkv_bias)
-        self.o_proj = nn.Linear(options.num_heads * head, width, bias=False)
-        self.q_norm = RMSNorm(head, options.norm_eps) if head_norms else None
-        self.k_norm = RMSNorm(head, options.norm_eps) if head_norms else None
+        self.widths = (queries, keys, keys)
+        self.whole_norms = whole_norms
+        self.fused = fused
+        self.neighbours = neighbours
+        if fused:
+            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=qkv_bias)
+        else:
+            self.q_proj = nn.Linear(width, queries, bias=qkv_bias)
+            self.k_proj = nn.Linear(width, keys, bias=qkv_bias)
+            self.v_proj = nn.Linear(width, keys, bias=qkv_bias)
+        self.o_proj = nn.Linear(queries, width, bias=out_bias)
+        normed = (queries, keys) if whole_norms else (head, head)
+        norms = [norm(size, options.norm_eps) if head_norms or whole_norms else None for size in normed]
+        self.q_norm, self.k_norm = norms
 
-    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor], documents: PackedDocuments) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
         """Computes the attention of a microbatch.
 
         Args:
             x_BTC: Input `[B, T, C]`.
-            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            rotary: The layer's table, see `raypp.models.rotary`; None: no rotation.
             documents: The document boundaries.
 
         Returns:
             The output `[B, T, C]`.
         """
-        q, k, v = (p(x_BTC).view(-1, p.out_features // self.head_dim, self.head_dim) for p in self._projections())
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out_SHD = packed_attention(rotate(q, *rotary), rotate(k, *rotary), v, documents)
+        q, k, v = self._projected(x_BTC)
+        if self.whole_norms:
+            q, k = self._normed(q, k)
+        q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in (q, k, v))
+        if not self.whole_norms:
+            q, k = self._normed(q, k)
+        if self.neighbours and rotary is not None:
+            # Scores do not depend on the order of dims, as long as queries and keys have the same.
+            q, k = _in_halves(q, rotary[0].shape[-1]), _in_halves(k, rotary[0].shape[-1])
+        q, k = rotated(q, rotary), rotated(k, rotary)
+        out_SHD = packed_attention(q, k, v, documents, self.rule, self.sinks)
         attended: Tensor = self.o_proj(out_SHD.reshape(*x_BTC.shape[:-1], -1))
         return attended
 
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
+    def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries `[B, T, H · D]`, keys and values `[B, T, K · D]`."""
+        if not self.fused:
+            return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
+        q, k, v = self.qkv_proj(x_BTC).split(self.widths, dim=-1)
+        # The rotary encoding copies the others. Messages between ranks need values without gaps.
+        return q, k, v.contiguous()
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalises queries and keys over the last dim, if this family does."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+
+def _in_halves(x_SHD: Tensor, width: int) -> Tensor:
+    """Moves pairs of neighbours in the first `width` dims of `[S, H, D]` apart, to two halves."""
+    turned, rest = torch.split(x_SHD, [width, x_SHD.shape[-1] - width], dim=-1)
+    return torch.cat((turned[..., ::2], turned[..., 1::2], rest), dim=-1)
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) · up(x)), or with another activation."""
+
+    def __init__(
+        self, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        return out
+
+
+class FusedFeedForward(nn.Module):
+    """SwiGLU with one matrix, `gate_up_proj`, for the gate and the values that it multiplies."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        gate, up = self.gate_up_proj(x_BTC).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
+NormNames = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
+"""Most families' names of the norms of a layer: before and after attention, before and after the
+feed-forward block."""
+
+
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream.
+    """Attention and feed-forward, each added to the residual stream, with norms around them.
 
     Args:
         options: The `model:` section.
         attention: The attention block.
         mlp: The feed-forward block.
         mlp_name: The family's name for the feed-forward block.
+        norms: The family's names of the norms before and after attention, before and after the
+            feed-forward block. None: there is none at this place.
+        residual_scale: What both blocks' outputs are multiplied by before they are added.
     """
 
-    def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module, mlp_name: str = "mlp") -> None:
+    def __init__(
+        self,
+        options: DecoderOptions,
+        attention: nn.Module,
+        mlp: nn.Module,
+        mlp_name: str = "mlp",
+        *,
+        norms: NormNames = PRE_NORMS,
+        residual_scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp_name = mlp_name
         self.add_module(mlp_name, mlp)
-        self.input_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
-        self.post_attention_layernorm = RMSNorm(options.hidden_size, options.norm_eps)
+        self.norm_names = norms
+        self.residual_scale = residual_scale
+        for name in norms:
+            if name is not None:
+                self.add_module(name, RMSNorm(options.hidden_size, options.norm_eps))
 
     def forward(
         self,
         x_BTC: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Table | None,
         documents: PackedDocuments,
         labelled_BT: Tensor | None = None,
     ) -> Tensor:
@@ -142,7 +219,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             x_BTC: Residual stream `[B, T, C]`.
-            rotary: Cosines and sines from `rotary_table`, `[S, 1, D]` each.
+            rotary: The layer's table, see `raypp.models.rotary`; None: no rotation.
             documents: The document boundaries.
             labelled_BT: Tokens with a label, bool `[B, T]`, for losses within the layer. None: no
                 such losses.
@@ -150,8 +227,22 @@ class DecoderLayer(nn.Module):
         Returns:
             The residual stream `[B, T, C]`.
         """
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
-        return x_BTC + self.feed_forward(self.post_attention_layernorm(x_BTC), labelled_BT)
+        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        attended = self.self_attn(self._normed(before_attention, x_BTC), rotary, documents)
+        x_BTC = x_BTC + self._scaled(self._normed(after_attention, attended))
+        fed = self.feed_forward(self._normed(before_mlp, x_BTC), labelled_BT)
+        return x_BTC + self._scaled(self._normed(after_mlp, fed))
+
+    def _normed(self, name: str | None, x_BTC: Tensor) -> Tensor:
+        """Applies the norm of a name to `[B, T, C]`."""
+        if name is None:
+            return x_BTC
+        out: Tensor = self.get_submodule(name)(x_BTC)
+        return out
+
+    def _scaled(self, x_BTC: Tensor) -> Tensor:
+        """Returns what is added to the residual stream, `[B, T, C]`."""
+        return x_BTC if self.residual_scale == 1 else x_BTC * self.residual_scale
 
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         """Runs the feed-forward block: `[B, T, C]` to `[B, T, C]`.

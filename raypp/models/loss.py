@@ -59,6 +59,11 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return F.cross_entropy(wide_SV, labels_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Returns logits `[..., V]` as cap · tanh(logits / cap); unchanged if there is no cap."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
 def in_chunks(x_BTC: Tensor, weight_VC: Tensor) -> bool:
     """Whether the loss of a microbatch `[B, T, C]` is computed in more than one chunk.
 
@@ -67,7 +72,7 @@ def in_chunks(x_BTC: Tensor, weight_VC: Tensor) -> bool:
     return len(_sizes(x_BTC, weight_VC)) > 1
 
 
-def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Tensor:
+def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets, cap: float | None = None) -> Tensor:
     """Returns `token_loss_sum` of the logits `x · weightᵀ`, without ever holding them all.
 
     It differs from the reference by rounding: sums over tokens are added chunk by chunk.
@@ -76,6 +81,7 @@ def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Te
         x_BTC: Output of the final norm, `[B, T, C]`.
         weight_VC: The projection, `[V, C]`, of the same dtype.
         targets: The labels, and when the gradient of the projection is computed.
+        cap: As in `soft_capped`.
 
     Returns:
         `[]`, fp32 or the wider dtype of `x_BTC`. Its backward can run once.
@@ -83,7 +89,7 @@ def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Te
     grad = torch.is_grad_enabled()
     now = grad and targets.backward_next and weight_VC.requires_grad
     x_SC, labels_S = x_BTC.detach().flatten(0, 1), targets.labels_BT.flatten()
-    loss, x_grad, weight_grad = _over_chunks(x_SC, weight_VC.detach(), labels_S, for_x=grad, for_weight=now)
+    loss, x_grad, weight_grad = _over_chunks(x_SC, weight_VC.detach(), labels_S, cap, for_x=grad, for_weight=now)
     if not grad:
         return loss
     # One node for each gradient, joined by a plain addition of 0: torch's split backward computes
@@ -92,7 +98,7 @@ def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets) -> Te
     of_x: Tensor = _Known.apply(x_BTC, loss, x_grad)  # type: ignore[no-untyped-call]
     of_weight: Tensor
     if weight_grad is None:
-        of_weight = _Later.apply(weight_VC, zero, x_SC, labels_S)  # type: ignore[no-untyped-call]
+        of_weight = _Later.apply(weight_VC, zero, x_SC, labels_S, cap)  # type: ignore[no-untyped-call]
     else:
         of_weight = _Known.apply(weight_VC, zero, weight_grad)  # type: ignore[no-untyped-call]
     return of_x + of_weight
@@ -120,24 +126,27 @@ class _Later(torch.autograd.Function):
     """A scalar whose gradient with respect to the projection the backward computes."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None
+    ) -> Tensor:
         """Returns `value`, `[]`."""
+        ctx.cap = cap
         ctx.save_for_backward(weight_VC, x_SC, labels_S)
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Repeats the chunks of the forward, for the gradient `[V, C]` of the projection."""
         weight_VC, x_SC, labels_S = ctx.saved_tensors
-        _, _, gradient = _over_chunks(x_SC, weight_VC, labels_S, for_x=False, for_weight=True)
+        _, _, gradient = _over_chunks(x_SC, weight_VC, labels_S, ctx.cap, for_x=False, for_weight=True)
         assert gradient is not None
-        return gradient.mul_(upstream.to(gradient.dtype)), None, None, None
+        return gradient.mul_(upstream.to(gradient.dtype)), None, None, None, None
 
 
 @torch.no_grad()
 def _over_chunks(
-    x_SC: Tensor, weight_VC: Tensor, labels_S: Tensor, *, for_x: bool, for_weight: bool
+    x_SC: Tensor, weight_VC: Tensor, labels_S: Tensor, cap: float | None, *, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the loss `[]` and, where wanted, the gradients `[S, C]` and `[V, C]`."""
     sizes = _sizes(x_SC, weight_VC)
@@ -146,11 +155,17 @@ def _over_chunks(
     weight_grad = torch.empty_like(weight_VC, dtype=wide) if for_weight else None
     losses, start = [], 0
     for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
-        logs_sV = _wide(F.linear(x_sC, weight_VC)).log_softmax(-1)
+        logits_sV = soft_capped(F.linear(x_sC, weight_VC), cap)
+        slopes_sV = None if cap is None else 1 - (_wide(logits_sV) / cap).square()
+        logs_sV = _wide(logits_sV).log_softmax(-1)
+        del logits_sV
         losses.append(F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="sum"))
         if for_x or for_weight:
-            errors_sV = _logit_gradients(logs_sV, labels_s).to(x_SC.dtype)
-            del logs_sV
+            errors_sV = _logit_gradients(logs_sV, labels_s)
+            if slopes_sV is not None:
+                errors_sV *= slopes_sV
+            errors_sV = errors_sV.to(x_SC.dtype)
+            del logs_sV, slopes_sV
             if x_grad is not None:
                 torch.mm(errors_sV, weight_VC, out=x_grad[start : start + len(x_sC)])
             if weight_grad is not None:

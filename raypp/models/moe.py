@@ -1,7 +1,8 @@
 """Mixture of experts: the block with its router, and the router's losses. No token is dropped.
 
 Each token goes to its `experts_per_token` most likely experts. Their outputs are summed, weighted
-with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
+with the router's probabilities, normalised to sum to 1 (Mixtral, arXiv:2401.04088, section 2.1)
+unless `norm_topk_prob` is false.
 
 Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
 to experts, C residual width.
@@ -16,13 +17,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.clamped_experts import ClampedExperts
 from raypp.models.experts import Exchange, Names, StackedExperts, counted, inverse, reordered, repeated
-from raypp.models.layers import DecoderLayer
+from raypp.models.layers import DecoderLayer, GatedFeedForward
 from raypp.spec.models import MoeOptions
 
 
 class MixtureOfExperts(nn.Module):
     """The feed-forward block of a layer with experts.
+
+    Args:
+        options: The `model:` section.
+        experts: The experts, or the family's names for the matrices of `StackedExperts`.
+        router: The family's name of the router.
+        router_bias: The router has a bias.
+        shared: Inner width of an expert that gets every token. Its output is multiplied by a gate,
+            σ(x · w), and added. None: there is none.
 
     Attributes:
         exchange: Runs experts that are spread over ranks. None: this rank holds all of them. Set by
@@ -32,11 +42,22 @@ class MixtureOfExperts(nn.Module):
             loss. None: only this rank.
     """
 
-    def __init__(self, options: MoeOptions, names: Names) -> None:
+    def __init__(
+        self,
+        options: MoeOptions,
+        experts: Names | ClampedExperts,
+        *,
+        router: str = "gate",
+        router_bias: bool = False,
+        shared: int | None = None,
+    ) -> None:
         super().__init__()
         self.options = options
-        self.gate = nn.Linear(options.hidden_size, options.num_experts, bias=False)
-        self.experts = StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
+        self.router_name = router
+        self.add_module(router, nn.Linear(options.hidden_size, options.num_experts, bias=router_bias))
+        self.experts = experts if isinstance(experts, ClampedExperts) else _stacked(options, experts)
+        self.shared_expert = GatedFeedForward(options.hidden_size, shared) if shared is not None else None
+        self.shared_expert_gate = nn.Linear(options.hidden_size, 1, bias=False) if shared is not None else None
         self.exchange: Exchange | None = None
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
@@ -59,10 +80,12 @@ class MixtureOfExperts(nn.Module):
         """
         chosen = self.options.experts_per_token
         x_SC = x_BTC.reshape(-1, x_BTC.shape[-1])
-        logits_SE = self.gate(x_SC)
+        logits_SE = self.get_submodule(self.router_name)(x_SC)
         probabilities_SE = F.softmax(logits_SE, dim=-1, dtype=torch.promote_types(logits_SE.dtype, torch.float32))
         weights_SK, experts_SK = probabilities_SE.topk(chosen, dim=-1)
-        weights_SK = (weights_SK / weights_SK.sum(-1, keepdim=True)).to(x_SC.dtype)
+        if self.options.norm_topk_prob:
+            weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
+        weights_SK = weights_SK.to(x_SC.dtype)
 
         order_N = experts_SK.flatten().argsort(stable=True)
         back_N = inverse(order_N)
@@ -74,6 +97,8 @@ class MixtureOfExperts(nn.Module):
             rows_NC = self.exchange(self.experts, rows_NC, counts_E)
         returned_SKC = reordered(rows_NC, back_N, order_N).view(*experts_SK.shape, -1)
         out_SC = (returned_SKC * weights_SK[..., None]).sum(1)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out_SC = out_SC + F.sigmoid(self.shared_expert_gate(x_SC)) * self.shared_expert(x_SC)
 
         if labelled_BT is not None and torch.is_grad_enabled():
             sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
@@ -83,6 +108,10 @@ class MixtureOfExperts(nn.Module):
                 return out_SC.view_as(x_BTC)
             out_SC = _AddLoss.apply(out_SC, loss, sums_2.detach(), self.router_sums)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
+
+
+def _stacked(options: MoeOptions, names: Names) -> StackedExperts:
+    return StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
 
 
 def router_sums(
@@ -135,7 +164,7 @@ def weighted(sums_2: Tensor, options: MoeOptions) -> Tensor:
     the ranks they ran on.
     """
     balance, z = sums_2
-    loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.num_layers
+    loss: Tensor = (options.aux_loss_weight * balance + options.z_loss_weight * z) / options.expert_layers
     return loss
 
 

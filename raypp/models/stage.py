@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.layers import RMSNorm, rotary_table
+from raypp.models.layers import OffsetRMSNorm, RMSNorm
 from raypp.models.lora import add_adapters
-from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
-from raypp.spec.families import FAMILIES, MODELS
+from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
+from raypp.models.rotary import rotary_table
+from raypp.spec.families import FAMILIES, MODELS, layer_rotary
 from raypp.spec.models import DecoderOptions
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
@@ -35,7 +36,8 @@ class Backbone(nn.Module):
         holds_matrix = first or (last and options.tie_embeddings)
         self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
-        self.norm = RMSNorm(options.hidden_size, options.norm_eps) if last else None
+        norm = OffsetRMSNorm if options.stage_ends().gain_from_zero else RMSNorm
+        self.norm = norm(options.hidden_size, options.norm_eps) if last else None
 
 
 class DecoderStage(nn.Module):
@@ -56,12 +58,14 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.options = options
         self.first = first
+        self.ends = options.stage_ends()
         self.model = Backbone(options, layers, first, last, make_layer)
         untied = last and not options.tie_embeddings
         self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if untied else None
         copied = last and not first and options.tie_embeddings
         self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
         """Tied parameters whose first copy is on another stage, which counts and saves them."""
+        self._rotary = {str(index): layer_rotary(options, index) for index in layers}
         self._projection: Tensor | None = None
         self._separate = False
 
@@ -92,26 +96,31 @@ class DecoderStage(nn.Module):
         """
         if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
-        rotary = rotary_table(positions_BT.flatten(), self.options.dim_per_head, self.options.rope_theta, x.dtype)
-        for layer in self.model.layers.values():
-            x = layer(x, rotary, documents, labelled_BT)
+            if self.ends.embedding_factor != 1:
+                # Rounded to the dtype of the embeddings, as the models were trained.
+                x = x * torch.tensor(self.ends.embedding_factor, dtype=x.dtype)
+        distinct = dict.fromkeys(rotary for rotary in self._rotary.values() if rotary is not None)
+        tables = {rotary: rotary_table(positions_BT.flatten(), rotary, x.dtype, documents) for rotary in distinct}
+        for index, layer in self.model.layers.items():
+            rotary = self._rotary[index]
+            x = layer(x, None if rotary is None else tables[rotary], documents, labelled_BT)
         if self.model.norm is not None:
             x = self.model.norm(x)
+            if self.ends.logit_divisor != 1:
+                x = x / self.ends.logit_divisor
             return self._logits(x) if targets is None else self._loss(x, targets)
         return x
 
     def _logits(self, x_BTC: Tensor) -> Tensor:
         """Projects `[B, T, C]` to logits `[B, T, V]`."""
-        if self.lm_head is not None:
-            logits: Tensor = self.lm_head(x_BTC)
-            return logits
-        return F.linear(x_BTC, self._projection_weight())
+        logits = F.linear(x_BTC, self._projection_weight()) if self.lm_head is None else self.lm_head(x_BTC)
+        return soft_capped(logits, self.ends.logit_cap)
 
     def _loss(self, x_BTC: Tensor, targets: Targets) -> Tensor:
         """Returns the summed loss `[]` of `[B, T, C]`."""
         weight = self._projection_weight()
         if in_chunks(x_BTC, weight):
-            return loss_sum_in_chunks(x_BTC, weight, targets)
+            return loss_sum_in_chunks(x_BTC, weight, targets, self.ends.logit_cap)
         return token_loss_sum(self._logits(x_BTC), targets.labels_BT)
 
     def _projection_weight(self) -> Tensor:

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from raypp.models.attention_kernel import AttentionKernel, Segments
+from raypp.errors import RayppError
+from raypp.models.attention_kernel import AttentionKernel, FlashBlocks, Segments
+from raypp.models.attention_products import reaching_sinks, with_sinks
 from raypp.models.documents import PackedDocuments
+from raypp.spec.attention_rule import AttentionRule
 from raypp.torch_private import flash_attention_backward, flash_attention_forward
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
@@ -43,19 +46,64 @@ def varlen_kernel(name: str) -> AttentionKernel:
     return AttentionKernel(name, _attend, FlashKernel())
 
 
-def _attend(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: PackedDocuments) -> Tensor:
+def _attend(
+    q_SHD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    documents: PackedDocuments,
+    rule: AttentionRule,
+    sinks_H: Tensor | None,
+) -> Tensor:
     """Computes attention within documents: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`."""
+    if rule.soft_cap is not None:
+        raise RayppError("variable-length attention has no soft cap", "set train.attention: flex or plain")
     cu, longest = documents.cu_seqlens, documents.max_len
-    out = varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=CAUSAL, **_GROUPED)
+    segments = Segments(cu, cu, longest, longest, True, rule.window, rule.scale)
+    if sinks_H is not None:
+        return attend_with_sinks(q_SHD, k_SKD, v_SKD, sinks_H, segments, FlashKernel())
+    window = _window(segments)
+    out = varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=window, scale=rule.scale, **_GROUPED)
     assert isinstance(out, Tensor)
     return out
+
+
+def attend_with_sinks(
+    q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, sinks_H: Tensor, segments: Segments, kernel: FlashBlocks
+) -> Tensor:
+    """Computes attention with sinks `[H]`: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`."""
+    out, lse = _WithSinks.apply(q_SHD, k_SKD, v_SKD, sinks_H, segments, kernel)  # type: ignore[no-untyped-call]
+    return reaching_sinks(out, lse, sinks_H)
+
+
+class _WithSinks(torch.autograd.Function):
+    """A kernel with sinks added. Neither the lse nor the sinks are reached by its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, segments: Segments, kernel: FlashBlocks
+    ) -> tuple[Tensor, Tensor]:
+        """Returns output `[S, H, D]` and lse `[S, H]`, sinks included."""
+        out, lse_HS = kernel.forward(q, k, v, segments)
+        out, lse = with_sinks(out, lse_HS.T, sinks)
+        out = out.to(q.dtype)
+        ctx.segments, ctx.kernel = segments, kernel
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        """Returns the gradients of q `[S, H, D]`, k and v `[S, K, D]`."""
+        q, k, v, out, lse = ctx.saved_tensors
+        lse_HS = lse.T.contiguous()
+        return (*ctx.kernel.backward(grad.contiguous(), q, k, v, out, lse_HS, ctx.segments), None, None, None)
 
 
 class FlashKernel:
     """torch's flash kernels by parts; see `FlashBlocks`."""
 
     def forward(self, q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        left, right = CAUSAL if segments.causal else ALL
+        left, right = _window(segments)
         out, lse, *_ = flash_attention_forward(
             q_QHD,
             k_NKD,
@@ -64,8 +112,9 @@ class FlashKernel:
             segments.cu_keys,
             *_bounds(segments),
             0.0,
-            segments.causal,
+            (left, right) == CAUSAL,
             False,
+            scale=segments.scale,
             window_size_left=left,
             window_size_right=right,
         )
@@ -81,7 +130,7 @@ class FlashKernel:
         lse_HQ: Tensor,
         segments: Segments,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = CAUSAL if segments.causal else ALL
+        left, right = _window(segments)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_QHD.device)
         gradients: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
             grad_QHD,
@@ -94,13 +143,21 @@ class FlashKernel:
             segments.cu_keys,
             *_bounds(segments),
             0.0,
-            segments.causal,
+            (left, right) == CAUSAL,
             no_dropout,
             torch.empty(0, device=q_QHD.device),
+            scale=segments.scale,
             window_size_left=left,
             window_size_right=right,
         )
         return gradients
+
+
+def _window(segments: Segments) -> tuple[int, int]:
+    """Returns how many keys a query sees to its left and to its right."""
+    if not segments.causal:
+        return ALL
+    return CAUSAL if segments.window is None else (segments.window - 1, 0)
 
 
 def _bounds(segments: Segments) -> tuple[int, int]:

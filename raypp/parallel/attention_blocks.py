@@ -5,25 +5,32 @@ several blocks, weighted by their lse, give the attention over all of them (onli
 arXiv:1805.02867). Given the lse over *all* blocks, the gradients of each block are computed
 separately and added.
 
-On CPU, this calls the kernel behind torch's own attention. On other devices, attention is computed
-with matrix products in fp32, one tile of queries at a time.
+On CPU, this calls the kernel behind torch's own attention. On other devices, and where a block has
+a window or a soft cap, attention is computed with matrix products
+(`raypp.models.attention_products`).
 
-Legend: Q queries, N keys, S queries or keys, H query heads, K key/value heads (K divides H), G = H
-/ K, D head width.
+Legend: Q queries, N keys, S queries or keys, H query heads, K key/value heads (K divides H), D head
+width.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from raypp.models.attention_products import attend_by_products, gradients_by_products
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
-TILE = 1024
-"""Queries per tile in attention with matrix products. Limits the scores held at once."""
 
-
-def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_block(
+    q_QHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    *,
+    causal: bool,
+    offset: int | None = None,
+    rule: AttentionRule = NO_RULE,
+) -> tuple[Tensor, Tensor]:
     """Computes the attention of one block.
 
     Args:
@@ -31,21 +38,33 @@ def attend_block(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *, causal: bool) -
         k_NKD: Keys `[N, K, D]`.
         v_NKD: Values `[N, K, D]`.
         causal: True: query i sees keys 0 to i, and Q = N. False: every query sees every key.
+        offset: Position of the first query minus that of the first key, where the rule has a window
+            that cuts the block. Every query sees a key.
+        rule: The layer's rule; its sinks take part later.
 
     Returns:
         The output `[Q, H, D]` and the lse `[Q, H]`. The lse is fp32, or the output's dtype if
         wider.
     """
-    if q_QHD.device.type != "cpu":
-        block: tuple[Tensor, Tensor] = _by_products(q_QHD, k_NKD, v_NKD, causal)
-        return block
+    if _needs_products(q_QHD, rule):
+        return attend_by_products(q_QHD, k_NKD, v_NKD, _offset(k_NKD, causal, offset), rule)
     k_NHD, v_NHD = _per_query_head(k_NKD, q_QHD), _per_query_head(v_NKD, q_QHD)
-    out, lse = flash_attention_for_cpu(_batch(q_QHD), _batch(k_NHD), _batch(v_NHD), 0.0, causal)
+    tensors = _batch(q_QHD), _batch(k_NHD), _batch(v_NHD)
+    out, lse = flash_attention_for_cpu(*tensors, 0.0, causal, scale=rule.scale)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def block_gradients(
-    grad_QHD: Tensor, q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, *, causal: bool
+    grad_QHD: Tensor,
+    q_QHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    out_QHD: Tensor,
+    lse_QH: Tensor,
+    *,
+    causal: bool,
+    offset: int | None = None,
+    rule: AttentionRule = NO_RULE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what one block contributes to the gradients.
 
@@ -57,16 +76,32 @@ def block_gradients(
         out_QHD: Output over all blocks, `[Q, H, D]`.
         lse_QH: Lse over all blocks, `[Q, H]`.
         causal: As in `attend_block`.
+        offset: As there.
+        rule: As there.
 
     Returns:
         Gradients of queries `[Q, H, D]`, keys `[N, K, D]` and values `[N, K, D]`.
     """
-    if q_QHD.device.type != "cpu":
-        return _gradients_by_products(grad_QHD, q_QHD, k_NKD, v_NKD, out_QHD, lse_QH, causal)
+    if _needs_products(q_QHD, rule):
+        at = _offset(k_NKD, causal, offset)
+        return gradients_by_products(grad_QHD, q_QHD, k_NKD, v_NKD, out_QHD, lse_QH, at, rule)
     k_NHD, v_NHD = _per_query_head(k_NKD, q_QHD), _per_query_head(v_NKD, q_QHD)
     tensors = (_batch(t) for t in (grad_QHD, q_QHD, k_NHD, v_NHD, out_QHD))
-    dq, dk, dv = (d[0].transpose(0, 1) for d in flash_attention_for_cpu_backward(*tensors, lse_QH.T[None], 0.0, causal))
+    gradients = flash_attention_for_cpu_backward(*tensors, lse_QH.T[None], 0.0, causal, scale=rule.scale)
+    dq, dk, dv = (d[0].transpose(0, 1) for d in gradients)
     return dq, _per_kv_head(dk, k_NKD), _per_kv_head(dv, v_NKD)
+
+
+def _needs_products(q_QHD: Tensor, rule: AttentionRule) -> bool:
+    """Returns whether torch's kernel cannot compute a block of queries `[Q, H, D]`."""
+    return q_QHD.device.type != "cpu" or rule.window is not None or rule.soft_cap is not None
+
+
+def _offset(k_NKD: Tensor, causal: bool, given: int | None) -> int:
+    """Returns the offset of a block of keys `[N, K, D]`; any from N on hides nothing."""
+    if given is not None:
+        return given
+    return 0 if causal else len(k_NKD)
 
 
 def _batch(x_SHD: Tensor) -> Tensor:
@@ -84,66 +119,3 @@ def _per_kv_head(d_NHD: Tensor, like_NKD: Tensor) -> Tensor:
     """Sums gradients `[N, H, D]` over the query heads of each key/value head: `[N, K, D]`."""
     groups = d_NHD.shape[1] // like_NKD.shape[1]
     return d_NHD.reshape(len(d_NHD), -1, groups, d_NHD.shape[-1]).sum(2) if groups > 1 else d_NHD
-
-
-def _grouped(x_QHD: Tensor, kv_heads: int) -> Tensor:
-    """Groups `[Q, H, D]` by key/value head: `[K, G, Q, D]`, in fp32 or wider."""
-    wide = x_QHD.to(torch.promote_types(x_QHD.dtype, torch.float32))
-    return wide.reshape(len(wide), kv_heads, -1, wide.shape[-1]).permute(1, 2, 0, 3)
-
-
-def _scores(q_KGQD: Tensor, k_K1ND: Tensor, first: int, causal: bool) -> Tensor:
-    """Computes the scores `[K, G, Q, N]` of a tile that starts at query `first` of the block.
-
-    The queries are `[K, G, Q, D]`, the keys `[K, 1, N, D]`.
-    """
-    scores: Tensor = q_KGQD @ k_K1ND.transpose(-1, -2) * q_KGQD.shape[-1] ** -0.5
-    if causal:
-        rows = torch.arange(first, first + scores.shape[-2], device=scores.device)
-        columns = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.masked_fill(columns > rows[:, None], float("-inf"))
-    return scores
-
-
-def _ungrouped(x_KGQD: Tensor) -> Tensor:
-    """Undoes `_grouped`: `[K, G, Q, D]` to `[Q, H, D]`."""
-    return x_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-# A custom operator hides the products inside from selective checkpointing. It would keep their
-# results, which are scores here.
-@torch.library.custom_op("raypp::attention_block", mutates_args=())
-def _by_products(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attend_block` with matrix products: output `[Q, H, D]`, lse `[Q, H]`, in fp32 or wider."""
-    kv_heads = k_NKD.shape[1]
-    k, v = _grouped(k_NKD, kv_heads), _grouped(v_NKD, kv_heads)
-    outs, lses = [], []
-    for first in range(0, len(q_QHD), TILE):
-        scores = _scores(_grouped(q_QHD[first : first + TILE], kv_heads), k, first, causal)
-        lse = scores.logsumexp(-1, keepdim=True)
-        outs.append(_ungrouped((scores - lse).exp() @ v))
-        lses.append(_ungrouped(lse)[..., 0])
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _gradients_by_products(
-    grad_QHD: Tensor, q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_gradients` with matrix products, in fp32 or wider: `[Q, H, D]` and twice `[N, K, D]`.
-
-    This is FlashAttention's backward (arXiv:2205.14135, appendix B.4), one tile of queries at a
-    time.
-    """
-    kv_heads = k_NKD.shape[1]
-    k, v = _grouped(k_NKD, kv_heads), _grouped(v_NKD, kv_heads)
-    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for first in range(0, len(q_QHD), TILE):
-        tile = slice(first, first + TILE)
-        q, out, grad = (_grouped(x[tile], kv_heads) for x in (q_QHD, out_QHD, grad_QHD))
-        weights = (_scores(q, k, first, causal) - _grouped(lse_QH[tile, :, None], kv_heads)).exp()
-        dv += (weights.transpose(-1, -2) @ grad).sum(1, keepdim=True)
-        inner = grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
-        dscores = weights * inner * q.shape[-1] ** -0.5
-        dqs.append(_ungrouped(dscores @ k))
-        dk += (dscores.transpose(-1, -2) @ q).sum(1, keepdim=True)
-    return torch.cat(dqs), _ungrouped(dk), _ungrouped(dv)

@@ -8,16 +8,17 @@ report.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from raypp.errors import JobError, Problem
-from raypp.models.attention import PLAIN
+from raypp.models.attention import PLAIN, packed_attention
 from raypp.models.attention_kernel import AttentionKernel, Segments
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.apply import compute_dtype
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.job import Job
 
 KERNELS = ("flash3", "varlen", "flex", "plain")
@@ -38,6 +39,7 @@ class Setting:
         selective: The job uses selective activation checkpointing.
         ring: The job uses ring attention.
         packages: Those of `flash_attn_interface` and `triton` that are installed.
+        rules: The rules of the model's layers.
     """
 
     device: str
@@ -47,6 +49,7 @@ class Setting:
     selective: bool
     ring: bool
     packages: frozenset[str]
+    rules: frozenset[AttentionRule] = frozenset({NO_RULE})
 
     @classmethod
     def of(cls, job: Job, device: torch.device) -> Setting:
@@ -60,6 +63,7 @@ class Setting:
             job.train.activation_checkpointing == "selective",
             job.mesh.cp > 1 and job.mesh.cp_style == "ring",
             found,
+            frozenset(job.model.attention_rule(index) for index in range(job.model.num_layers)),
         )
 
     def __str__(self) -> str:
@@ -86,8 +90,12 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         reasons = "".join(f"; not {name}: {reason}" for name, reason in self.against.items())
-        written_out = self.setting.ring and self.setting.device == "cuda" and self.kernel.blocks is None
-        hops = ", the ring's blocks written out" if written_out else ""
+        hops = ""
+        if self.setting.ring and self.setting.device == "cuda":
+            if self.kernel.blocks is None:
+                hops = ", the ring's blocks written out"
+            elif any(rule.window is not None for rule in self.setting.rules):
+                hops = ", the ring's blocks of layers with a window written out"
         return f"attention by {self.kernel.name}{hops} ({self.setting}){reasons}"
 
 
@@ -99,6 +107,8 @@ def reason_against(kernel: str, setting: Setting) -> str | None:
         return f"it needs CUDA, the ranks compute on {setting.device}"
     if kernel == "flex":
         return _against_flex(setting)
+    if any(rule.soft_cap is not None for rule in setting.rules):
+        return "it has no soft cap of the scores, which the model's layers have"
     if setting.dtype not in (torch.bfloat16, torch.float16):
         return "it needs train.precision: bf16"
     if setting.head_dim % 8 or setting.head_dim > 256:
@@ -185,8 +195,12 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
         tokens = sum(lengths)
         q, k, v = (torch.ones(tokens, n, width, **options).requires_grad_() for n in (heads, kv_heads, kv_heads))
         documents = PackedDocuments.of_lengths(lengths, kernel=kernel).moved(lambda t: t.to(device))
-        out = kernel.attend(q, k, v, documents)
-        torch.autograd.grad(out.sum(), (q, k, v))
+        for rule in Setting.of(job, device).rules:
+            sinks = [torch.ones(heads, **options).requires_grad_()] if rule.sinks else []
+            # A window that a document exceeds: the job's would be no limit here.
+            small = rule if rule.window is None else replace(rule, window=7)
+            out = packed_attention(q, k, v, documents, small, *sinks)
+            torch.autograd.grad(out.sum(), (q, k, v, *sinks))
         if kernel.blocks is not None and Setting.of(job, device).ring:
             with torch.no_grad():
                 whole = Segments(documents.cu_seqlens, documents.cu_seqlens, max(lengths), max(lengths), causal=False)

@@ -9,7 +9,7 @@ Legend: B rows, T tokens of a padded row, R ranks of the cp group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +24,8 @@ from raypp.parallel.hop_segments import hop_segments
 from raypp.parallel.ring import Ring, ring_attention
 from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops
 from raypp.parallel.ulysses import ulysses_attention
-from raypp.parallel.zigzag import plan_ring, zigzag
+from raypp.parallel.zigzag import RingPlan, plan_ring, zigzag
+from raypp.spec.attention_rule import AttentionRule
 
 
 class ContextShare(Protocol):
@@ -71,13 +72,35 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class _RingAcross:
-    """Ring attention of one microbatch."""
+    """Ring attention of one microbatch.
+
+    Attributes:
+        ring: The ranks.
+        lengths: Lengths of all documents of whole rows.
+        row_len: T.
+        hops: The hops of layers without a window and without a soft cap.
+        plans: The plans by window, made when a layer first needs them.
+    """
 
     ring: Ring
+    lengths: Sequence[int]
+    row_len: int
     hops: RingHops
+    plans: dict[int | None, RingPlan] = field(default_factory=dict)
 
-    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
-        return ring_attention(q_SHD, k_SKD, v_SKD, self.ring, self.hops)
+    def __call__(
+        self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
+        return ring_attention(q_SHD, k_SKD, v_SKD, self.ring, self._hops(rule.within(max(self.lengths))), sinks_H)
+
+    def _hops(self, rule: AttentionRule) -> RingHops:
+        """Returns the hops of a layer. No flash kernel has soft caps, or windows between chunks."""
+        if rule.window is None and rule.soft_cap is None and isinstance(self.hops, FlashHops):
+            return replace(self.hops, scale=rule.scale)
+        if rule.window not in self.plans:
+            rank, size = self.ring.rank, self.ring.size
+            self.plans[rule.window] = plan_ring(self.lengths, self.row_len, rank, size, window=rule.window)
+        return BlockHops(self.plans[rule.window], rule)
 
     def moved(self, move: Move) -> _RingAcross:
         return replace(self, hops=self.hops.moved(move))
@@ -107,7 +130,8 @@ class RingShare:
         plan = plan_ring(whole.lengths, length, self.ring.rank, self.size)
         blocks = kernel.blocks
         hops = BlockHops(plan) if blocks is None else FlashHops(hop_segments(plan), blocks)
-        return whole.reaching(_RingAcross(self.ring, hops))
+        across = _RingAcross(self.ring, whole.lengths, length, hops, {None: plan})
+        return whole.reaching(across, self.columns(length), len(rows))
 
 
 @dataclass(frozen=True)
@@ -118,8 +142,10 @@ class _UlyssesAcross:
     group: dist.ProcessGroup
     whole: PackedDocuments
 
-    def __call__(self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
-        return ulysses_attention(q_SHD, k_SKD, v_SKD, self.rows, self.group, self.whole)
+    def __call__(
+        self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
+        return ulysses_attention(q_SHD, k_SKD, v_SKD, self.rows, self.group, self.whole, rule, sinks_H)
 
     def moved(self, move: Move) -> _UlyssesAcross:
         return replace(self, whole=self.whole.moved(move))
@@ -142,4 +168,5 @@ class UlyssesShare:
 
     def documents(self, rows: Sequence[Sequence[int]], length: int, kernel: AttentionKernel = PLAIN) -> PackedDocuments:
         whole = PackedDocuments.of_rows(rows, length, kernel=kernel)
-        return whole.reaching(_UlyssesAcross(len(rows), self.group, whole))
+        across = _UlyssesAcross(len(rows), self.group, whole)
+        return whole.reaching(across, self.columns(length), len(rows))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from raypp.models.experts import StackedExperts, inverse, reordered
+from raypp.models.experts import inverse, reordered
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.once import once
 from raypp.records import Coordinates
@@ -103,7 +103,7 @@ class ExpertExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, experts: StackedExperts, rows_NC: Tensor, counts_E: Tensor) -> Tensor:
+    def __call__(self, experts: nn.Module, rows_NC: Tensor, counts_E: Tensor) -> Tensor:
         """Sends rows to their experts and returns the results. Collective over the group.
 
         The backward is collective, too.
@@ -123,7 +123,7 @@ class ExpertExchange:
         local = torch.arange(held, device=counts_E.device).repeat(ranks)
         order_M = local.repeat_interleave(sizes.received_RE.flatten(), output_size=len(arrived_NC)).argsort(stable=True)
         back_M = inverse(order_M)
-        done_MC = experts(reordered(arrived_NC, order_M, back_M), sizes.received_RE.sum(0), sizes.counts)
+        done_MC: Tensor = experts(reordered(arrived_NC, order_M, back_M), sizes.received_RE.sum(0), sizes.counts)
         done_MC = reordered(done_MC, back_M, order_M)
         returned: Tensor = _AllToAll.apply(done_MC, sizes.leave, sizes.arrive, self.group)  # type: ignore[no-untyped-call]
         return returned

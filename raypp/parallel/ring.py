@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raypp.models.attention_products import reaching_sinks, with_sinks
 from raypp.parallel.ring_hops import RingHops
 
 
@@ -80,7 +81,9 @@ class Ring:
             current = arriving
 
 
-def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, hops: RingHops) -> Tensor:
+def ring_attention(
+    q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, hops: RingHops, sinks_H: Tensor | None = None
+) -> Tensor:
     """Computes causal attention within documents over whole rows.
 
     This rank holds two chunks of each row.
@@ -93,32 +96,41 @@ def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ring: Ring, hops
         v_SKD: This rank's values `[S, K, D]`.
         ring: The ranks.
         hops: This rank's work on the microbatch, hop by hop.
+        sinks_H: The scores of the sinks, `[H]`. None: there are none.
 
     Returns:
         The output `[S, H, D]`.
     """
-    out: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, hops)  # type: ignore[no-untyped-call]
-    return out
+    out, lse = _RingAttention.apply(q_SHD, k_SKD, v_SKD, ring, hops, sinks_H)  # type: ignore[no-untyped-call]
+    return reaching_sinks(out, lse, sinks_H)
 
 
 class _RingAttention(torch.autograd.Function):
-    """`ring_attention` with its own backward."""
+    """`ring_attention` with its own backward, which does not reach the sinks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, hops: RingHops) -> Tensor:
-        """Attends to the keys of each hop: q `[S, H, D]`, k, v `[S, K, D]`, result `[S, H, D]`."""
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, hops: RingHops, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attends to the keys of each hop: q `[S, H, D]`, k, v `[S, K, D]`.
+
+        Returns output `[S, H, D]` and lse `[S, H]`. The lse has no gradient.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
         out_SHD = torch.empty(q.shape, dtype=wide, device=q.device)
         lse_SH = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         for hop, kv in enumerate(ring.travelling(torch.stack((k, v)), hops.count)):
             hops.attend(hop, q, kv, out_SHD, lse_SH)
+        if sinks is not None:
+            out_SHD, lse_SH = with_sinks(out_SHD, lse_SH, sinks)
         result = out_SHD.to(q.dtype)
         ctx.ring, ctx.hops = ring, hops
         ctx.save_for_backward(q, k, v, result, lse_SH)
-        return result
+        ctx.mark_non_differentiable(lse_SH)
+        return result, lse_SH
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Returns the gradients of q `[S, H, D]`, k and v `[S, K, D]`, given that of the output."""
         q, k, v, out, lse = ctx.saved_tensors
         ring, hops = ctx.ring, ctx.hops
@@ -139,7 +151,7 @@ class _RingAttention(torch.autograd.Function):
             dkv, works = ring.exchange(dkv, 1 - hops.count)
             _finish(works)
         del sent
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None, None
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), None, None, None
 
 
 def _finish(works: list[dist.Work]) -> None:

@@ -11,17 +11,18 @@ queries of a block or hop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from raypp.models.attention_kernel import FlashBlocks
+from raypp.models.attention_kernel import FlashBlocks, Segments
 from raypp.models.documents import Move
 from raypp.parallel.attention_blocks import attend_block, block_gradients
 from raypp.parallel.hop_segments import HopSegments
-from raypp.parallel.zigzag import RingPlan
+from raypp.parallel.zigzag import Block, RingPlan
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
 
 class RingHops(Protocol):
@@ -76,9 +77,15 @@ class RingHops(Protocol):
 
 @dataclass(frozen=True)
 class BlockHops:
-    """Each block of the plan by itself, with `attention_blocks`."""
+    """Each block of the plan by itself, with `attention_blocks`.
+
+    Attributes:
+        plan: The blocks, made with the rule's window.
+        rule: The layer's rule.
+    """
 
     plan: RingPlan
+    rule: AttentionRule = NO_RULE
 
     @property
     def count(self) -> int:
@@ -87,7 +94,7 @@ class BlockHops:
     def attend(self, hop: int, q_SHD: Tensor, kv: Tensor, out_SHD: Tensor, lse_SH: Tensor) -> None:
         for block in self.plan.blocks[hop]:
             k, v = kv[:, block.keys]
-            out, lse = attend_block(q_SHD[block.queries], k, v, causal=block.causal)
+            out, lse = attend_block(q_SHD[block.queries], k, v, **self._how(block))
             if block.causal:  # the causal block of a query comes first
                 out_SHD[block.queries], lse_SH[block.queries] = out, lse
             else:
@@ -107,9 +114,13 @@ class BlockHops:
         for block in self.plan.blocks[hop]:
             at = block.queries
             k, v = kv[:, block.keys]
-            shares = block_gradients(grad_SHD[at], q_SHD[at], k, v, out_SHD[at], lse_SH[at], causal=block.causal)
+            shares = block_gradients(grad_SHD[at], q_SHD[at], k, v, out_SHD[at], lse_SH[at], **self._how(block))
             for total, share in zip((dq_SHD[at], dkv[0, block.keys], dkv[1, block.keys]), shares, strict=True):
                 total += share
+
+    def _how(self, block: Block) -> dict[str, Any]:
+        rule = replace(self.rule, window=block.window)
+        return {"causal": block.causal, "offset": block.offset, "rule": rule}
 
     def moved(self, move: Move) -> BlockHops:
         return self
@@ -122,10 +133,12 @@ class FlashHops:
     Attributes:
         hops: The segments of each hop, as many as all ranks need.
         kernel: The kernel.
+        scale: Factor of the scores. None: head width ** -0.5.
     """
 
     hops: tuple[HopSegments, ...]
     kernel: FlashBlocks
+    scale: float | None = None
 
     @property
     def count(self) -> int:
@@ -136,7 +149,7 @@ class FlashHops:
         if not at.queries:
             return
         k, v = (_taken(x, at.keys) for x in kv)
-        out, lse_HQ = self.kernel.forward(_taken(q_SHD, at.queries), k, v, at.segments)
+        out, lse_HQ = self.kernel.forward(_taken(q_SHD, at.queries), k, v, self._segments(at))
         if hop == 0:
             out_SHD.copy_(out)
             lse_SH.copy_(lse_HQ.T)
@@ -161,15 +174,18 @@ class FlashHops:
         grad, q, out = (_taken(x, at.queries) for x in (grad_SHD, q_SHD, out_SHD))
         k, v = (_taken(x, at.keys) for x in kv)
         lse_HQ = _taken(lse_SH, at.queries).T.contiguous()
-        dq, dk, dv = self.kernel.backward(grad, q, k, v, out, lse_HQ, at.segments)
+        dq, dk, dv = self.kernel.backward(grad, q, k, v, out, lse_HQ, self._segments(at))
         for span, share in _parts(at.queries, dq):
             dq_SHD[span] += share
         for span, dk_part, dv_part in _parts(at.keys, dk, dv):
             dkv[0, span] += dk_part
             dkv[1, span] += dv_part
 
+    def _segments(self, at: HopSegments) -> Segments:
+        return replace(at.segments, scale=self.scale)
+
     def moved(self, move: Move) -> FlashHops:
-        return FlashHops(tuple(hop.moved(move) for hop in self.hops), self.kernel)
+        return replace(self, hops=tuple(hop.moved(move) for hop in self.hops))
 
 
 def _add(so_far_QHD: Tensor, lse_so_far_QH: Tensor, out_QHD: Tensor, lse_QH: Tensor) -> None:

@@ -20,10 +20,18 @@ from torch import Tensor
 
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
 
 def ulysses_attention(
-    q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: int, group: dist.ProcessGroup, whole: PackedDocuments
+    q_SHD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    rows: int,
+    group: dist.ProcessGroup,
+    whole: PackedDocuments,
+    rule: AttentionRule = NO_RULE,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention within documents over whole rows; this rank holds a part of each.
 
@@ -36,6 +44,8 @@ def ulysses_attention(
         rows: B.
         group: The ranks that share the rows.
         whole: The documents of the whole rows.
+        rule: The layer's rule.
+        sinks_H: The scores of the sinks of all heads, `[H]`. None: there are none.
 
     Returns:
         The output `[B·t, H, D]`.
@@ -51,7 +61,9 @@ def ulysses_attention(
     theirs = _exchanged(mine, group)
     row_wise = theirs.view(ranks, rows, -1, *theirs.shape[2:]).transpose(0, 1).flatten(0, 2)
     q, k, v = torch.split(row_wise, heads, dim=1)
-    out = packed_attention(q, k, v, whole)
+    if sinks_H is not None:
+        sinks_H = sinks_H.chunk(ranks)[group.rank()]
+    out = packed_attention(q, k, v, whole, rule, sinks_H)
     by_rank = out.reshape(rows, ranks, -1, *out.shape[1:]).transpose(0, 1)
     back = _exchanged(by_rank.flatten(1, 2), group)
     return back.transpose(0, 1).flatten(1, 2)

@@ -8,6 +8,9 @@ Documents lie end to end. A document that reaches from one chunk into a later on
 between them. So the block of a later chunk's queries and an earlier chunk's keys is a full
 rectangle without a mask. Only the blocks of a chunk with itself are causal. Pairs of chunks that
 share no document need no block.
+
+With a window, rectangles beyond it are left out, and those that it cuts keep only queries and keys
+that see each other.
 """
 
 from __future__ import annotations
@@ -39,17 +42,24 @@ class Block:
         keys: Slice of the tokens of the rank that holds the keys, in the same order.
         causal: True: queries and keys are the same tokens, and each query sees the keys up to
             itself. False: every query sees every key.
+        window: A query sees only this many tokens, itself included. None: no limit here.
+        offset: Position of the first query minus that of the first key, where there is a window.
     """
 
     queries: slice
     keys: slice
     causal: bool
+    window: int | None = None
+    offset: int | None = None
 
     @property
     def pairs(self) -> int:
         """The number of pairs of a query and a key that it sees."""
         queries = int(self.queries.stop - self.queries.start)
         keys = int(self.keys.stop - self.keys.start)
+        if self.window is not None:
+            ends = range(self.offset or 0, (self.offset or 0) + queries)
+            return sum(min(keys, end + 1) - max(0, end + 1 - self.window) for end in ends)
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
@@ -68,7 +78,14 @@ class RingPlan:
     hops: int
 
 
-def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, layout: Layout = zigzag) -> RingPlan:
+def plan_ring(
+    lengths: Sequence[int],
+    row_len: int,
+    rank: int,
+    size: int,
+    layout: Layout = zigzag,
+    window: int | None = None,
+) -> RingPlan:
     """Plans the blocks of a rank.
 
     Args:
@@ -78,6 +95,7 @@ def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, layout
         rank: The rank's position in the ring.
         size: The number of ranks in the ring.
         layout: Which chunks each rank holds.
+        window: The tokens that a query sees, itself included. None: no limit.
     """
     if row_len % (2 * size):
         raise ValueError(f"rows of {row_len} tokens cannot be cut into {2 * size} equal chunks")
@@ -88,22 +106,41 @@ def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, layout
     for row, start, end in _documents(lengths, row_len):
         touched = range(start // width, (end - 1) // width + 1)
 
-        def local(chunk: int, row: int = row, start: int = start, end: int = end) -> slice:
-            base = (2 * row + place[chunk][1]) * width
-            first, last = max(start - chunk * width, 0), min(end - chunk * width, width)
-            return slice(base + first, base + last)
+        def local(chunk: int, tokens: range, row: int = row) -> slice:
+            base = (2 * row + place[chunk][1] - chunk) * width
+            return slice(base + tokens.start, base + tokens.stop)
 
         found: list[list[Block]] = [[] for _ in range(size)]
         for queries in touched:
             for keys in range(touched.start, queries + 1):
+                asking, asked = (
+                    range(max(start, chunk * width), min(end, (chunk + 1) * width)) for chunk in (queries, keys)
+                )
+                if window is not None:
+                    asking, asked = _within(asking, asked, window)
+                if not asking:
+                    continue
                 hop = (place[queries][0] - place[keys][0]) % size
                 hops = max(hops, hop + 1)
                 if place[queries][0] == rank:
-                    found[hop].append(Block(local(queries), local(keys), causal=queries == keys))
+                    spans = local(queries, asking), local(keys, asked)
+                    cut = window is not None and asking.stop - 1 - asked.start >= window
+                    limit = (window, asking.start - asked.start) if cut else ()
+                    found[hop].append(Block(*spans, queries == keys, *limit))
         for hop, blocks in enumerate(found):
             by_hop[hop].extend(_joined(blocks))
     ordered = tuple(tuple(sorted(blocks, key=lambda block: not block.causal)) for blocks in by_hop)
     return RingPlan(ordered, hops)
+
+
+def _within(queries: range, keys: range, window: int) -> tuple[range, range]:
+    """Returns the positions of queries and keys, none of them later, that see each other.
+
+    Both ranges are empty if none do.
+    """
+    queries = range(queries.start, min(queries.stop, keys.stop - 1 + window))
+    keys = range(max(keys.start, queries.start - window + 1), keys.stop)
+    return queries, keys if queries else range(0)
 
 
 def _documents(lengths: Sequence[int], row_len: int) -> Iterator[tuple[int, int, int]]:
@@ -117,8 +154,8 @@ def _documents(lengths: Sequence[int], row_len: int) -> Iterator[tuple[int, int,
 
 def _joined(blocks: list[Block]) -> list[Block]:
     """Merges adjacent rectangles into one where they form a rectangle: fewer, larger products."""
-    causal = [block for block in blocks if block.causal]
-    full = [block for block in blocks if not block.causal]
+    causal = [block for block in blocks if block.causal or block.window is not None]
+    full = [block for block in blocks if not block.causal and block.window is None]
     wide = []
     for _, same_queries in groupby(full, key=lambda block: (block.queries.start, block.queries.stop)):
         group = list(same_queries)

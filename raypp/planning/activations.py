@@ -16,6 +16,7 @@ from typing import Literal
 
 from raypp.planning.end_weights import activation_bytes
 from raypp.planning.sizes import sizes_of
+from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
 
 Kind = Literal["cpu", "cuda"]
@@ -29,27 +30,42 @@ def microbatch_tokens(job: Job) -> int:
 
 @dataclass(frozen=True)
 class _Widths:
-    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts."""
+    """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts.
+
+    `normed`: the widths of what norms take, in values of the compute dtype. `copied`: Q if
+    attention without torch's kernels joins the outputs of documents.
+    """
 
     residual: int
     queries: int
     keys: int
     inner: int
     rows: int
+    normed: int
+    copied: int
 
 
 def _widths(job: Job) -> _Widths:
     model = job.model
     largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    return _Widths(model.hidden_size, queries, keys, largest.inner, 2 * largest.sent * model.hidden_size)
+    family = family_of(model) or FAMILIES["llama"]
+    known = {"q_norm": queries, "k_norm": keys}
+    norms = [weight.name.split(".")[-2] for weight in family.weights(model, 0) if weight.part == "norm"]
+    normed = sum(known.get(name, model.hidden_size) for name in norms)
+    if model.stage_ends().gain_from_zero:  # computed in fp32
+        normed = normed * 4 // activation_bytes(job)
+    ruled = any(model.attention_rule(index).within(job.data.seq_len).special for index in range(model.num_layers))
+    rows = 2 * largest.sent * model.hidden_size
+    return _Widths(model.hidden_size, queries, keys, largest.inner, rows, normed, queries if ruled else 0)
 
 
 def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     """Returns how many values a layer keeps for its backward, per token.
 
-    Without recomputation: input and output of both norms and the residual stream between (4 C; on
-    CPUs the norm is not fused and keeps its input divided by its root mean square as well: 6 C),
+    Without recomputation: what the blocks take (2 C), what norms take (2 C; more with norms of
+    heads or of the blocks' results; on CPUs a norm is not fused and keeps its input divided by its
+    root mean square as well),
     queries, keys and values as attention takes them, its output, and gate, up, silu(gate) and the
     product of the feed-forward block. Attention kernels recompute scores. Experts keep each token's
     row once more per expert that it goes to, and that expert's output.
@@ -67,18 +83,21 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
 
 
 def _everything(w: _Widths, kind: Kind) -> int:
-    norms = 6 if kind == "cpu" else 4
-    return norms * w.residual + 2 * w.queries + 2 * w.keys + 4 * w.inner + w.rows
+    norms, copied = (2 * w.normed, w.copied) if kind == "cpu" else (w.normed, 0)
+    return 2 * w.residual + norms + copied + 2 * w.queries + 2 * w.keys + 4 * w.inner + w.rows
 
 
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
     """Returns the bytes that a stage keeps per token of a microbatch in flight.
 
-    Its layers', the table of the rotary encoding (2 D), its output if another stage follows, and on
-    the last stage what the final norm keeps.
+    Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows,
+    and on the last stage what the final norm keeps.
     """
     width = job.model.hidden_size
-    numbers = cut[stage] * layer_activation_numbers(job, kind) + 2 * job.model.dim_per_head + width
+    first = sum(cut[:stage])
+    rotary = {layer_rotary(job.model, index) for index in range(first, first + cut[stage])}
+    tables = sum(2 * table.width for table in rotary if table is not None)
+    numbers = cut[stage] * layer_activation_numbers(job, kind) + tables + width
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" else 1)
     return numbers * activation_bytes(job)

@@ -2,7 +2,8 @@
 
 A product with a matrix costs 2 FLOPs per weight and token in the forward, and twice that in the
 backward (PaLM, arXiv:2204.02311, appendix B). Causal attention over T tokens reads T/2 keys on
-average: scores and values together cost 2 · 2 · heads · head width · T/2 per token. Norms,
+average: scores and values together cost 2 · 2 · heads · head width · T/2 per token. With a window
+of W < T tokens a query reads W · (1 - W / 2T) keys. Norms,
 activations and the softmax are counted in bytes (`weights.py`).
 """
 
@@ -23,7 +24,14 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
     Averages over layers.
     """
     multiplied = sum(layer.multiplied for layer in sizes.layers) / len(sizes.layers)
-    return 2.0 * multiplied + 2.0 * seq_len * model.num_heads * model.dim_per_head
+    keys = sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
+    return 2.0 * multiplied + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+
+
+def _keys(window: int | None, seq_len: int) -> float:
+    """Returns how many keys a query of a row of `seq_len` tokens reads on average."""
+    seen = seq_len if window is None else min(window, seq_len)
+    return seen * (1 - seen / (2 * seq_len))
 
 
 def head_flops(model: DecoderOptions) -> float:

@@ -39,20 +39,23 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     the log-softmax of a chunk (fp32), and the gradient of the projection (fp32, and a copy in the
     compute dtype).
 
+    A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32.
+
     Args:
         job: The job.
         tokens: Tokens of a microbatch on one rank.
         kind: The kind of device.
     """
     model, compute = job.model, activation_bytes(job)
+    capped = model.stage_ends().logit_cap is not None
     chunks = chunk_sizes(tokens, model.vocab_size, kind)
     if len(chunks) == 1 or family_of(model) is None:
         values = tokens * model.vocab_size
         return LossMemory(
-            kept=values * (compute + _FP32),
+            kept=values * (compute + _FP32 + (compute if capped else 0)),
             forward=values * _FP32 if compute < _FP32 else 0,
             backward=values * 2 * _FP32,
         )
     projection = model.vocab_size * model.hidden_size * (_FP32 + (compute if compute < _FP32 else 0))
-    working = 2 * _FP32 * chunks[0] * model.vocab_size + projection
+    working = (3 if capped else 2) * _FP32 * chunks[0] * model.vocab_size + projection
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=working)

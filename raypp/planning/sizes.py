@@ -139,10 +139,10 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
         if weight.part == "experts":
             experts += weight.parameters
             passes = chosen
-        if weight.part != "norm" and len(weight.shape) > 1:
+        if weight.part != "norm" and len(weight.shape) > (2 if weight.part == "experts" else 1):
             multiplied += passes * prod(weight.shape[-2:])
         if weight.residual and weight.part in ("feed_forward", "experts"):
-            inner += passes * weight.shape[-1]
+            inner += passes * weight.shape[-2 if weight.transposed else -1]
     return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest)
 
 

@@ -16,12 +16,14 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
-from raypp.spec.families import FAMILIES
+from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
 from raypp.spec.lora import check_targets
+from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
+from raypp.spec.rope import rope_problems
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -114,6 +116,8 @@ def _model(job: Job) -> Iterator[Problem]:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size"
         fix = f"use an even width, for example {model.dim_per_head + 1} per head"
         yield Problem(key, f"the head width {model.dim_per_head} is odd; the rotary encoding needs an even one", fix)
+    yield from _rope(model)
+    yield from _of_other_families(model)
     if model.num_heads % model.kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         yield Problem(
@@ -146,6 +150,23 @@ def _lora(job: Job) -> Iterator[Problem]:
     if lora.base == "bf16" and job.train.precision == "fp32":
         what = "bf16 weights cannot be used with train.precision: fp32"
         yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")
+
+
+def _rope(model: DecoderOptions) -> Iterator[Problem]:
+    rotary = next(filter(None, (layer_rotary(model, index) for index in range(model.num_layers))), None)
+    if model.rope is not None and rotary is not None:
+        yield from rope_problems(model.rope, rotary.width, "model.rope")
+
+
+def _of_other_families(model: DecoderOptions) -> Iterator[Problem]:
+    """Finds settings that the family of a model does not have."""
+    family = family_of(model)
+    for name in ("attention_bias", "mlp_bias", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
+        info = type(model).model_fields.get(name)
+        if family is None or info is None or name in family.hf.settings or getattr(model, name) == info.default:
+            continue
+        others = ", ".join(kind for kind, other in FAMILIES.items() if name in other.hf.settings)
+        yield Problem(f"model.{name}", f"kind {model.kind} does not have it", f"remove the key; {others} have it")
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:

@@ -17,8 +17,9 @@ from raypp.spec.availability import CHOICES
 from raypp.spec.document import dotted, undotted
 from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions, Section
+from raypp.spec.models import DecoderOptions
 from raypp.spec.pydantic_errors import shown
+from raypp.spec.section import Section
 
 WIDTH = 88
 

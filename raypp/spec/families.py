@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import Discriminator, Tag
 
 from raypp.registry import Registry
-from raypp.spec.family import Family
+from raypp.spec.family import Family, whole_heads
 from raypp.spec.models import CustomOptions, DecoderOptions
+from raypp.spec.rope import Rotary
 
 _PACKAGE = "raypp.families"
 
@@ -40,6 +41,15 @@ for _family in FAMILIES.values():
 def family_of(options: DecoderOptions) -> Family | None:
     """Returns the family of a `model:` section; None for a user's own factory."""
     return FAMILIES.get(options.kind)
+
+
+def layer_rotary(options: DecoderOptions, index: int) -> Rotary | None:
+    """Returns what the layer with a global index rotates queries and keys by; None for nothing.
+
+    A user's own factory has whole heads in all layers.
+    """
+    family = family_of(options)
+    return (family.rotary if family is not None else whole_heads)(options, index)
 
 
 def family_options() -> list[type[DecoderOptions]]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from raypp.spec.models import DecoderOptions
+from raypp.spec.rope import Rotary
 
 Shape = tuple[int, ...]
 
@@ -25,17 +26,21 @@ class Weight:
         name: Name within its layer (`self_attn.q_proj.weight`), or within the model if it belongs
             to no layer.
         shape: Shape of the whole parameter: `[out, in]` for a matrix, `[E, out, in]` for a stack of
-            experts' matrices.
+            experts' matrices, `[E, out]` for one of their biases.
         part: The block that it belongs to. Each token is multiplied by all matrices, but only by
             `experts_per_token` entries of a stack of experts.
         residual: It writes into the residual stream. Its initial values shrink with the depth of
             the model, and its `in` is the inner width of its block.
+        transposed: Its last two dims are in and out.
+        initial: All its initial values. None: 1 for gains, 0 for biases, else random.
     """
 
     name: str
     shape: Shape
     part: Literal["embedding", "attention", "feed_forward", "experts", "norm"]
     residual: bool = False
+    initial: float | None = None
+    transposed: bool = False
 
     @property
     def parameters(self) -> int:
@@ -77,6 +82,8 @@ SETTINGS = {
     "rope_theta": "rope_theta",
 }
 DEFAULTS: dict[str, Any] = {"tie_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10000.0}
+BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+"""Settings of families whose projections may have biases; missing keys mean none."""
 EXACT = {
     "hidden_act": Only((None, "silu")),
     "attention_dropout": Only((None, 0, 0.0)),
@@ -97,10 +104,18 @@ class HfFormat:
         architecture: The model class in transformers.
         sizes: Fields of the `model:` section and their keys, which are required.
         settings: Fields and their keys, which are optional.
+        newer: Keys of `sizes` that transformers 5 writes under other names. Export writes those of
+            `sizes`, which it reads, too.
+        rope_types: Types of layers that have parameters of their own in `rope_parameters`, and the
+            keys of their bases that transformers 4 has. Only those of `rope_theta` are scaled.
         defaults: Value of each field of `settings` whose key is missing: transformers' own default.
             A field that is not listed is null.
         exact: Keys and the only values that raypp supports for them.
         training: Fields about training. Export writes them for the reader, import ignores them.
+        read: Returns further fields of the section from a config.json whose location is the second
+            argument. Raises JobError.
+        write: Returns further keys of config.json; they replace others.
+        own: The keys that `read` checks itself: `layer_types`.
     """
 
     model_type: str
@@ -110,6 +125,16 @@ class HfFormat:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     exact: Mapping[str, Only] = field(default_factory=lambda: EXACT)
     training: Mapping[str, str] = field(default_factory=dict)
+    newer: Mapping[str, str] = field(default_factory=dict)
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
+    write: Callable[[Any], dict[str, Any]] | None = None
+    own: frozenset[str] = frozenset()
+
+
+def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:
+    """Returns the rotary encoding of a layer as most families have it: whole heads, all layers."""
+    return Rotary(options.dim_per_head, options.rope_theta, options.rope)
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,8 @@ class Family:
             never does.
         hf: Its Hugging Face format.
         options: Class of its `model:` section.
+        rotary: Returns what the queries and keys of the layer with a global index are rotated by,
+            None for no rotation. A stage computes each distinct one once per microbatch.
         position: Sort key of lists of families; ties are sorted by name.
         builder: Builds a stage of these layers (`package.module:function`), see
             `raypp.models.stage`.
@@ -136,6 +163,7 @@ class Family:
     layer: Callable[[Any, int], Any]
     hf: HfFormat
     options: type[DecoderOptions] = DecoderOptions
+    rotary: Callable[[Any, int], Rotary | None] = whole_heads
     position: int = 100
     builder: str = "raypp.models.stage:build_decoder"
 
@@ -171,7 +199,8 @@ def embedding(options: DecoderOptions) -> Weight:
 
 
 def final_norm(options: DecoderOptions) -> Weight:
-    return Weight("model.norm.weight", (options.hidden_size,), "norm")
+    initial = 0.0 if options.stage_ends().gain_from_zero else None
+    return Weight("model.norm.weight", (options.hidden_size,), "norm", initial=initial)
 
 
 def projection(options: DecoderOptions) -> Weight:

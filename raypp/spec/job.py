@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raypp.spec.families import ModelSection
-from raypp.spec.models import DecoderOptions, Section
+from raypp.spec.models import DecoderOptions
+from raypp.spec.section import Section
 
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
 

@@ -5,22 +5,31 @@ The families themselves are in `raypp/families/`.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
+
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
+from raypp.spec.rope import RopeOptions
+from raypp.spec.section import Section
 
 
-class Section(BaseModel):
-    """Base class of every section of the job file.
+@dataclass(frozen=True)
+class StageEnds:
+    """How the first and the last stage of a family differ from a plain decoder's.
 
-    Unknown keys are errors. Instances are immutable.
+    Attributes:
+        embedding_factor: Factor of the embeddings.
+        logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        logit_divisor: Logits are divided by it.
+        gain_from_zero: Norms multiply by 1 + weight.
     """
 
-    # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
-    # for them.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
-    )
+    embedding_factor: float = 1.0
+    logit_cap: float | None = None
+    logit_divisor: float = 1.0
+    gain_from_zero: bool = False
 
 
 class LoraOptions(Section):
@@ -70,8 +79,14 @@ class DecoderOptions(Section):
     """
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position encoding."""
+    rope: RopeOptions | None = None
+    """Scaling of the rotary frequencies for longer contexts. null: none."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm."""
+    attention_bias: bool = False
+    """Biases on the projections of attention."""
+    mlp_bias: bool = False
+    """Biases on the projections of the feed-forward block."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
@@ -88,6 +103,37 @@ class DecoderOptions(Section):
     def dim_per_head(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
 
+    def attention_rule(self, index: int) -> AttentionRule:
+        """Returns the attention rule of the layer with a global index."""
+        return NO_RULE
+
+    def stage_ends(self) -> StageEnds:
+        """Returns what the family's first and last stage do besides a plain decoder's."""
+        return StageEnds()
+
+
+class WindowOptions(DecoderOptions):
+    """Options of families with a sliding window in some or all layers."""
+
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a query of a layer with a window sees, itself included. null: no layer has one.
+    """
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """The kind of each layer. null: the family's pattern."""
+
+    def slides(self, index: int) -> bool:
+        """Returns whether a layer has the window."""
+        return self.layer_types is None or self.layer_types[index] == "sliding_attention"
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(window=self.sliding_window if self.slides(index) else None)
+
+    @model_validator(mode="after")
+    def _one_type_per_layer(self) -> Self:
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_layers {self.num_layers}")
+        return self
+
 
 class MoeOptions(DecoderOptions):
     """Options that mixture-of-experts families add."""
@@ -102,6 +148,22 @@ class MoeOptions(DecoderOptions):
     """Weight of the load-balancing loss."""
     z_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the router's z-loss."""
+    norm_topk_prob: bool = True
+    """The weights of the experts of a token sum to 1. false: they are the router's probabilities.
+    """
+    decoder_sparse_step: int = Field(default=1, ge=1)
+    """Every so many layers one has experts; the others have a plain feed-forward block."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers, from 0, with a plain feed-forward block."""
+
+    def has_experts(self, index: int) -> bool:
+        """Returns whether the layer with a global index has experts."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
 
 class CustomOptions(DecoderOptions):

@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 from raypp.spec.document import KeyPath
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions, Section
+from raypp.spec.models import DecoderOptions
+from raypp.spec.section import Section
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 

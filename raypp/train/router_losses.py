@@ -29,6 +29,7 @@ class RouterLosses:
     def __init__(self, stages: Sequence[nn.Module], options: DecoderOptions, device: torch.device) -> None:
         self._device = device
         self._layers = options.num_layers if isinstance(options, MoeOptions) else 0
+        self._with_experts = options.expert_layers if isinstance(options, MoeOptions) else 0
         self._blocks = [
             (int(index), block)
             for stage in (stages if self._layers else ())
@@ -49,13 +50,13 @@ class RouterLosses:
         return sums.flatten()
 
     def report(self, sums: Tensor, tokens: int) -> dict[str, float]:
-        """Returns the step's unweighted losses, as means over layers and tokens with a label.
+        """Returns the step's unweighted losses: means over layers with experts and labelled tokens.
 
         Args:
             sums: `[2 · L]`, fp64: the results of `take`, summed over the world.
             tokens: Global number of tokens with a label.
         """
-        if not self._layers:
+        if not self._with_experts:
             return {}
-        aux, z = (float(part) / max(tokens, 1) / self._layers for part in sums.view(-1, 2).sum(0))
+        aux, z = (float(part) / max(tokens, 1) / self._with_experts for part in sums.view(-1, 2).sum(0))
         return {"aux_loss": aux, "z_loss": z}

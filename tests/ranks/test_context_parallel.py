@@ -24,6 +24,7 @@ from raypp.models.documents import PackedDocuments
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
 from raypp.parallel.ring import Ring
 from raypp.pipeline.collate import labelled_tokens
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
 
@@ -61,17 +62,20 @@ def attention_error(
     heads: int,
     kv_heads: int,
     dtype: torch.dtype,
+    rule: AttentionRule = NO_RULE,
 ) -> float:
     torch.manual_seed(1)
     shapes = [(len(rows), length, count, 8) for count in (heads, kv_heads, kv_heads, heads)]
     q, k, v, gradient = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes)
     whole = [x.flatten(0, 1).double().requires_grad_() for x in (q, k, v)]
-    expected = packed_attention(*whole, PackedDocuments.of_rows(rows, length))
+    sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True) if rule.sinks else None
+    expected = packed_attention(*whole, PackedDocuments.of_rows(rows, length), rule, sinks)
     expected.backward(gradient.flatten(0, 1).double())
 
     columns = torch.from_numpy(share.columns(length))
     mine = [x[:, columns].flatten(0, 1).requires_grad_() for x in (q, k, v)]
-    found = packed_attention(*mine, share.documents(rows, length, kernel))
+    own_sinks = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
+    found = packed_attention(*mine, share.documents(rows, length, kernel), rule, own_sinks)
     found.backward(gradient[:, columns].flatten(0, 1))
 
     def difference(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
@@ -80,7 +84,12 @@ def attention_error(
         return float((ours.detach() - theirs.detach()).abs().max())
 
     pairs = [(found, expected), *((ours.grad, theirs.grad) for ours, theirs in zip(mine, whole, strict=True))]
-    return max(difference(*pair) for pair in pairs)
+    errors = [difference(*pair) for pair in pairs]
+    if sinks is not None and own_sinks is not None:  # their gradient is the sum of all ranks'
+        assert own_sinks.grad is not None and sinks.grad is not None
+        dist.all_reduce(own_sinks.grad)
+        errors.append(float((own_sinks.grad - sinks.grad).abs().max()))
+    return max(errors)
 
 
 PACKED = [[5, 20, 3, 17], [11, 37], [1, 1, 40]]
@@ -119,6 +128,27 @@ def test_attention_over_ranks_gives_outputs_and_gradients_of_whole_rows(ranks: i
     worst = [max(errors) for errors in zip(*run_ranks(ranks, attention_errors, CASES[ranks]), strict=True)]
     for case, error in zip(CASES[ranks], worst, strict=True):
         assert error <= TOLERANCE[case[-1]], f"{case}: {error:.1e}"
+
+
+WAYS = ("ring", "ring by varlen", "ulysses", "ulysses by varlen")
+RULES = [
+    AttentionRule(window=1), AttentionRule(window=7), AttentionRule(window=30, scale=0.3, sinks=True),
+    AttentionRule(sinks=True), AttentionRule(scale=0.2), AttentionRule(window=13, soft_cap=1.0),
+]  # fmt: skip
+RULED = [
+    (way, rows, 48, 4, 2, DOUBLE, rule)
+    for way in WAYS
+    for rule in RULES
+    for rows in (PACKED, [[48]])
+    if way != "ulysses by varlen" or rule.soft_cap is None  # no such kernel has a soft cap
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_under_a_rule_gives_outputs_and_gradients_of_whole_rows(ranks: int) -> None:
+    worst = [max(errors) for errors in zip(*run_ranks(ranks, attention_errors, RULED), strict=True)]
+    for case, error in zip(RULED, worst, strict=True):
+        assert error <= TOLERANCE[DOUBLE], f"{case}: {error:.1e}"
 
 
 # Training.
@@ -199,6 +229,19 @@ def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> No
     pipeline = {"schedule": "zbv", "stages_per_rank": 2}
     job = document({"pp": 2, "cp": 2}, pipeline=pipeline, train={"activation_checkpointing": "full"})
     assert_same_sums(numbers(4, job), one_process())
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"kind": "mistral", "sliding_window": 7},
+    "gemma2": {"kind": "gemma2", "sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
+}
+
+
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_layers_with_a_window_add_up_what_one_process_does(kind: str, style: str) -> None:
+    model = WINDOWED[kind]
+    assert_same_sums(numbers(2, document({"cp": 2, "cp_style": style}, model=model)), numbers(1, document(model=model)))
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:

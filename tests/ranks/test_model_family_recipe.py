@@ -1,14 +1,15 @@
-"""Follows CONTRIBUTING's recipe for a model family exactly in a copy of the project, and tests a
-user-defined model.
+"""Follows docs/tasks/add_a_family.md exactly in a copy of the project, and tests a user-defined
+model.
 
-The example is a family that transformers has and raypp does not: Seed-OSS, which is Llama with
-biases on queries, keys and values. Only its file is added.
+The page's example is a family that transformers has and raypp does not: Seed-OSS. Its two files are
+those on the page.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,45 +20,9 @@ import pytest
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 
-FAMILY = '''"""Seed-OSS: Llama with biases on queries, keys and values."""
-
-from __future__ import annotations
-
-from raypp.families import weights
-from raypp.spec.family import DEFAULTS, EXACT, NO, Family, HfFormat, Only, Weight
-from raypp.spec.models import DecoderOptions
-
-
-def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
-    return [*weights.attention(options, qkv_bias=True), *weights.layer_norms(options), *weights.gated(options)]
-
-
-def build_layer(options: DecoderOptions, index: int):
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-
-    attention = Attention(options, qkv_bias=True)
-    return DecoderLayer(options, attention, GatedFeedForward(options.hidden_size, options.ffn_size))
-
-
-FAMILY = Family(
-    name="made_up",
-    summary="a family of a test",
-    weights=layer_weights,
-    layer=build_layer,
-    hf=HfFormat(
-        "seed_oss",
-        "SeedOssForCausalLM",
-        defaults={**DEFAULTS, "head_dim": 128},
-        exact={
-            **EXACT,
-            "attention_bias": Only((None, True)),
-            "attention_out_bias": NO,
-            "mlp_bias": NO,
-            "residual_dropout": Only((None, 0.0)),
-        },
-    ),
-)
-'''
+PAGE = (ROOT / "docs/tasks/add_a_family.md").read_text(encoding="utf-8")
+BLOCKS = dict(reversed(re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)))
+FAMILY, CASES = BLOCKS["python"], BLOCKS[""]
 OWN = '''"""A model of a user's own: Llama with twice the feed-forward width, and a key of its own."""
 
 from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
@@ -96,13 +61,14 @@ def python_in(place: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with one additional file."""
+    """A copy of the project with the two files of the page."""
     place = tmp_path_factory.mktemp("family")
     for folder in ("raypp", "tests"):
         shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", place)
-    (place / "raypp/families/made_up.py").write_text(FAMILY, encoding="utf-8")
-    (place / "job.yaml").write_text(JOB.format(kind="made_up", place=place), encoding="utf-8")
+    (place / "raypp/families/seed_oss.py").write_text(FAMILY, encoding="utf-8")
+    (place / "tests/unit/families/cases/seed_oss.yaml").write_text(CASES, encoding="utf-8")
+    (place / "job.yaml").write_text(JOB.format(kind="seed_oss", place=place), encoding="utf-8")
     return place
 
 
@@ -111,7 +77,7 @@ def test_a_plan_counts_a_new_family(tree: Path) -> None:
     attention = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 32 + 2 * 16
     assert plan["parameters"] == 2 * 97 * 32 + 32 + 3 * (attention + 2 * 32 + 3 * 32 * 48)
     assert "remarks" not in plan
-    assert "made_up" in python_in(tree, "-m", "raypp", "list-kinds", "model.kind")
+    assert "seed_oss" in python_in(tree, "-m", "raypp", "list-kinds", "model.kind")
 
 
 def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
@@ -130,14 +96,17 @@ def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) 
 
 
 def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) -> None:
-    contracts = ("tests/unit/families", "tests/unit/models/test_families_against_transformers.py", "tests/unit/hf")
-    done = python_in(tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "made_up", *contracts)
+    contracts = ("tests/unit/families", "tests/unit/models/test_families_against_transformers.py")
+    done = python_in(tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "seed_oss", *contracts)
     for test in (
-        "test_every_stage_has_the_parameters_that_are_declared[[2, 3]-plain-made_up]",
-        "test_flops_are_those_that_torch_counts[plain-made_up]",
-        "test_what_a_family_does_not_compute_is_refused_by_name[made_up]",
-        "test_logits_and_gradients_are_those_of_transformers[plain-made_up]",
-        "test_import_then_export_gives_the_same_bytes_and_transformers_the_same_logits[plain-made_up]",
+        "test_every_stage_has_the_parameters_that_are_declared[[2, 3]-plain-seed_oss]",
+        "test_flops_are_those_that_torch_counts[plain-seed_oss]",
+        "test_what_a_family_does_not_compute_is_refused_by_name[seed_oss]",
+        "test_every_field_is_computed_as_transformers_does_or_refused_by_name[seed_oss]",
+        "test_a_missing_key_means_what_transformers_takes_it_for[seed_oss]",
+        "test_logits_gradients_and_an_optimizer_step_are_those_of_transformers[seed_oss-tied]",
+        "test_two_stages_compute_the_bits_of_one[seed_oss-plain]",
+        "test_import_then_no_step_then_export_gives_the_same_bytes[seed_oss-odd]",
     ):
         assert f"{test}\n" in done, done[-5000:]
 

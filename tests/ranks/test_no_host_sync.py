@@ -170,7 +170,7 @@ def test_backwards_in_two_halves_are_reduced_after_both(results: dict[str, dict[
 def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, Any]:
     """Runs a step of a model whose experts are all on this rank, by the grouped kernel."""
     # The kernel is chosen on CUDA only. This device stands for it.
-    sys.modules[StackedExperts.__module__]._can_group = lambda rows, gate: True  # type: ignore[attr-defined]
+    sys.modules[StackedExperts.__module__].can_group = lambda rows, gate: True  # type: ignore[attr-defined]
     job = document(2, {"fsdp": 2}, {}, precision="bf16", activation_checkpointing=recompute)
     job["model"] |= {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32}
     del job["model"]["ffn_size"]

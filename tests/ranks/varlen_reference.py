@@ -15,6 +15,8 @@ from torch import Tensor
 
 from raypp.models.attention_kernel import AttentionKernel, Segments
 from raypp.models.documents import PackedDocuments
+from raypp.models.varlen_attention import attend_with_sinks
+from raypp.spec.attention_rule import AttentionRule
 
 
 class VarlenReference:
@@ -29,7 +31,7 @@ class VarlenReference:
         out = torch.empty_like(q)
         lse = torch.empty((q.shape[1], len(q)), dtype=wide(q), device=q.device)
         for at, to in spans(segments):
-            scores = scores_of(q[at], k[to], segments.causal)
+            scores = scores_of(q[at], k[to], segments)
             lse[:, at] = scores.logsumexp(-1)
             out[at] = (scores.softmax(-1) @ per_query_head(v[to], q)).transpose(0, 1).to(q.dtype)
         return out, lse
@@ -45,9 +47,9 @@ class VarlenReference:
         for at, to in spans(segments):
             keys, values = per_query_head(k[to], q), per_query_head(v[to], q)
             queries, grads, outs = (x[at].transpose(0, 1).to(wide(q)) for x in (q, grad, out))
-            weights = (scores_of(q[at], k[to], segments.causal) - lse[:, at, None]).exp()
+            weights = (scores_of(q[at], k[to], segments) - lse[:, at, None]).exp()
             inner = grads @ values.transpose(1, 2) - (grads * outs).sum(-1, keepdim=True)
-            dscores = weights * inner * q.shape[-1] ** -0.5
+            dscores = weights * inner * scale_of(q, segments)
             dq[at] = (dscores @ keys).transpose(0, 1)
             dk[to] = per_kv_head(dscores.transpose(1, 2) @ queries, k)
             dv[to] = per_kv_head(weights.transpose(1, 2) @ grads, v)
@@ -58,9 +60,15 @@ def reference_kernel() -> AttentionKernel:
     """Returns a kernel of attention that calls `VarlenReference`, with its backward."""
     blocks = VarlenReference()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
+        assert rule.soft_cap is None
         cu, longest = documents.cu_seqlens, documents.max_len
-        out: Tensor = _Attend.apply(q, k, v, blocks, Segments(cu, cu, longest, longest, True))  # type: ignore[no-untyped-call]
+        segments = Segments(cu, cu, longest, longest, True, rule.window, rule.scale)
+        if sinks is not None:
+            return attend_with_sinks(q, k, v, sinks, segments, blocks)
+        out: Tensor = _Attend.apply(q, k, v, blocks, segments)  # type: ignore[no-untyped-call]
         return out
 
     return AttentionKernel("reference", attend, blocks)
@@ -94,6 +102,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
         assert cu.diff().max() <= longest, "a segment is longer than the bound says"
     assert segments.cu_queries.shape == segments.cu_keys.shape
     assert not segments.causal or torch.equal(segments.cu_queries, segments.cu_keys)
+    assert segments.window is None or (segments.causal and segments.window > 0)
 
 
 def spans(segments: Segments) -> Iterator[tuple[slice, slice]]:
@@ -116,9 +125,18 @@ def per_kv_head(d_HND: Tensor, like_NKD: Tensor) -> Tensor:
     return d_HND.unflatten(0, (like_NKD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
-def scores_of(q_QHD: Tensor, k_NKD: Tensor, causal: bool) -> Tensor:
+def scale_of(q_QHD: Tensor, segments: Segments) -> float:
+    return float(q_QHD.shape[-1] ** -0.5) if segments.scale is None else segments.scale
+
+
+def scores_of(q_QHD: Tensor, k_NKD: Tensor, segments: Segments) -> Tensor:
     """Returns the scores `[H, Q, N]`."""
     scores = q_QHD.transpose(0, 1).to(wide(q_QHD)) @ per_query_head(k_NKD, q_QHD).transpose(1, 2)
-    scores = scores * q_QHD.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, float("-inf")) if causal else scores
+    scores = scores * scale_of(q_QHD, segments)
+    if not segments.causal:
+        return scores
+    all_pairs = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+    hidden = all_pairs.triu(1)
+    if segments.window is not None:
+        hidden |= all_pairs.tril(-segments.window)
+    return scores.masked_fill(hidden, float("-inf"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.hf.config import config_from_options
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions
 
@@ -24,22 +23,3 @@ def small_options(kind: str, **changed: Any) -> DecoderOptions:
     cls = FAMILIES[kind].options
     sizes = {name: value for name, value in SIZES.items() if name in cls.model_fields}
     return cls(kind=kind, **{**sizes, **changed})
-
-
-def their_model(options: DecoderOptions, **changed: Any) -> Any:
-    """Returns the random model that transformers builds from the config.json of a section.
-
-    Its weights are large enough that every part affects the logits.
-    """
-    import torch
-    import transformers
-
-    config = config_from_options(options, dtype="float32", context=64, eos_id=None)
-    made = transformers.AutoConfig.for_model(**{**config, "use_cache": False, **changed})
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    assert [type(model).__name__] == config["architectures"]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import accumulate, pairwise
 from typing import Any
@@ -114,7 +115,8 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
     documents = PackedDocuments.of_rows([[tokens]] * rows, tokens)
     positions = torch.arange(tokens).expand(rows, tokens)
     # torch counts FLOPs on every device only for the attention kernel of plain products.
-    with FlopCounterMode(display=False) as forward, sdpa_kernel(SDPBackend.MATH):
+    counted = {torch.ops.raypp.attention_by_products: of_products}
+    with FlopCounterMode(display=False, custom_mapping=counted) as forward, sdpa_kernel(SDPBackend.MATH):
         logits = model(ids, positions, documents)
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
@@ -128,12 +130,17 @@ def test_flops_are_those_that_torch_counts(kind: str, case: str) -> None:
     assert flops_per_token(job_of(options, [2])) == 3 * (matrices + attention / 2) / (rows * tokens)
 
 
+def of_products(q_QHD: list[int], k_NKD: list[int], *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of raypp's own attention, with a soft cap for example."""
+    return 2 * 2 * math.prod(q_QHD) * k_NKD[0]
+
+
 def of_operators(counter: FlopCounterMode) -> tuple[int, int]:
     """Returns the FLOPs of products with weights, and those of attention, which are batched over
     heads."""
     found: Counter[bool] = Counter()
     for operator, flops in counter.get_flop_counts()["Global"].items():
-        found["bmm" in str(operator)] += flops
+        found["bmm" in str(operator) or "by_products" in str(operator)] += flops
     return found[False], found[True]
 
 

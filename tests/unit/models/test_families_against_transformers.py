@@ -1,64 +1,194 @@
-"""For the same weights, each family's logits and gradients equal Hugging Face transformers'."""
+"""The contract of every family with Hugging Face transformers, for random models that it saved.
+
+Each family computes the same logits, gradients and optimizer step, in one stage or in two, and
+gives back the files that it read.
+"""
 
 from __future__ import annotations
 
-import json
+import copy
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import assert_equal_at_1e5
-from small_models import CASES, small_options, their_model
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from their_models import FAMILY_CASES, keys_of, loaded, options_in, run, their_config, their_instance
+from told import Told
+from torch import nn
+from torch.distributed import TCPStore
 
-from raypp.hf.config import config_from_options
-from raypp.hf.from_hf import hf_options
-from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions
+from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.verify import verify_checkpoint
+from raypp.hf.export_model import export_hf
+from raypp.hf.import_model import import_hf
+from raypp.hf.model_files import HfFiles
+from raypp.models.loss import Targets
+from raypp.records import Coordinates, Seat
+from raypp.spec.job import OptimizerOptions
+from raypp.storage.directory import DirectoryStore
+from raypp.train.optimizer import build_optimizer
 
 transformers: Any = pytest.importorskip("transformers")
-every_family = pytest.mark.parametrize("kind", FAMILIES)
-WIDER: dict[str, dict[str, Any]] = {
-    **CASES,
-    "odd widths": {"hidden_size": 48, "ffn_size": 80, "expert_ffn_size": 40, "head_dim": 20, "num_kv_heads": 1},
-}
+every_case = pytest.mark.parametrize(("kind", "case"), FAMILY_CASES)
+# A large eps: where a gradient is nearly 0, a step of Adam would depend on its rounding errors.
+ADAMW = OptimizerOptions(lr=1e-2, eps=1e-3, weight_decay=0.1)
+TOKENS = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(0))
+LABELS = TOKENS.roll(-1, 1)
 
 
-@every_family
-@pytest.mark.parametrize("case", WIDER)
-def test_logits_and_gradients_are_those_of_transformers(kind: str, case: str) -> None:
-    changed = {name: value for name, value in WIDER[case].items() if name in FAMILIES[kind].options.model_fields}
-    options = small_options(kind, **changed)
-    assert_equal_at_1e5(options, their_model(options))
+@dataclass
+class Theirs:
+    """A random model of transformers, and what it computes.
+
+    Attributes:
+        folder: Where transformers saved it, in several files.
+        gradients, stepped: Where it saved the gradients, and the weights after one step of AdamW.
+        logits: `[B, T, V]`.
+        loss: The mean over tokens.
+    """
+
+    folder: Path
+    gradients: Path
+    stepped: Path
+    logits: torch.Tensor
+    loss: float
 
 
-@every_family
-@pytest.mark.parametrize("case", CASES)
-def test_a_config_that_transformers_saved_is_read_as_the_section_it_came_from(
-    kind: str, case: str, tmp_path: Path
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function that makes a case's model once."""
+
+    @cache
+    def made(kind: str, case: str) -> Theirs:
+        model = their_instance(kind, their_config(kind, keys_of(kind, case)))
+        root = tmp_path_factory.mktemp("theirs")
+        found = Theirs(root / "model", root / "gradients", root / "stepped", model(TOKENS).logits, 0.0)
+        model.save_pretrained(found.folder, max_shard_size="20KB")
+        loss = F.cross_entropy(found.logits.flatten(0, 1), LABELS.flatten())
+        loss.backward()
+        found.logits, found.loss = found.logits.detach(), loss.item()
+        # transformers itself says which gradient belongs to which tensor of its files. It does not
+        # run an expert that no token selected.
+        gradients = copy.deepcopy(model)
+        with torch.no_grad():
+            for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+                into.copy_(torch.zeros_like(into) if parameter.grad is None else parameter.grad)
+        gradients.save_pretrained(found.gradients)
+        adamw_on(model).step()
+        model.save_pretrained(found.stepped)
+        return found
+
+    return made
+
+
+def adamw_on(model: nn.Module) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)
+
+
+def trained(stages: list[nn.Module]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Computes the gradients of the mean loss. Returns the loss and the gradients by name."""
+    whole: Any = stages[0] if len(stages) == 1 else None
+    if whole is not None and whole.options.tie_embeddings:
+        whole.separate_projection()
+    loss = run(stages, TOKENS, targets=Targets(LABELS)) / LABELS.numel()
+    loss.backward()
+    if whole is not None:
+        whole.join_projection()
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None, name
+            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return loss.detach(), found
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: nn.Module) -> None:
+    wanted = dict(expected.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, wanted[name].detach(), rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@every_case
+def test_logits_gradients_and_an_optimizer_step_are_those_of_transformers(kind: str, case: str, theirs: Any) -> None:
+    made = theirs(kind, case)
+    [ours] = loaded(made.folder)
+    with torch.no_grad():
+        torch.testing.assert_close(run([ours], TOKENS), made.logits, rtol=1e-5, atol=1e-5)
+    loss, gradients = trained([ours])
+    assert loss.item() == pytest.approx(made.loss, abs=1e-5)
+    assert_close(gradients, loaded(made.gradients)[0])
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    build_optimizer([ours], ADAMW).step()
+    after = dict(ours.named_parameters())
+    assert_close(after, loaded(made.stepped)[0])
+    still = [name for name, value in before.items() if (after[name] - value).abs().max() < 1e-4]
+    assert not still, "every parameter affects the loss, so the comparison covers it"
+
+
+@every_case
+def test_two_stages_compute_the_bits_of_one(kind: str, case: str, theirs: Any) -> None:
+    folder = theirs(kind, case).folder
+    loss, gradients = trained(loaded(folder))
+    of_two, found = trained(loaded(folder, 1))
+    assert torch.equal(loss, of_two) and gradients.keys() == found.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], found[name])] == []
+
+
+@every_case
+def test_import_then_no_step_then_export_gives_the_same_bytes(
+    kind: str, case: str, theirs: Any, tmp_path: Path
 ) -> None:
-    options = small_options(kind, **CASES[case])
-    config = config_from_options(options, dtype="float32", context=64, eos_id=1)
-    transformers.AutoConfig.for_model(**config).save_pretrained(tmp_path)
-    found = hf_options(DecoderOptions(from_hf=str(tmp_path)))
-    for name in {*FAMILIES[kind].hf.sizes, *FAMILIES[kind].hf.settings} - {"ffn_size", "num_kv_heads", "head_dim"}:
-        assert getattr(found, name) == getattr(options, name), name
-    assert (found.kv_heads, found.dim_per_head) == (options.kv_heads, options.dim_per_head)
+    folder = theirs(kind, case).folder
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    options = options_in(folder)
+    store, job = DirectoryStore(tmp_path / "store"), {"model": options.model_dump(mode="json")}
+    # Objects so small that tensors and stacks of experts are split over several of them.
+    import_hf(HfFiles(str(folder)), store, "run", options, job, object_bytes=7000)
+    assert len(read_commit(store, "run", 0).objects) > 3 and verify_checkpoint(store, "run", 0) == []
+    stages = [stage.apply(forget) for stage in loaded(folder, 1)]
+    optimizer = build_optimizer(stages, ADAMW)
+    assert load_checkpoint(store, "run", 0, stages, optimizer) is not None
+    seat = Seat("again", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    saver = CheckpointSaver(store, "again", job, seat, StoreAnnouncements(server, 1), Told(), 3, commit_timeout_s=5)
+    saver.save(1, stages, optimizer, {})
+    assert saver.wait() == 1
+    saver.close()
+    export_hf(store, read_commit(store, "again", 1), DirectoryStore(tmp_path / "out"), shard_bytes=30_000)
+    before, after = (tensors_of(place) for place in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not same_bytes(before[name], after[name])] == []
+    model, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    assert torch.equal(model(TOKENS).logits, theirs(kind, case).logits)
+    ignored = {"from_hf", "aux_loss_weight", "init_std"}
+    assert options_in(tmp_path / "out").model_dump(exclude=ignored) == options.model_dump(exclude=ignored)
 
 
-@every_family
-def test_a_config_without_optional_keys_means_what_transformers_takes_it_for(kind: str, tmp_path: Path) -> None:
-    """A family has the same defaults as transformers' config class."""
-    form = FAMILIES[kind].hf
-    config = config_from_options(small_options(kind), dtype="float32", context=64, eos_id=1)
-    left = {key: value for key, value in config.items() if key not in form.settings.values()}
-    (tmp_path / "config.json").write_text(json.dumps(left))
-    found = hf_options(DecoderOptions(from_hf=str(tmp_path)))
-    theirs = transformers.AutoConfig.for_model(**left)
-    for name in ("norm_eps", "tie_embeddings"):
-        assert getattr(found, name) == getattr(theirs, form.settings[name]), name
-    rope = getattr(theirs, "rope_parameters", None) or {
-        "rope_theta": getattr(theirs, form.settings["rope_theta"], None)
-    }
-    assert found.rope_theta == rope["rope_theta"]
-    head = getattr(theirs, form.settings["head_dim"], None) or theirs.hidden_size // theirs.num_attention_heads
-    assert found.dim_per_head == head
+@torch.no_grad()
+def forget(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.fill_(float("nan"))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

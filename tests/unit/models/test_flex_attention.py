@@ -12,7 +12,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.models.flex_attention import attend, document_mask
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
+RULES = [
+    NO_RULE, AttentionRule(window=50), AttentionRule(window=130, soft_cap=3.0), AttentionRule(scale=0.3, sinks=True),
+    AttentionRule(window=7, scale=0.1, sinks=True),
+]  # fmt: skip
 LENGTHS = [[5], [128], [300, 77, 128, 3], [129, 127, 128]]
 
 
@@ -30,10 +35,10 @@ def blocks(mask: BlockMask) -> list[list[list[int]]]:
     return [chosen(*pair) for pair in lists]
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=8))
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.none() | st.integers(1, 500))
 @settings(max_examples=30, deadline=None)
-def test_the_mask_is_what_torch_makes_from_all_pairs_of_tokens(lengths: list[int]) -> None:
-    mask, tokens = document_mask(PackedDocuments.of_lengths(lengths)), sum(lengths)
+def test_the_mask_is_what_torch_makes_from_all_pairs_of_tokens(lengths: list[int], window: int | None) -> None:
+    mask, tokens = document_mask(PackedDocuments.of_lengths(lengths), window), sum(lengths)
     expected = create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
     assert blocks(mask) == blocks(expected)
     assert mask.seq_lengths == expected.seq_lengths
@@ -46,5 +51,7 @@ def test_the_output_is_that_of_the_plain_version(lengths: list[int]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     documents = PackedDocuments.of_lengths(lengths)
-    found = attend(q, k, v, documents, flex_attention)
-    torch.testing.assert_close(found, packed_attention(q, k, v, documents), rtol=1e-12, atol=1e-12)
+    for rule in RULES:
+        sinks = torch.tensor([0.5, 2.0, -1.0, 0.0], dtype=torch.float64) if rule.sinks else None
+        found = attend(q, k, v, documents, rule, sinks, flex_attention)
+        torch.testing.assert_close(found, packed_attention(q, k, v, documents, rule, sinks), rtol=1e-12, atol=1e-12)

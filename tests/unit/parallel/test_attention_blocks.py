@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from raypp.parallel import attention_blocks
-from raypp.parallel.attention_blocks import _by_products, _gradients_by_products, attend_block, block_gradients
+from raypp.models import attention_products
+from raypp.models.attention_products import attend_by_products, gradients_by_products
+from raypp.parallel.attention_blocks import attend_block, block_gradients
+from raypp.spec.attention_rule import NO_RULE
 
 HEADS, WIDTH = 6, 8
 
@@ -29,14 +31,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def test_both_kernels_give_the_numbers_of_plain_attention(
     queries: int, keys: int, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_blocks, "TILE", 3)
+    monkeypatch.setattr(attention_products, "TILE", 3)
+    offset = 0 if causal else keys
     q, k, v, grad = tensors(queries, keys, kv_heads)
     expected = plain(q, k, v, causal)
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
         for attend, backward in (
             (attend_block(q, k, v, causal=causal), block_gradients),
-            (_by_products(q, k, v, causal), lambda *a, causal: _gradients_by_products(*a, causal)),
+            (
+                attend_by_products(q, k, v, offset, NO_RULE),
+                lambda *a, causal: gradients_by_products(*a, offset, NO_RULE),
+            ),
         ):
             out, lse = attend
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -46,4 +52,4 @@ def test_both_kernels_give_the_numbers_of_plain_attention(
 
 def test_scores_far_from_zero_do_not_overflow() -> None:
     q, k, v, _ = (x.detach() * 200 for x in tensors(4, 6, 2))
-    torch.testing.assert_close(_by_products(q, k, v, False)[0], plain(q, k, v, False))
+    torch.testing.assert_close(attend_by_products(q, k, v, 6, NO_RULE)[0], plain(q, k, v, False))

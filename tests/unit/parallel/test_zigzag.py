@@ -28,8 +28,12 @@ def seen(plans: Sequence[RingPlan], row_len: int, rows: int) -> np.ndarray:
             other = columns((rank - hop) % size, size, row_len, rows)
             for block in blocks:
                 queries, keys = own[block.queries], other[block.keys]
-                sight = np.tri(len(queries), dtype=np.int64) if block.causal else 1
-                counts[np.ix_(queries, keys)] += sight
+                sight = np.tri(len(queries), dtype=np.int64) if block.causal else np.ones((len(queries), len(keys)))
+                if block.window is not None:
+                    assert block.offset == queries[0] - keys[0]
+                    sight = sight * (queries[:, None] - keys < block.window)
+                assert block.pairs == sight.sum() and sight.any(1).all()
+                counts[np.ix_(queries, keys)] += sight.astype(np.int64)
     return counts
 
 
@@ -60,6 +64,17 @@ def test_every_query_sees_every_key_of_its_past_in_its_document_once(case: tuple
     assert len({plan.hops for plan in plans}) == 1
     assert not any(blocks for plan in plans for blocks in plan.blocks[plan.hops :])
     assert sum(block.pairs for plan in plans for blocks in plan.blocks for block in blocks) == wanted(lengths).sum()
+
+
+@given(packed_rows(), st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_with_a_window_it_sees_only_the_last_of_them(case: tuple[int, int, int, list[int]], window: int) -> None:
+    size, row_len, rows, lengths = case
+    plans = [plan_ring(lengths, row_len, rank, size, window=window) for rank in range(size)]
+    near = np.arange(row_len * rows)[:, None] - np.arange(row_len * rows) < window
+    assert np.array_equal(seen(plans, row_len, rows), wanted(lengths) & near)
+    assert len({plan.hops for plan in plans}) == 1
+    assert plans[0].hops <= plan_ring(lengths, row_len, 0, size).hops
 
 
 def test_a_row_of_one_document_is_shared_out_evenly() -> None:

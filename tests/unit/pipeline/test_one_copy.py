@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from test_lengths import ring_share, row
 from torch import Tensor
@@ -25,7 +27,7 @@ class NoBlocks:
         raise NotImplementedError
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments, rule: Any, sinks: Any) -> Tensor:
     raise NotImplementedError
 
 
@@ -58,7 +60,7 @@ def test_no_tensor_of_a_step_stays_on_the_host() -> None:
     moved = on_device(host, META)
     for before, after in zip(host, moved, strict=True):
         arrived = tensors_of(after)
-        assert len(arrived) == 3 + 1 + 2 * 2  # tokens, labels, positions; documents; two hops of the ring
+        assert len(arrived) == 3 + 2 + 2 * 2  # tokens, labels, positions; borders, lengths; two hops of the ring
         assert [(t.shape, t.dtype) for t in arrived] == [(t.shape, t.dtype) for t in tensors_of(before)]
         assert all(tensor.device == META for tensor in arrived)
 

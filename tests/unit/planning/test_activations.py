@@ -42,7 +42,15 @@ def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
 
 
-@pytest.mark.parametrize("model", [{}, {"num_kv_heads": 2}, MOE], ids=["llama", "grouped", "experts"])
+WINDOW = {"kind": "mistral", "sliding_window": 16, "num_kv_heads": 2}
+GEMMA2, GEMMA3 = ({"kind": kind, "sliding_window": 16, "num_kv_heads": 2} for kind in ("gemma2", "gemma3"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3],
+    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3"],
+)
 def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
     planned = microbatch_tokens(job) * stage_activation_bytes(job, 1, [1, 1, 1], "cpu")

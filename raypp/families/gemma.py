@@ -1,0 +1,83 @@
+"""What Gemma 2 and 3 share: their options, weights, and layer kinds in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from raypp.families import weights
+from raypp.spec.attention_rule import AttentionRule
+from raypp.spec.family import DEFAULTS, EXACT, NO, SETTINGS, Only, Weight
+from raypp.spec.models import StageEnds, WindowOptions
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+class GemmaOptions(WindowOptions):
+    """Options of Gemma 2 and 3."""
+
+    tie_embeddings: bool = True
+    """Share the weights of embedding and output projection, even if they are on different stages.
+    """
+    query_scalar: int = Field(default=256, ge=1)
+    """Scores are divided by its square root."""
+    logit_soft_cap: float | None = Field(default=None, gt=0)
+    """Logits l become cap · tanh(l / cap). null: they stay."""
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        window = self.sliding_window if self.slides(index) else None
+        return AttentionRule(window, scale=self.query_scalar**-0.5)
+
+    def stage_ends(self) -> StageEnds:
+        return StageEnds(self.hidden_size**0.5, self.logit_soft_cap, gain_from_zero=True)
+
+
+def layer_weights(options: GemmaOptions, *, head_norms: bool) -> list[Weight]:
+    """Returns the weights of `raypp.models.sandwich.SandwichLayer`."""
+    attention = weights.attention(options, head_norms=head_norms)
+    norms = [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in _NORMS]
+    found = [*attention, *norms, *weights.gated(options)]
+    return [Weight(w.name, w.shape, w.part, w.residual, 0.0 if w.part == "norm" else None) for w in found]
+
+
+SETTINGS_OF_BOTH = {
+    **SETTINGS,
+    "sliding_window": "sliding_window",
+    "query_scalar": "query_pre_attn_scalar",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+DEFAULTS_OF_BOTH = {
+    **DEFAULTS,
+    "tie_embeddings": True,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_scalar": 256,
+}
+EXACT_OF_BOTH = {
+    **{key: only for key, only in EXACT.items() if key != "hidden_act"},
+    "hidden_activation": Only((None, "gelu_pytorch_tanh")),
+    "attention_bias": NO,
+    "use_bidirectional_attention": NO,
+}
+
+
+def layer_types(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
+    """Returns the kind of each layer; null if only every `pattern`-th has full attention.
+
+    That is the family's own pattern, unless the config has another `sliding_window_pattern`.
+    """
+    count, other = config["num_hidden_layers"], config.get("sliding_window_pattern") or pattern
+    family, default = (
+        ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(count)]
+        for every in (pattern, other)
+    )
+    kinds = list(config.get("layer_types") or default)
+    return {"layer_types": None if kinds == family else tuple(kinds)}
+
+
+def written_types(options: GemmaOptions) -> dict[str, Any]:
+    """Returns the kind of each layer for config.json."""
+    kinds = [options.slides(index) for index in range(options.num_layers)]
+    return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds]}

@@ -1,0 +1,105 @@
+"""gpt-oss: attention sinks, windows in every other layer, biases, experts with a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raypp.errors import JobError, Problem
+from raypp.families import gemma, weights
+from raypp.spec.attention_rule import AttentionRule
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only, Weight
+from raypp.spec.models import MoeOptions, WindowOptions
+from raypp.spec.rope import RopeOptions
+
+if TYPE_CHECKING:
+    from raypp.models.moe import MoeDecoderLayer
+
+_PATTERN = 2
+_ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096)
+"""What transformers takes a config.json without rotary scaling for."""
+
+
+class GptOssOptions(WindowOptions, MoeOptions):
+    """Options of gpt-oss."""
+
+    def slides(self, index: int) -> bool:
+        return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(self.sliding_window if self.slides(index) else None, sinks=True)
+
+
+def layer_weights(options: GptOssOptions, index: int) -> list[Weight]:
+    count, width, inner = options.num_experts, options.hidden_size, options.expert_ffn_size
+    return [
+        *weights.attention(options, qkv_bias=True, out_bias=True),
+        Weight("self_attn.sinks", (options.num_heads,), "attention", initial=0.0),
+        *weights.layer_norms(options),
+        Weight("mlp.router.weight", (count, width), "feed_forward"),
+        Weight("mlp.router.bias", (count,), "feed_forward"),
+        Weight("mlp.experts.fused_gate_up_proj", (count, width, 2 * inner), "experts", transposed=True),
+        Weight("mlp.experts.fused_gate_up_proj_bias", (count, 2 * inner), "experts", initial=0.0),
+        Weight("mlp.experts.fused_down_proj", (count, inner, width), "experts", residual=True, transposed=True),
+        Weight("mlp.experts.fused_down_proj_bias", (count, width), "experts", initial=0.0),
+    ]
+
+
+def build_layer(options: GptOssOptions, index: int) -> MoeDecoderLayer:
+    from raypp.models.clamped_experts import ClampedExperts
+    from raypp.models.layers import Attention
+    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
+
+    attention = Attention(options, qkv_bias=True, out_bias=True, rule=options.attention_rule(index))
+    experts = ClampedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size)
+    return MoeDecoderLayer(options, attention, MixtureOfExperts(options, experts, router="router", router_bias=True))
+
+
+def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns the kinds of layers, and the rotary scaling of a config.json without one.
+
+    Raises:
+        JobError: The experts are in MXFP4.
+    """
+    if config.get("quantization_config") is not None:
+        method = config["quantization_config"].get("quant_method")
+        what = f"{place}: quantization_config {method!r}: raypp does not read quantised experts"
+        fix = (
+            "use a copy in bf16, or write one with transformers: AutoModelForCausalLM.from_pretrained(…, "
+            "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(…)"
+        )
+        raise JobError(Problem("model.from_hf", what, fix))
+    scaling = {} if config.get("rope_scaling") else {"rope": _ROPE}
+    return {**gemma.layer_types(config, _PATTERN), **scaling}
+
+
+def write(options: GptOssOptions) -> dict[str, Any]:
+    plain = {"rope_scaling": {"rope_type": "default"}} if options.rope is None else {}
+    return {**gemma.written_types(options), **plain}
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    summary="gpt-oss: attention sinks, windows, experts with biases",
+    weights=layer_weights,
+    layer=build_layer,
+    hf=HfFormat(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        sizes={**SIZES, **EXPERT_SIZES, "num_experts": "num_local_experts", "expert_ffn_size": "intermediate_size"},
+        settings={**SETTINGS, "sliding_window": "sliding_window"},
+        defaults={**DEFAULTS, "head_dim": 64, "norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128},
+        exact={
+            **{key: only for key, only in EXACT.items() if key != "quantization_config"},
+            "attention_bias": Only((None, True)),
+            "swiglu_alpha": Only((None, 1.702)),
+            "swiglu_limit": Only((None, 7.0)),
+        },
+        training={"aux_loss_weight": "router_aux_loss_coef"},
+        read=read,
+        write=write,
+        own=frozenset({"layer_types"}),
+    ),
+    options=GptOssOptions,
+    position=70,
+)

@@ -1,0 +1,67 @@
+"""Granite 3: Llama with constant factors of embeddings, scores, residuals and logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from raypp.families import weights
+from raypp.spec.attention_rule import AttentionRule
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
+from raypp.spec.models import DecoderOptions, StageEnds
+
+if TYPE_CHECKING:
+    from raypp.models.layers import DecoderLayer
+
+
+class GraniteOptions(DecoderOptions):
+    """Options of Granite."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
+    attention_multiplier: float = 1.0
+    """Factor of the scores of attention, instead of head width ** -0.5."""
+    residual_multiplier: float = 1.0
+    """Factor of what each block adds to the residual stream."""
+    logits_scaling: float = Field(default=1.0, gt=0)
+    """Logits are divided by it."""
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(scale=self.attention_multiplier)
+
+    def stage_ends(self) -> StageEnds:
+        return StageEnds(self.embedding_multiplier, logit_divisor=self.logits_scaling)
+
+
+def layer_weights(options: GraniteOptions, index: int) -> list[Weight]:
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
+    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
+
+
+def build_layer(options: GraniteOptions, index: int) -> DecoderLayer:
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+
+    biased, rule = options.attention_bias, options.attention_rule(index)
+    attention = Attention(options, qkv_bias=biased, out_bias=biased, rule=rule)
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
+    return DecoderLayer(options, attention, feed_forward, residual_scale=options.residual_multiplier)
+
+
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+FAMILY = Family(
+    name="granite",
+    summary="Granite 3.0 to 3.3 (2B, 8B): Llama with constant factors",
+    weights=layer_weights,
+    layer=build_layer,
+    hf=HfFormat(
+        "granite",
+        "GraniteForCausalLM",
+        settings={**SETTINGS, **BIASES, **{name: name for name in _FACTORS}},
+        defaults={**DEFAULTS, "attention_bias": False, "mlp_bias": False, **dict.fromkeys(_FACTORS, 1.0)},
+        exact=EXACT,
+    ),
+    options=GraniteOptions,
+    position=90,
+)

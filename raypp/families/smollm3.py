@@ -1,0 +1,98 @@
+"""SmolLM 3: Llama of which every fourth layer has no rotary encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import model_validator
+
+from raypp.families import weights
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, NO, SETTINGS, Family, HfFormat, Weight, whole_heads
+from raypp.spec.models import DecoderOptions
+from raypp.spec.rope import Rotary
+
+if TYPE_CHECKING:
+    from raypp.models.layers import DecoderLayer
+
+_INTERVAL = 4
+
+
+class SmolLM3Options(DecoderOptions):
+    """Options of SmolLM 3."""
+
+    rotary_layers: tuple[bool, ...] | None = None
+    """Whether each layer has the rotary encoding. null: all but every fourth."""
+
+    @model_validator(mode="after")
+    def _one_per_layer(self) -> Self:
+        if self.rotary_layers is not None and len(self.rotary_layers) != self.num_layers:
+            raise ValueError(f"rotary_layers has {len(self.rotary_layers)} entries for num_layers {self.num_layers}")
+        return self
+
+    def rotates(self) -> tuple[bool, ...]:
+        """Returns whether each layer has the rotary encoding."""
+        return self.rotary_layers or _every(_INTERVAL, self.num_layers)
+
+
+def _every(interval: int, layers: int) -> tuple[bool, ...]:
+    return tuple((index + 1) % interval != 0 for index in range(layers))
+
+
+def rotary(options: SmolLM3Options, index: int) -> Rotary | None:
+    return whole_heads(options, index) if options.rotates()[index] else None
+
+
+def layer_weights(options: SmolLM3Options, index: int) -> list[Weight]:
+    biased = options.attention_bias
+    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
+    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
+
+
+def build_layer(options: SmolLM3Options, index: int) -> DecoderLayer:
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+
+    attention = Attention(options, qkv_bias=options.attention_bias, out_bias=options.attention_bias)
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
+    return DecoderLayer(options, attention, feed_forward)
+
+
+def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns which layers have the rotary encoding; null where they follow the usual pattern."""
+    layers = config["num_hidden_layers"]
+    listed = config.get("no_rope_layers")
+    found = _every(config.get("no_rope_layer_interval", _INTERVAL), layers) if listed is None else map(bool, listed)
+    rotates = tuple(found)[:layers]
+    return {"rotary_layers": None if rotates == _every(_INTERVAL, layers) else rotates}
+
+
+def write(options: SmolLM3Options) -> dict[str, Any]:
+    """Returns the layers for config.json: 1 where there is a rotary encoding."""
+    return {"no_rope_layers": [int(rotates) for rotates in options.rotates()]}
+
+
+FAMILY = Family(
+    name="smollm3",
+    summary="SmolLM 3 (3B): Llama with layers without rotary encoding",
+    weights=layer_weights,
+    layer=build_layer,
+    rotary=rotary,
+    hf=HfFormat(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        settings={**SETTINGS, **BIASES},
+        defaults={
+            **DEFAULTS,
+            "tie_embeddings": True,
+            "rope_theta": 2e6,
+            "num_kv_heads": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        exact={**EXACT, "use_sliding_window": NO},
+        read=read,
+        write=write,
+    ),
+    options=SmolLM3Options,
+    position=80,
+)

@@ -1,0 +1,107 @@
+"""Small random models of each family, as transformers configures, builds and saves them.
+
+`tests/unit/families/cases/KIND.yaml` has a family's cases: keys of config.json by case. A family
+without that file fails the tests that are parametrised by `FAMILY_CASES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from raypp.hf.from_hf import hf_options
+from raypp.hf.initial_weights import load_from_hf
+from raypp.models.documents import PackedDocuments
+from raypp.models.stage import build_stage
+from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions
+
+FOLDER = Path(__file__).parents[1] / "unit" / "families" / "cases"
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2, "use_cache": False, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}  # fmt: skip
+"""Keys of a small model's config.json. A family takes those that its config class has."""
+
+
+@cache
+def described(kind: str) -> dict[str, Any]:
+    """Returns the content of a family's file of cases; empty without one."""
+    path = FOLDER / f"{kind}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+FAMILY_CASES = [(kind, case) for kind in FAMILIES for case in described(kind).get("cases", {"no file of cases": None})]
+
+
+def keys_of(kind: str, case: str) -> dict[str, Any]:
+    """Returns the keys of config.json that a case changes."""
+    cases = described(kind).get("cases")
+    assert cases, f"write the cases of {kind} to {FOLDER / kind}.yaml; docs/tasks/add_a_family.md says how"
+    return dict(cases[case] or {})
+
+
+def their_config(kind: str, keys: Mapping[str, Any]) -> Any:
+    """Returns transformers' config of a small model."""
+    import transformers
+
+    form = FAMILIES[kind].hf
+    plain = transformers.AutoConfig.for_model(form.model_type)
+    known = {*vars(plain), *plain.attribute_map}
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    return transformers.AutoConfig.for_model(form.model_type, **{**sizes, **keys})
+
+
+def their_instance(kind: str, config: Any) -> Any:
+    """Returns transformers' model of a config. No two of its gains and biases are alike."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert type(model).__name__ == FAMILIES[kind].hf.architecture
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def options_in(folder: Path) -> DecoderOptions:
+    """Returns the `model:` section of a saved model."""
+    return hf_options(DecoderOptions(from_hf=str(folder)))
+
+
+def loaded(folder: Path, *cut: int) -> list[torch.nn.Module]:
+    """Returns the stages of a saved model, with its weights.
+
+    Args:
+        folder: Where transformers saved it.
+        cut: First layer of every stage but the first.
+    """
+    options = options_in(folder)
+    borders = [0, *cut, options.num_layers]
+    stages = []
+    for first, last in pairwise(borders):
+        ends = {"first": first == 0, "last": last == options.num_layers}
+        stages.append(build_stage(options, range(first, last), **ends).to_empty(device="cpu"))
+    load_from_hf(str(folder), stages)
+    return stages
+
+
+def run(stages: list[torch.nn.Module], tokens_BT: torch.Tensor, **other: Any) -> torch.Tensor:
+    """Runs rows `[B, T]` of one document each through all stages. Returns what the last returns."""
+    rows, length = tokens_BT.shape
+    positions = torch.arange(length).expand(rows, length)
+    documents = PackedDocuments.of_rows([[length]] * rows, length)
+    x = tokens_BT
+    for stage in stages[:-1]:
+        x = stage(x, positions, documents)
+    out: torch.Tensor = stages[-1](x, positions, documents, **other)
+    return out
