@@ -27,9 +27,9 @@ _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.
 def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
     """Returns the whole initial value of one parameter.
 
-    Norm gains are 1 and biases 0, unless the family says otherwise. Matrices are normal with standard deviation `options.init_std`.
-    Those that write into the residual stream use init_std / sqrt(2 · num_layers) (GPT-2, section
-    2.3).
+    Norm gains are 1 and biases 0, unless the family says otherwise. Matrices are normal with
+    standard deviation `options.init_std`. Those that write into the residual stream use init_std /
+    sqrt(2 · num_layers) (GPT-2, section 2.3).
 
     Args:
         name: The global name of the parameter.
