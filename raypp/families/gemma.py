@@ -77,7 +77,7 @@ def layer_types(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
     return {"layer_types": None if kinds == family else tuple(kinds)}
 
 
-def written_types(options: GemmaOptions) -> dict[str, Any]:
+def written_types(options: WindowOptions) -> dict[str, Any]:
     """Returns the kind of each layer for config.json."""
     kinds = [options.slides(index) for index in range(options.num_layers)]
     return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds]}

@@ -43,4 +43,5 @@ class SandwichLayer(DecoderLayer):
         attended = self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
         x_BTC = x_BTC + self.post_attention_layernorm(attended)
         out = self.feed_forward(self.pre_feedforward_layernorm(x_BTC), labelled_BT)
-        return x_BTC + self.post_feedforward_layernorm(out)
+        x_BTC = x_BTC + self.post_feedforward_layernorm(out)
+        return x_BTC
