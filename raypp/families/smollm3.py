@@ -58,11 +58,12 @@ def build_layer(options: SmolLM3Options, index: int) -> DecoderLayer:
 
 
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns which layers have the rotary encoding; entries beyond the last layer's have no effect."""
+    """Returns which layers have the rotary encoding; null where they follow the usual pattern."""
     layers = config["num_hidden_layers"]
     listed = config.get("no_rope_layers")
     found = _every(config.get("no_rope_layer_interval", _INTERVAL), layers) if listed is None else map(bool, listed)
-    return {"rotary_layers": tuple(found)[:layers]}
+    rotates = tuple(found)[:layers]
+    return {"rotary_layers": None if rotates == _every(_INTERVAL, layers) else rotates}
 
 
 def write(options: SmolLM3Options) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _values(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
     values["num_kv_heads"] = values["num_kv_heads"] or values["num_heads"]
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_heads"]
     values["rope_theta"] = float(values["rope_theta"] or form.defaults["rope_theta"])
-    return values
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _invalid(error: ValidationError, form: HfFormat, place: str) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from raypp.planning.end_weights import activation_bytes
 from raypp.planning.sizes import sizes_of
-from raypp.spec.families import FAMILIES, family_of
+from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
 
 Kind = Literal["cpu", "cuda"]
@@ -90,11 +90,14 @@ def _everything(w: _Widths, kind: Kind) -> int:
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
     """Returns the bytes that a stage keeps per token of a microbatch in flight.
 
-    Its layers', the table of the rotary encoding (2 D), its output if another stage follows, and on
-    the last stage what the final norm keeps.
+    Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows,
+    and on the last stage what the final norm keeps.
     """
     width = job.model.hidden_size
-    numbers = cut[stage] * layer_activation_numbers(job, kind) + 2 * job.model.dim_per_head + width
+    first = sum(cut[:stage])
+    rotary = {layer_rotary(job.model, index) for index in range(first, first + cut[stage])}
+    tables = sum(2 * table.width for table in rotary if table is not None)
+    numbers = cut[stage] * layer_activation_numbers(job, kind) + tables + width
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" else 1)
     return numbers * activation_bytes(job)

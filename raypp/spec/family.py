@@ -115,7 +115,7 @@ class HfFormat:
         read: Returns further fields of the section from a config.json whose location is the second
             argument. Raises JobError.
         write: Returns further keys of config.json; they replace others.
-        own: Keys that `read` checks itself: `layer_types` or none.
+        own: The keys that `read` checks itself: `layer_types`.
     """
 
     model_type: str

@@ -1,0 +1,188 @@
+"""config.json as transformers 4 wrote it, as 5 writes it, and what raypp exports for both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from their_models import their_config
+
+from raypp.errors import JobError
+from raypp.hf.config import config_from_options, options_from_config
+from raypp.spec.models import DecoderOptions
+from raypp.spec.rope import RopeOptions
+
+transformers: Any = pytest.importorskip("transformers")
+
+LLAMA3 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+# Written by hand, as transformers 4.40 to 4.57 saved the models of the hub.
+VERSION_4: dict[str, dict[str, Any]] = {
+    "Llama 3.1 8B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3, "rope_theta": 500000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "Qwen2.5 7B with yarn": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2",
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Qwen3 30B A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Mixtral 8x7B": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen1.5 MoE A2.7B": {
+        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
+        "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+every_model = pytest.mark.parametrize("name", VERSION_4)
+
+
+def read(config: dict[str, Any]) -> DecoderOptions:
+    return options_from_config(config, DecoderOptions(from_hf="there"), "there")
+
+
+def saved_again(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the config.json that the installed transformers writes for a config."""
+    transformers.AutoConfig.for_model(**config).save_pretrained(folder)
+    again: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return again
+
+
+@every_model
+def test_both_versions_of_a_config_mean_the_same(name: str, tmp_path: Path) -> None:
+    older = VERSION_4[name]
+    newer = saved_again(older, tmp_path)
+    assert "rope_theta" not in newer and newer["rope_parameters"]["rope_theta"] == older["rope_theta"]
+    assert "torch_dtype" not in newer
+    assert read(newer) == read(older)
+
+
+@every_model
+def test_an_exported_config_means_the_same_to_raypp_and_to_transformers(name: str, tmp_path: Path) -> None:
+    older = VERSION_4[name]
+    options = read(older)
+    written = config_from_options(options, dtype="bfloat16", context=4096, eos_id=older["eos_token_id"])
+    training = {"aux_loss_weight", "z_loss_weight"}
+    assert read(written).model_dump(exclude=training) == options.model_dump(exclude=training)
+    ours, theirs = (saved_again(config, tmp_path / str(n)) for n, config in enumerate((written, older)))
+    assert str(transformers.AutoConfig.for_model(**written).dtype) == "torch.bfloat16"
+    free = {"max_position_embeddings", "max_window_layers", "sliding_window", "initializer_range", "head_dim",
+            "bos_token_id", "pad_token_id", "router_aux_loss_coef", "pretraining_tp"}  # fmt: skip
+    theirs["rope_parameters"].pop("type", None)  # beside rope_type, which has the same value
+    differ = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert differ <= free
+    # Keys of transformers 4, in the files that raypp writes.
+    assert {"rope_theta", "rope_scaling", "torch_dtype"} <= written.keys() and "rope_parameters" not in written
+    experts = {"num_experts", "num_local_experts"}
+    assert written.keys() & experts == older.keys() & experts
+
+
+def test_llama_3_1_has_its_scaling() -> None:
+    expected = RopeOptions(kind="llama3", factor=8, original_context=8192, low_freq_factor=1, high_freq_factor=4)
+    assert read(VERSION_4["Llama 3.1 8B"]).rope == expected
+    yarn = RopeOptions(kind="yarn", factor=4, original_context=32768)
+    assert read(VERSION_4["Qwen2.5 7B with yarn"]).rope == yarn
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            {"factor": 40, "original_context": 64, "attention_factor": 1.155722},
+        ),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16},
+            {"factor": 4, "original_context": 16},
+        ),
+        ({"rope_type": "dynamic", "factor": 2.0}, {"factor": 2, "original_context": 64}),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0] * 4,
+             "long_factor": [2.0] * 4},
+            {"factor": 4, "original_context": 16},
+        ),
+    ],
+)  # fmt: skip
+def test_values_that_transformers_derives_are_derived(scaling: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = {**their_config("llama", {}).to_dict(), "rope_parameters": None, "rope_scaling": scaling}
+    rope = read(config).rope
+    assert rope is not None
+    assert {name: getattr(rope, name) for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"rope_type": "mrope", "mrope_section": [2, 3, 3]}, "raypp does not know mrope_section"),
+        ({"rope_type": "proportional"}, "raypp has no such scaling; it has linear, dynamic"),
+        ({"rope_type": "linear"}, "is not supported: factor is missing: kind linear needs it"),
+        ({"rope_type": "linear", "factor": "four"}, "is not supported: factor"),
+        ({"rope_type": "linear", "factor": -1.0}, "is not supported: factor: Input should be greater than 0"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+            "transformers takes max_position_embeddings for the original context",
+        ),
+        (
+            {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}},
+            "raypp does not know full_attention, sliding_attention",
+        ),
+        ("yarn", "it is not a mapping"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_other_scalings_are_refused_by_name(key: str, scaling: Any, said: str) -> None:
+    config = {**their_config("llama", {}).to_dict(), "rope_parameters": None, key: scaling}
+    with pytest.raises(JobError) as caught:
+        read(config)
+    assert f"there: {key} {scaling!r} is not supported" in str(caught.value) and said in str(caught.value)
+
+
+def test_equal_parameters_of_all_types_of_layers_are_those_of_the_model() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}
+    config = {**their_config("llama", {}).to_dict(), "rope_parameters": {"full_attention": linear, "other": linear}}
+    options = read(config)
+    assert (options.rope, options.rope_theta) == (RopeOptions(kind="linear", factor=2), 300)
+
+
+def test_a_value_of_another_type_is_refused_by_its_key() -> None:
+    config = {**their_config("llama", {}).to_dict(), "mlp_bias": "some"}
+    with pytest.raises(JobError, match="there: mlp_bias 'some' is not supported"):
+        read(config)
