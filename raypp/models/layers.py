@@ -185,6 +185,7 @@ class DecoderLayer(nn.Module):
         mlp_name: The family's name for the feed-forward block.
         norms: The family's names of the norms before and after attention, before and after the
             feed-forward block. None: there is none at this place.
+        norm: The class of these norms.
         residual_scale: What both blocks' outputs are multiplied by before they are added.
     """
 
@@ -196,6 +197,7 @@ class DecoderLayer(nn.Module):
         mlp_name: str = "mlp",
         *,
         norms: NormNames = PRE_NORMS,
+        norm: type[RMSNorm] = RMSNorm,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ class DecoderLayer(nn.Module):
         self.residual_scale = residual_scale
         for name in norms:
             if name is not None:
-                self.add_module(name, RMSNorm(options.hidden_size, options.norm_eps))
+                self.add_module(name, norm(options.hidden_size, options.norm_eps))
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Decoder layers that normalise what each block takes and returns, as Gemma 2 and 3 have."""
+"""Decoder layers that normalise what blocks take and return, as Gemma 2 and 3 have."""
 
 from __future__ import annotations
 
@@ -43,4 +43,5 @@ class SandwichLayer(DecoderLayer):
         attended = self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
         x_BTC = x_BTC + self.post_attention_layernorm(attended)
         out = self.feed_forward(self.pre_feedforward_layernorm(x_BTC), labelled_BT)
-        return x_BTC + self.post_feedforward_layernorm(out)
+        normed: Tensor = self.post_feedforward_layernorm(out)
+        return x_BTC + normed

@@ -109,7 +109,9 @@ def changes_of(kind: str, name: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, bool) and name not in own and name not in VALUES:
         return [{name: not value}]
     others = own.get(name, VALUES.get(name))
-    assert others is not None, f"{name} of {kind}: add other values of it to VALUES, or to `fields` in the family's file of cases"
+    assert others is not None, (
+        f"{name} of {kind}: add other values of it to VALUES, or to `fields` of the family's cases"
+    )
     return [other if isinstance(other, Mapping) else {name: other} for other in others]
 
 
