@@ -1,9 +1,6 @@
-"""What Gemma 2 and 3 share: their options, weights, and layer kinds in config.json."""
+"""What Gemma 2 and 3 share: their options, weights and keys of config.json."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from pydantic import Field
 
@@ -61,23 +58,3 @@ EXACT_OF_BOTH = {
     "attention_bias": NO,
     "use_bidirectional_attention": NO,
 }
-
-
-def layer_types(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """Returns the kind of each layer; null if only every `pattern`-th has full attention.
-
-    That is the family's own pattern, unless the config has another `sliding_window_pattern`.
-    """
-    count, other = config["num_hidden_layers"], config.get("sliding_window_pattern") or pattern
-    family, default = (
-        ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(count)]
-        for every in (pattern, other)
-    )
-    kinds = list(config.get("layer_types") or default)
-    return {"layer_types": None if kinds == family else tuple(kinds)}
-
-
-def written_types(options: WindowOptions) -> dict[str, Any]:
-    """Returns the kind of each layer for config.json."""
-    kinds = [options.slides(index) for index in range(options.num_layers)]
-    return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds]}

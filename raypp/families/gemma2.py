@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from raypp.families import gemma
+from raypp.families import gemma, layer_kinds
 from raypp.spec.attention_rule import AttentionRule
 from raypp.spec.family import Family, HfFormat, Weight
 
@@ -54,8 +54,8 @@ FAMILY = Family(
         settings={**gemma.SETTINGS_OF_BOTH, "score_soft_cap": "attn_logit_softcapping"},
         defaults={**gemma.DEFAULTS_OF_BOTH, "score_soft_cap": 50.0, "logit_soft_cap": 30.0},
         exact=gemma.EXACT_OF_BOTH,
-        read=lambda config, _: gemma.layer_types(config, 2),
-        write=gemma.written_types,
+        read=lambda config, _: layer_kinds.read_types(config, 2),
+        write=layer_kinds.write_types,
         own=frozenset({"layer_types"}),
     ),
     options=Gemma2Options,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from raypp.families import gemma
+from raypp.families import gemma, layer_kinds
 from raypp.spec.family import Family, HfFormat, Only, Weight
 from raypp.spec.rope import Rotary
 
@@ -60,8 +60,8 @@ FAMILY = Family(
         rope_types={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
         defaults={**gemma.DEFAULTS_OF_BOTH, "rope_theta": _GLOBAL, "local_rope_theta": _LOCAL},
         exact={**gemma.EXACT_OF_BOTH, "attn_logit_softcapping": Only((None,))},
-        read=lambda config, _: gemma.layer_types(config, _PATTERN),
-        write=gemma.written_types,
+        read=lambda config, _: layer_kinds.read_types(config, _PATTERN),
+        write=layer_kinds.write_types,
         own=frozenset({"layer_types"}),
     ),
     options=Gemma3Options,

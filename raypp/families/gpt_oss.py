@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raypp.errors import JobError, Problem
-from raypp.families import gemma, weights
+from raypp.families import layer_kinds, weights
 from raypp.spec.attention_rule import AttentionRule
 from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only, Weight
 from raypp.spec.models import MoeOptions, WindowOptions
@@ -70,12 +70,12 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
         )
         raise JobError(Problem("model.from_hf", what, fix))
     scaling = {} if config.get("rope_scaling") else {"rope": _ROPE}
-    return {**gemma.layer_types(config, _PATTERN), **scaling}
+    return {**layer_kinds.read_types(config, _PATTERN), **scaling}
 
 
 def write(options: GptOssOptions) -> dict[str, Any]:
     plain = {"rope_scaling": {"rope_type": "default"}} if options.rope is None else {}
-    return {**gemma.written_types(options), **plain}
+    return {**layer_kinds.write_types(options), **plain}
 
 
 FAMILY = Family(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypp.errors import JobError, Problem
+from raypp.families.layer_kinds import FULL, SLIDING
 from raypp.spec.models import WindowOptions
 
 _WINDOW, _FULL_LAYERS = 4096, 28
 """Values of missing keys."""
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -234,7 +234,14 @@ def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> No
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 7},
     "gemma2": {"kind": "gemma2", "sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
+    "gpt_oss": {"kind": "gpt_oss", "sliding_window": 9, "num_experts": 4, "expert_ffn_size": 24},
 }
+
+
+def test_experts_with_biases_on_two_ranks_add_up_what_one_process_does() -> None:
+    model = WINDOWED["gpt_oss"]
+    found = numbers(2, document({"fsdp": 2, "ep": 2}, model=model, microbatches=2))
+    assert_same_sums(found, numbers(1, document(model=model)))
 
 
 @pytest.mark.parametrize("style", ["ring", "ulysses"])

@@ -28,6 +28,7 @@ ALLOWED = {
         "raypp.models.experts.StackedExperts.forward",
         "tolist",
     ): "the loop of the reference: one read per layer and forward",
+    ("raypp.models.clamped_experts.ClampedExperts.forward", "tolist"): "as in StackedExperts",
     (
         "raypp.parallel.expert.ExpertExchange._agree",
         "tolist",

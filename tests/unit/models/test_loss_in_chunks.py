@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
+from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.stage import build_stage
 from raypp.pipeline.split import backward_for_input
 from raypp.planning import loss_chunks
@@ -44,11 +44,13 @@ def results(loss: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [x, weight])]
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_loss_and_gradients_are_those_from_whole_logits(dtype: torch.dtype) -> None:
+def test_loss_and_gradients_are_those_from_whole_logits(dtype: torch.dtype, cap: float | None) -> None:
     x, weight, labels = drawn(dtype)
-    expected = results(token_loss_sum(F.linear(x, weight), labels), x, weight)
-    for found, value in zip(results(loss_sum_in_chunks(x, weight, Targets(labels)), x, weight), expected, strict=True):
+    expected = results(token_loss_sum(soft_capped(F.linear(x, weight), cap), labels), x, weight)
+    chunked = loss_sum_in_chunks(x, weight, Targets(labels), cap)
+    for found, value in zip(results(chunked, x, weight), expected, strict=True):
         assert found.dtype == value.dtype and found.shape == value.shape
         assert float((found.double() - value.double()).norm()) <= BOUNDS[dtype] * float(value.double().norm())
 
@@ -56,8 +58,11 @@ def test_loss_and_gradients_are_those_from_whole_logits(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_moment_of_the_projections_gradient_changes_no_bit(dtype: torch.dtype) -> None:
     x, weight, labels = drawn(dtype)
-    now, later = (results(loss_sum_in_chunks(x, weight, Targets(labels, when)), x, weight) for when in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(now, later, strict=True))
+    for cap in (None, 1.5):
+        now, later = (
+            results(loss_sum_in_chunks(x, weight, Targets(labels, when), cap), x, weight) for when in (True, False)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(now, later, strict=True))
 
 
 def test_the_gradients_are_scaled_by_what_follows() -> None:

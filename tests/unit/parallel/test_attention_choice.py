@@ -9,6 +9,8 @@ import torch
 
 from raypp.errors import JobError
 from raypp.models.attention import PLAIN
+from raypp.models.attention_kernel import AttentionKernel
+from raypp.models.varlen_attention import FlashKernel
 from raypp.parallel.attention_choice import (
     FLASH3_PACKAGE,
     KERNELS,
@@ -17,6 +19,7 @@ from raypp.parallel.attention_choice import (
     choose_attention,
     reason_against,
 )
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.load import parse_job
 
 CPU = torch.device("cpu")
@@ -54,6 +57,8 @@ def usable(**changes: Any) -> list[str]:
         ({"dtype": torch.float32, "capability": (6, 1)}, ["plain"]),
         ({"dtype": torch.float64}, ["plain"]),
         ({"device": "cpu", "capability": (0, 0)}, ["plain"]),
+        ({"rules": frozenset({NO_RULE, AttentionRule(soft_cap=50.0)})}, ["flex", "plain"]),
+        ({"rules": frozenset({AttentionRule(window=9, sinks=True)})}, ["flash3", "varlen", "flex", "plain"]),
     ],
 )
 def test_the_kernels_that_suit_a_setting(changes: dict[str, Any], expected: list[str]) -> None:
@@ -80,6 +85,20 @@ def test_the_choice_says_that_a_ring_has_no_kernel_for_its_hops() -> None:
         "attention by plain, the ring's blocks written out (cuda, compute capability 9.0, float32, head width 128)"
     )
     assert str(choice) == expected
+
+
+def test_the_choice_says_that_a_kernel_lacks_a_soft_cap_or_windows_between_the_chunks_of_a_ring() -> None:
+    rules = frozenset({AttentionRule(window=9, soft_cap=50.0)})
+    assert "no soft cap" in str(reason_against("varlen", setting(rules=rules)))
+    varlen = AttentionKernel("varlen", PLAIN.attend, FlashKernel())
+    choice = AttentionChoice(varlen, setting(ring=True, rules=frozenset({NO_RULE, AttentionRule(window=9)})))
+    assert str(choice).startswith("attention by varlen, the ring's blocks of layers with a window written out (")
+
+
+def test_the_rules_are_those_of_the_jobs_layers() -> None:
+    job = parse_job({"name": "a", "model": {"kind": "gemma3", "num_layers": 7}})
+    windows = {rule.window for rule in Setting.of(job, CPU).rules}
+    assert windows == {512, None}
 
 
 def test_an_unknown_kernel_is_refused() -> None:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from raypp.errors import RayppError
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.models.varlen_attention import varlen_kernel
 from raypp.parallel.hop_segments import hop_segments
 from raypp.parallel.ring_hops import FlashHops
 from raypp.parallel.zigzag import plan_ring
+from raypp.spec.attention_rule import AttentionRule
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -33,6 +35,23 @@ def test_packed_documents_with_fewer_key_value_heads_are_one_call() -> None:
     out.sum().backward()
     assert (out.shape, out.dtype) == ((60, 8, 64), torch.bfloat16)
     assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(window=7, scale=0.1), AttentionRule(window=7, sinks=True)], ids=str)
+def test_windows_scales_and_sinks_are_arguments_of_the_call(rule: AttentionRule) -> None:
+    documents = PackedDocuments.of_rows([[5, 20, 3], [28]], 30, kernel=varlen_kernel("varlen")).moved(on_meta)
+    leaves = [heads(60, 8), heads(60, 2), heads(60, 2)]
+    sinks = [torch.empty(8, dtype=torch.bfloat16, device="meta", requires_grad=True)] if rule.sinks else []
+    out = packed_attention(*leaves, documents, rule, *sinks)
+    out.sum().backward()
+    assert (out.shape, out.dtype) == ((60, 8, 64), torch.bfloat16)
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (*leaves, *sinks))
+
+
+def test_a_soft_cap_is_refused() -> None:
+    documents = PackedDocuments.of_rows([[28]], 30, kernel=varlen_kernel("varlen")).moved(on_meta)
+    with pytest.raises(RayppError, match="no soft cap"):
+        packed_attention(heads(30, 8), heads(30, 2), heads(30, 2), documents, AttentionRule(soft_cap=1.0))
 
 
 @pytest.mark.parametrize("rank", range(2))
