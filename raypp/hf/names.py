@@ -1,8 +1,8 @@
 """Names of raypp's and Hugging Face's tensors: the same, except for experts.
 
 raypp stacks a layer's experts: `….experts.gate_proj` `[E, F, C]`. In Hugging Face's files each
-expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack. Where a stack
-is one tensor in the files, too, `….experts.fused_down_proj` is their `….experts.down_proj`.
+expert has its own tensor, `….experts.3.gate_proj.weight` `[F, C]`: row 3 of the stack. Where a
+stack is one tensor in the files, too, `….experts.fused_down_proj` is their `….experts.down_proj`.
 
 Legend: E experts, F expert hidden size, C hidden size.
 """
