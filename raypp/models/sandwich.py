@@ -1,16 +1,15 @@
-"""Decoder layers that normalise what blocks take and return, as Gemma 2 and 3 have."""
+"""Decoder layers that normalise what each block takes and returns, as Gemma 2 and 3 have."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor
 
-from raypp.models.documents import PackedDocuments
 from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward, OffsetRMSNorm
-from raypp.models.rotary import Table
 from raypp.spec.models import DecoderOptions
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class SandwichLayer(DecoderLayer):
@@ -26,22 +25,4 @@ class SandwichLayer(DecoderLayer):
         width, rule = options.hidden_size, options.attention_rule(index)
         attention = Attention(options, head_norms=head_norms, rule=rule, norm=OffsetRMSNorm)
         mlp = GatedFeedForward(width, options.ffn_size, partial(F.gelu, approximate="tanh"))
-        super().__init__(options, attention, mlp)
-        self.input_layernorm = OffsetRMSNorm(width, options.norm_eps)
-        self.post_attention_layernorm = OffsetRMSNorm(width, options.norm_eps)
-        self.pre_feedforward_layernorm = OffsetRMSNorm(width, options.norm_eps)
-        self.post_feedforward_layernorm = OffsetRMSNorm(width, options.norm_eps)
-
-    def forward(
-        self,
-        x_BTC: Tensor,
-        rotary: Table | None,
-        documents: PackedDocuments,
-        labelled_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Runs the layer: `[B, T, C]` to `[B, T, C]`; see `DecoderLayer`."""
-        attended = self.self_attn(self.input_layernorm(x_BTC), rotary, documents)
-        x_BTC = x_BTC + self.post_attention_layernorm(attended)
-        out = self.feed_forward(self.pre_feedforward_layernorm(x_BTC), labelled_BT)
-        normed: Tensor = self.post_feedforward_layernorm(out)
-        return x_BTC + normed
+        super().__init__(options, attention, mlp, norms=_NORMS, norm=OffsetRMSNorm)

@@ -115,7 +115,7 @@ class HfFormat:
         read: Returns further fields of the section from a config.json whose location is the second
             argument. Raises JobError.
         write: Returns further keys of config.json; they replace others.
-        own: The keys that `read` checks itself: `layer_types`.
+        own: Keys that `read` checks itself: `layer_types` or none.
     """
 
     model_type: str
