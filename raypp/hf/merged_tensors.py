@@ -6,6 +6,8 @@ time.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from raypp.checkpoint.arrays import Array, convert
@@ -32,7 +34,7 @@ class MergedTensors:
 
     Attributes:
         infos: By global name.
-        dtype: safetensors' name of the dtype of the frozen weights.
+        dtype: safetensors' name of the dtype of most frozen weights.
 
     Raises:
         JobError: The run had no `model.from_hf`, or it holds other weights by now.
@@ -58,7 +60,7 @@ class MergedTensors:
         self._files = HfFiles(options.from_hf)
         with_base_id(options, self._files)
         self._there = matching_tensors(self._files, shapes)
-        self.dtype = max(tensor.dtype for tensor in self._there.values())
+        ((self.dtype, _),) = Counter(tensor.dtype for tensor in self._there.values()).most_common(1)
 
     @property
     def remarks(self) -> list[str]:
