@@ -24,13 +24,13 @@ def rounded(rows_MC: Array, base: Base) -> Array:
     """
     if base == "int8":
         scale = np.abs(rows_MC).max(-1, keepdims=True) / np.float32(127)
-        codes: Array = np.clip(np.rint(rows_MC / np.maximum(scale, _TINY)), -127, 127)
-        return codes * scale
+        found: Array = np.clip(np.rint(rows_MC / np.maximum(scale, _TINY)), -127, 127) * scale
+        return found
     table = np.array(NF4, np.float32)
     blocks = rows_MC.reshape(*rows_MC.shape[:-1], -1, BLOCK)
     scales = np.abs(blocks).max(-1, keepdims=True)
     codes = np.searchsorted((table[1:] + table[:-1]) / 2, blocks / np.maximum(scales, _TINY))
     step = scales.max(-2, keepdims=True) / np.float32(255**2)
     k = np.minimum(np.rint(np.sqrt(scales / np.maximum(step, _TINY))), np.float32(255))
-    found: Array = (table[codes] * (step * (k * k))).reshape(rows_MC.shape)
+    found = (table[codes] * (step * (k * k))).reshape(rows_MC.shape)
     return found
