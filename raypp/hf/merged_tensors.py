@@ -17,6 +17,7 @@ from raypp.hf.base_identity import with_base_id
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.quantised_arrays import rounded
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import quantised_base, quantised_names
@@ -97,12 +98,6 @@ class MergedTensors:
         """Returns rows in fp32 with the rounding of `model.lora.base`."""
         base = quantised_base(self._options)
         if base is not None and name in self._quantised:
-            import torch
-
-            from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-
-            weights = torch.from_numpy(np.array(rows))
-            stored = quantise_rows(weights, base)
-            return np.asarray(dequantise_rows(stored, base, weights.shape[-1], torch.float32).numpy())
+            return rounded(rows, base)
         assert self._options.lora is not None
         return convert(convert(rows, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else rows
