@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 MODEL = {
-    "kind": "llama", "num_layers": 4, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632,
+    "kind": "llama", "num_layers": 2, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "ffn_size": 5632,
     "vocab_size": 4096,
 }  # fmt: skip
 BASES = (("bf16", "bf16"), ("bf16", "int8"), ("bf16", "nf4"), ("fp32", "fp32"), ("fp32", "int8"), ("fp32", "nf4"))
 """train.precision and model.lora.base."""
-STEPS = 4
+STEPS = 3
 
 
 def _job(precision: str, base: str, tokens: int) -> Any:
@@ -36,7 +36,7 @@ def _job(precision: str, base: str, tokens: int) -> Any:
             "name": "base",
             "model": {**MODEL, "lora": {"rank": 16, "base": base}},
             "data": {"kind": "synthetic", "document_len": [tokens, tokens], "seq_len": tokens},
-            "pipeline": {"microbatches": 2},
+            "pipeline": {"microbatches": 1},
             "train": {"steps": STEPS, "micro_batch_size": 1, "precision": precision},
         }
     )

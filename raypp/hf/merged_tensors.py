@@ -6,6 +6,8 @@ time.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from raypp.checkpoint.arrays import Array, convert
@@ -15,6 +17,7 @@ from raypp.hf.base_identity import with_base_id
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.quantised_arrays import rounded
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import quantised_base, quantised_names
@@ -31,7 +34,7 @@ class MergedTensors:
 
     Attributes:
         infos: By global name.
-        dtype: safetensors' name of the dtype of the frozen weights.
+        dtype: safetensors' name of the dtype of most frozen weights.
 
     Raises:
         JobError: The run had no `model.from_hf`, or it holds other weights by now.
@@ -57,7 +60,7 @@ class MergedTensors:
         self._files = HfFiles(options.from_hf)
         with_base_id(options, self._files)
         self._there = matching_tensors(self._files, shapes)
-        self.dtype = max(tensor.dtype for tensor in self._there.values())
+        ((self.dtype, _),) = Counter(tensor.dtype for tensor in self._there.values()).most_common(1)
 
     @property
     def remarks(self) -> list[str]:
@@ -95,12 +98,6 @@ class MergedTensors:
         """Returns rows in fp32 with the rounding of `model.lora.base`."""
         base = quantised_base(self._options)
         if base is not None and name in self._quantised:
-            import torch
-
-            from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-
-            weights = torch.from_numpy(np.array(rows))
-            stored = quantise_rows(weights, base)
-            return np.asarray(dequantise_rows(stored, base, weights.shape[-1], torch.float32).numpy())
+            return rounded(rows, base)
         assert self._options.lora is not None
         return convert(convert(rows, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else rows

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raypp.models.quantised import store_rest
+from raypp.models.quantised import store_rest, stored_formats
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
@@ -112,6 +112,15 @@ def _prefetch_next_block(stage: nn.Module) -> None:
         following[0].set_modules_to_backward_prefetch(own)
 
 
+def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
+    """Returns the quantised weights that no two ranks share: FSDP would only copy them."""
+    shards = job.mesh.fsdp * job.mesh.cp
+    if shards > 1 and job.mesh.ep < shards:
+        return set()
+    parts = [stage] if shards == 1 else [part.experts for part in moe_blocks(stage)]
+    return {part.get_parameter(name) for part in parts for name, _ in stored_formats(part)}
+
+
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
     """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
     policy = MixedPrecisionPolicy()
@@ -123,6 +132,7 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         "mp_policy": policy,
         "reshard_after_forward": job.mesh.reshard_after_forward,
     }
+    settings["ignored_params"] = _held_whole(stage, job)
     if expert_mesh is not None:
         for part in moe_blocks(stage):
             fully_shard(part.experts, **{**settings, **expert_fsdp_settings(expert_mesh)})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypp.errors import JobError
+from raypp.schedules.action import without_idle_backwards
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import StageTimes, simulate
 
@@ -41,6 +42,7 @@ def depths(
     most_in_flight: Sequence[int] | None = None,
     *,
     whole_backwards: bool = False,
+    trained: Sequence[bool] = (),
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
@@ -53,6 +55,7 @@ def depths(
         most_in_flight: Microbatches in flight that each stage has memory for; None: any number.
             Depth 0 is always included, because it is what the job would do anyway.
         whole_backwards: As for `build_program`.
+        trained: Whether a stage has trained parameters, by stage. Empty: all have.
     """
     found: list[Depth] = []
     before = None
@@ -63,6 +66,7 @@ def depths(
             )
         except JobError:
             break
+        program = without_idle_backwards(program, trained)
         if program == before:
             break
         before = program

@@ -110,8 +110,8 @@ def forecast(
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
         room = _most_in_flight(job, cut, placement, device_memory, kind) if device_memory else None
-        whole = pipeline.whole_backwards
-        found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole)
+        whole, which = pipeline.whole_backwards, pipeline.trained
+        found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole, trained=which)
         lookahead = best_depth(found).lookahead
     program = pipeline.program_with(lookahead)
     timeline = simulate(program, times)

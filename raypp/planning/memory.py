@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
@@ -155,16 +156,23 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's share of the frozen parameters of its stages."""
     shards = job.mesh.fsdp * job.mesh.cp
     if quantised_base(job.model) is not None:
-        return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
+        return -(-sum(_base(job, stage, cut, activation_bytes(job)) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
     each = 2 if job.model.lora is not None and job.model.lora.base == "bf16" else _FP32
     return each * -(-frozen // shards)
 
 
-def _base(job: Job, stage: int, cut: Sequence[int], ep: int = 1) -> int:
-    """Returns the bytes of a stage's quantised base, of which `ep` ranks share the experts."""
+def _base(job: Job, stage: int, cut: Sequence[int], rest: int, **gathered: Any) -> int:
+    """Returns `base_bytes` of a stage of a job with a quantised base."""
     first, last = stage == 0, stage == len(cut) - 1
-    return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=activation_bytes(job), ep=ep)
+    return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=rest, **gathered)
+
+
+def _gathered_base(job: Job, stage: int, cut: Sequence[int]) -> int:
+    """Returns the bytes of a stage's quantised base that FSDP gathers: not what one rank holds."""
+    shards, ep = job.mesh.fsdp * job.mesh.cp, job.mesh.ep
+    without = ("attention", "feed_forward", "experts") if shards == 1 else ("experts",) if ep == shards else ()
+    return _base(job, stage, cut, activation_bytes(job), ep=ep, without=without)
 
 
 def _layers(stage: int, cut: Sequence[int]) -> range:
@@ -270,7 +278,7 @@ class Gathered:
             return cls(False, 0, 0, gradients, 0, 0, 0)
         gathered = {stage: activation_bytes(job) * count for stage, count in held.items()}
         if quantised_base(job.model) is not None:
-            gathered = {s: _base(job, s, cut, job.mesh.ep) + activation_bytes(job) * trained[s] for s in stages}
+            gathered = {s: _gathered_base(job, s, cut) + activation_bytes(job) * trained[s] for s in stages}
         weights = flat = sum(sorted(gathered.values())[-_UNSHARDED_STAGES:])
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:

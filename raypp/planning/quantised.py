@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from raypp.spec.families import FAMILIES, family_of
 from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
 
-def base_bytes(model: DecoderOptions, layers: range, *, first: bool, last: bool, rest: int, ep: int = 1) -> int:
+def base_bytes(
+    model: DecoderOptions,
+    layers: range,
+    *,
+    first: bool,
+    last: bool,
+    rest: int,
+    ep: int = 1,
+    without: Container[str] = (),
+) -> int:
     """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
 
     Args:
@@ -17,12 +28,13 @@ def base_bytes(model: DecoderOptions, layers: range, *, first: bool, last: bool,
         last: The stage holds the final norm and the projection.
         rest: Bytes of a frozen weight that is not quantised.
         ep: Ranks that share the experts.
+        without: Parts (of `Weight.part`) whose quantised matrices are not counted.
     """
     family, base = family_of(model) or FAMILIES["llama"], quantised_base(model)
     total = 0
     for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
         if base is not None and name.startswith("model.layers.") and is_quantised(weight):
-            size = quantised_bytes(base, weight)
+            size = 0 if weight.part in without else quantised_bytes(base, weight)
         else:
             size = rest * weight.parameters
         total += size // ep if weight.part == "experts" else size

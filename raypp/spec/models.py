@@ -45,7 +45,9 @@ class LoraOptions(Section):
     """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
     matrix of attention, feed-forward blocks and experts, without routers."""
     base: Literal["fp32", "bf16", "int8", "nf4"] = "bf16"
-    """Dtype in which the frozen weights are stored. bf16 needs train.precision: bf16."""
+    """How the frozen weights are stored. bf16 needs train.precision: bf16. int8, nf4: the matrices
+    of layers in 8 or 4.13 bits per weight (QLoRA, arXiv:2305.14314), the rest in train.precision.
+    """
     base_id: str | None = None
     """Identity of the frozen weights that model.from_hf names. raypp sets it at submission and
     refuses another base later."""

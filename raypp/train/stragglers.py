@@ -131,6 +131,10 @@ class Pace:
 
 
 def work_of(pipeline: ResolvedPipeline) -> list[float]:
-    """Returns the work of each pipeline rank in layers; both ends count as in the cut."""
-    weights = pipeline.stage_weights
+    """Returns the work of each pipeline rank in layers; both ends count as in the cut.
+
+    Where only upper stages train, those below have no backward: about half the work.
+    """
+    lowest = pipeline.trained.index(True)
+    weights = [w / 2 if stage < lowest else w for stage, w in enumerate(pipeline.stage_weights)]
     return [sum(weights[stage] for stage in stages) for stages in pipeline.stages_of_rank]

@@ -67,6 +67,7 @@ PIPELINES = Batch(
         ("int8", "zbv"): pipeline("int8", schedule="zbv"),
         ("experts", "1f1b"): pipeline(kind="qwen3_moe"),
         ("bf16", "1f1b"): pipeline(**BF16),
+        ("bf16", "weights freed after use"): document(mesh={"pp": 2, "reshard_after_forward": True}, **BF16),
     },
     STEPS,
 )

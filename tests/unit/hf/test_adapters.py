@@ -20,6 +20,7 @@ from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot
 from raypp.checkpoint.verify import verify_checkpoint
+from raypp.cli.main import run
 from raypp.errors import CheckpointError, JobError
 from raypp.hf.base_identity import base_identity
 from raypp.hf.export_adapter import export_adapter
@@ -139,6 +140,37 @@ def test_frozen_weights_that_were_drawn_cannot_be_merged(tmp_path: Path) -> None
         export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
     done = export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
     assert done.tensors == 2 * 7 * options.num_layers
+
+
+def test_the_command_asks_for_the_form_and_refuses_one_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    options = options_of(folder_of("llama", tmp_path / "hf"))
+    saved(whole(options), options, tmp_path / "store")
+    export = ["checkpoints", "export", f"{tmp_path}/store/run"]
+    assert run([*export, f"{tmp_path}/out"]) == 2
+    assert "use --adapter for PEFT, or --merged for a whole model" in capsys.readouterr().err
+    assert run([*export, f"{tmp_path}/out", "--merged", "--adapter"]) == 2
+    assert run([*export, f"{tmp_path}/out", "--adapter", "--dtype", "bf16"]) == 2
+    assert run([*export, f"{tmp_path}/out", "--adapter"]) == 0
+    written = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert written == {"adapter_config.json", "adapter_model.safetensors"}
+    capsys.readouterr()
+    assert run([*export, f"{tmp_path}/out", "--merged"]) == 2
+    assert "already contains a model (adapter_model.safetensors)" in capsys.readouterr().err
+    assert run([*export, f"{tmp_path}/whole", "--merged", "--json"]) == 0
+    assert "model.safetensors" in json.loads(capsys.readouterr().out)["files"]
+    imported = options.model_copy(update={"lora": None})
+    import_hf(
+        HfFiles(str(tmp_path / "hf")),
+        DirectoryStore(tmp_path / "full"),
+        "run",
+        imported,
+        {"model": imported.model_dump(mode="json")},
+    )
+    assert run(["checkpoints", "export", f"{tmp_path}/full/run", f"{tmp_path}/no", "--adapter"]) == 2
+    assert "trained all weights, no adapters" in capsys.readouterr().err
 
 
 def test_the_state_of_a_run_is_its_adapters_and_fits_no_other_rank_or_targets(tmp_path: Path) -> None:

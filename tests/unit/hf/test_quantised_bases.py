@@ -18,8 +18,9 @@ from raypp.hf import initial_weights
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options
 from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.quantised_arrays import rounded
 from raypp.models.quantised import stored_formats
-from raypp.models.quantised_rows import quantise_rows
+from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.models.stage import build_stage
 from raypp.spec.models import DecoderOptions, LoraOptions, MoeOptions
 from raypp.spec.quantised import BASES, quantised_names
@@ -81,6 +82,16 @@ def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path
     with torch.no_grad():
         tokens = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(model(tokens).logits, our_logits(stage), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_numpy_rounds_as_torch_quantises(base: str) -> None:
+    weights = torch.randn(3, 40, 256, generator=torch.Generator().manual_seed(0))
+    weights[0, 3] = 0
+    weights[1, :, 7] *= 300
+    weights[2, 5] *= 1e-42
+    expected = dequantise_rows(quantise_rows(weights, base), base, 256, torch.float32)
+    assert torch.equal(torch.from_numpy(rounded(weights.numpy(), base)), expected)
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
