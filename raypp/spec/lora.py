@@ -96,6 +96,8 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
         if (module := _module(weight)) is not None
     ]
     known = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    if not lora.targets:
+        yield Problem("model.lora.targets", "is empty: nothing would be trained", f"use {ALL_LINEAR}, or some names")
     for target in lora.targets:
         if any(_matches(target, module) for module in modules):
             continue

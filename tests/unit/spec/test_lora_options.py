@@ -36,6 +36,7 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
     assert told.startswith("'v_porj' matches no matrix of llama's layers; there are: q_proj, k_proj, v_proj, o_proj,")
     assert told.endswith("did you mean v_proj?")
     assert "model.lora.targets" in found({"targets": ["lm_head"]}, **BF16)
+    assert "nothing would be trained" in found({"targets": []}, **BF16)["model.lora.targets"]
     assert "model.lora.targets" in found({"targets": ["roj"]}, **BF16), "only whole words match"
     assert "w1, w3, w2" in found({"targets": ["up_proj"]}, {"kind": "mixtral"}, **BF16)["model.lora.targets"]
     assert "model.lora.targets" in found({"targets": ["gate"]}, {"kind": "mixtral"}, **BF16), "routers have none"
