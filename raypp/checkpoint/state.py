@@ -6,7 +6,7 @@ Names depend on neither the mesh nor the cut, so any other mesh finds its slices
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,8 @@ def optimizer_slices(
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
+    # `train.optimizer_offload`: the device may have no room for all of the state.
+    to_host: Callable[[Tensor], Tensor] = getattr(optimizer, "to_host", lambda value: value)
     targets: dict[str, list[Slice]] = {}
     entries: list[tuple[Tensor, str, Any]] = []
     seen: set[int] = set()
@@ -131,7 +133,7 @@ def optimizer_slices(
             full_name = f"{OPTIMIZER}{name}/{key}"
             shape, dtype = saved[full_name]
             if shape == tuple(parameter.shape):
-                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                value = to_host(torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
             else:
                 # A step counter is on the device only if the optimizer's kernel reads it there.
                 value = torch.zeros(

@@ -77,7 +77,7 @@ def prepare_stage(
             recompute_within_compiled_blocks(stage)
         _compile_blocks(stage)
     if extent != "none" and not within:
-        recompute_blocks(stage, extent)
+        recompute_blocks(stage, "selective" if extent == "selective" else "full")
     late_sums = None if data_mesh is None else _shard(stage, job, data_mesh, expert_mesh)
     return PreparedStage(stage.to_empty(device=device), late_sums)
 

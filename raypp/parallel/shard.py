@@ -15,6 +15,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Returns zeros `[...]` as a parameter's gradient, on the device that computes.
+
+    The parameter's own memory may be in host memory (`train.optimizer_offload`).
+    """
+    return torch.zeros_like(parameter, device=parameter.device)
+
+
 @torch.no_grad()
 def write_whole(parameter: Tensor, value: Tensor) -> None:
     """Copies this rank's slice of a whole tensor into a parameter. Not collective.

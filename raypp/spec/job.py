@@ -157,6 +157,10 @@ class OptimizerOptions(Section):
     """Decoupled weight decay, applied to matrices only."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd and muon: momentum."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory and, with precision: bf16, the fp32 weights too.
+    They pass through the device block by block in the update, which takes longer by the time of the
+    copies. The numbers do not change. On a CPU it saves nothing."""
 
 
 class LrSchedule(Section):
@@ -194,8 +198,11 @@ class TrainSection(Section):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks. bf16 halves the traffic and
     needs precision: bf16."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward to save memory."""
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    """Recompute activations in the backward to save memory. selective: all but the results of
+    matrix products and attention | full: everything but the inputs of layers | offload: like full,
+    and the inputs of layers wait for their backward in host memory. On a CPU, offload saves nothing
+    over full."""
     compile: bool = False
     """Compile each block with torch.compile."""
     attention: Literal["auto", "flash3", "varlen", "flex", "plain"] = "auto"

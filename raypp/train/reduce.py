@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.parallel.failed_groups import check_groups
-from raypp.parallel.shard import counts_here, local_part
+from raypp.parallel.shard import counts_here, local_part, zero_gradient
 from raypp.torch_private import foreach_mul_, foreach_norm
 
 
@@ -67,7 +67,7 @@ class GradientReducer:
         found = []
         for parameter in self._parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
             found.append(local_part(parameter.grad))
         return found
 

@@ -20,6 +20,7 @@ from raypp.train.assemble import AssembledRank
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import learning_rate, set_learning_rate
+from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.reduce import GlobalSums, coefficient, scale
 from raypp.train.router_losses import RouterLosses
 from raypp.train.stragglers import Pace
@@ -196,6 +197,8 @@ class StepRunner:
             read: The result of `read`.
             watch: Times the step's parts.
         """
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.settle()
         self._seed(step)
         self._mark("prepare")
         with watch.part("data"):
