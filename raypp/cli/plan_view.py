@@ -145,6 +145,8 @@ def _host(plan: Plan) -> RenderableType:
     lines = []
     if host.computing:
         lines.append(f"{_size(host.computing)}  {each} that compute on the CPU")
+    if host.offloaded:
+        lines.append(f"{_size(host.offloaded)}  offloaded by {each}")
     if host.files:
         fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
         of = f"{host.files} × {_size(host.state)} for {each}{fewer}"

@@ -3,7 +3,7 @@
 `saved_tensors_hooks` around a stage's forward see what autograd saves, among it the layers' inputs,
 which activation checkpointing saves instead of all that a layer computes. They are recognised by
 their shape, that of the activations between layers. A copy to host memory replaces each of them,
-except the newest few when their backward follows at once. The program says which backward comes
+except the newest few when their whole backward follows at once. The program says which backward comes
 next, so the next few are always on their way back. torch's `save_on_cpu` would also copy weights,
 make the host wait for each copy, and fetch each tensor only when it is needed.
 
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from raypp.parallel.host_copies import CopyStreams
 from raypp.planning.offload import AHEAD, LEAVING
-from raypp.schedules.action import Action
+from raypp.schedules.action import Action, Kind
 
 _Key = tuple[int, int]
 """Stage and microbatch."""
@@ -61,6 +61,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device) -> None:
         self._copies, self._pinned = CopyStreams(device), device.type == "cuda"
         self._line: list[Action] = []
+        self._orders: dict[tuple[Kind, int], list[int]] = {}
         self.plan()
 
     def load(self, line: Sequence[Action]) -> None:
@@ -73,6 +74,7 @@ class ActivationOffload:
         self._kept: dict[_Key, list[_Kept]] = {}
         self._leaving: deque[_Kept] = deque()
         self._left: list[_Kept] = []
+        self._asked: list[_Kept] = []
 
     @contextmanager
     def forward(self, stage: int, microbatch: int, shape: tuple[int, ...]) -> Iterator[None]:
@@ -102,29 +104,41 @@ class ActivationOffload:
         self._kept[stage, microbatch] = kept
         self._position += 1
         after = self._line[self._position] if self._position < len(self._line) else None
-        if after is None or after.kind == "F" or (after.stage, after.microbatch) != (stage, microbatch):
+        if after != Action(stage, "B", microbatch):  # the first half of a backward frees nothing
             while waiting:
                 self._leave(waiting.popleft())
 
     @contextmanager
-    def backward(self, stage: int, microbatch: int, *, last: bool) -> Iterator[None]:
+    def backward(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
         """Surrounds a backward of a microbatch, or half of one.
 
         Args:
+            kind: B, I or W.
             stage: The stage.
             microbatch: The microbatch.
-            last: Whether no other half follows.
         """
-        self._left = list(self._kept[stage, microbatch])
+        kept = self._kept[stage, microbatch]
+        self._left, self._asked = self._expected(kind, stage, microbatch), []
         self._position += 1
         self._fetch_ahead()
         yield
-        for one in self._left:
+        for one in [*self._left, *self._asked[-1:]]:
             self._drop(one)
-        self._left = []
-        if last:
+        self._orders[kind, stage] = [kept.index(one) for one in self._asked]
+        self._left, self._asked = [], []
+        if kind != "I":
             del self._kept[stage, microbatch]
         self._fetch_ahead()
+
+    def _expected(self, kind: Kind, stage: int, microbatch: int) -> list[_Kept]:
+        """Returns what a backward will need, in order: like the last one of its kind and stage.
+
+        The first is expected to go through the layers from the last to the first. The second half
+        of a split backward goes another way, and needs a layer's input several times.
+        """
+        kept = self._kept[stage, microbatch]
+        order = self._orders.get((kind, stage), range(len(kept) - 1, -1, -1))
+        return [kept[index] for index in order if index < len(kept)]
 
     def _leave(self, one: _Kept) -> None:
         """Starts the copy to host memory, and ends that of a tensor before it."""
@@ -151,10 +165,13 @@ class ActivationOffload:
         assert tensor is not None
         self._copies.wait(kept.event)
         kept.event = None
-        self._drop(kept)
-        if kept in self._left:
-            del self._left[self._left.index(kept) :]
-        self._fetch_ahead()
+        if kept not in self._asked:
+            for before in self._asked[-1:]:
+                self._drop(before)
+            self._asked.append(kept)
+            if kept in self._left:
+                del self._left[: self._left.index(kept) + 1]
+            self._fetch_ahead()
         return tensor
 
     def _drop(self, one: _Kept) -> None:
@@ -178,9 +195,9 @@ class ActivationOffload:
 
     def _coming(self) -> Iterator[_Kept]:
         """Yields what backwards will need, in order; ends at one whose forward is still to come."""
-        yield from reversed(self._left)
+        yield from self._left
         for action in self._line[self._position :]:
             if action.kind != "F":
                 if (action.stage, action.microbatch) not in self._kept:
                     return
-                yield from reversed(self._kept[action.stage, action.microbatch])
+                yield from self._expected(action.kind, action.stage, action.microbatch)

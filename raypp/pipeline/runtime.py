@@ -290,10 +290,10 @@ class ProgramRuntime:
             return nullcontext()
         return self.offload.forward(stage.stage_index, microbatch, stage.shapes[microbatch])
 
-    def _moved_back(self, stage: PlannedStage, microbatch: int, *, last: bool) -> AbstractContextManager[None]:
+    def _moved_back(self, kind: Kind, stage: PlannedStage, microbatch: int) -> AbstractContextManager[None]:
         if self.offload is None:
             return nullcontext()
-        return self.offload.backward(stage.stage_index, microbatch, last=last)
+        return self.offload.backward(kind, stage.stage_index, microbatch)
 
     def _await(self, key: SendKey) -> None:
         """Waits for a message, and marks the wait: hangs are diagnosed from these marks."""
@@ -343,7 +343,7 @@ class ProgramRuntime:
             else:
                 reduce_within_backward(stage.submod, root)
                 self._reducing.append(stage)
-        with self._timed(kind, stage), self._moved_back(stage, microbatch, last=kind == "B"):
+        with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
                 stage.unpack_backward(microbatch)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
@@ -356,7 +356,7 @@ class ProgramRuntime:
             self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        with self._timed("W", stage), self._moved_back(stage, microbatch, last=True):
+        with self._timed("W", stage), self._moved_back("W", stage, microbatch):
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()

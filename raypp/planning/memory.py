@@ -22,6 +22,7 @@ from raypp.planning.activations import (
 from raypp.planning.choices import wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
+from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
@@ -106,10 +107,11 @@ def rank_memory(
     kind = kind or memory_kind(job)
     parameters = sum(stage_parameters(job, stage, cut) for stage in stages)
     share = -(-parameters // (job.mesh.fsdp * job.mesh.cp))
+    held = state_of(job, stages, cut, kind)
     base = RankMemory(
-        weights=_FP32 * share,
+        weights=held.weights,
         gradients=0,
-        optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
+        optimizer=held.optimizer,
         gathered=0,
         activations=0,
         logits=0,
@@ -130,11 +132,34 @@ def rank_memory(
             working=working,
         ),
         fsdp.reduction(base),
-        dataclasses.replace(base, gradients=_FP32 * share),  # the update
+        dataclasses.replace(base, gradients=_FP32 * share, working=held.passing),  # the update
     )
     peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
+
+
+def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
+    """Returns the bytes of a rank's weights and optimizer state, and where they are.
+
+    Args:
+        job: The job.
+        stages: Stages that the rank holds.
+        cut: Layers of every stage of the pipeline.
+        kind: The kind of device.
+    """
+    ranks = job.mesh.fsdp * job.mesh.cp
+    share = -(-sum(stage_parameters(job, stage, cut) for stage in stages) // ranks)
+    ends = 0 in stages or len(cut) - 1 in stages
+    largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
+    optimizer = _FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states
+    return held_state(job, share, -(-largest // ranks), _FP32 * share, optimizer, kind)
+
+
+def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:
+    """Returns the bytes that a rank on CUDA keeps in host memory (`planning.offload`)."""
+    return state_of(job, stages, cut, "cuda").host + host_activation_bytes(job, actions, cut, microbatch_tokens(job))
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
@@ -163,7 +188,8 @@ def _moments(
     matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
     embedding = _FP32 * job.model.vocab_size * job.model.hidden_size
     done: set[int] = set()
-    gradients = activations = logits = 0
+    gradients = logits = 0
+    activations = tokens * passing_per_token(job)
     for action in actions:
         stage, added = action.stage, action.stage in done
         if action.kind == "F":
