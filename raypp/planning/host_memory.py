@@ -125,6 +125,15 @@ def host_memory(
     return max(found, key=lambda node: (node.total - node.available, node.total))
 
 
+def offloaded_by_ranks(job: Job) -> list[int]:
+    """Returns the bytes that every pipeline rank on CUDA keeps in host memory instead."""
+    pipeline = resolve_pipeline(job)
+    return [
+        offloaded_bytes(job, stages, pipeline.cut, pipeline.program[rank])
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    ]
+
+
 def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Problem]:
     """Returns a problem if what a job offloads fits into no node, or not into all of them together.
 
@@ -133,11 +142,7 @@ def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Pro
         nodes: Free bytes of host memory by node; 0 if that is not known.
         kind: The kind of device. On a CPU nothing is offloaded to other memory.
     """
-    pipeline = resolve_pipeline(job)
-    each = [
-        offloaded_bytes(job, stages, pipeline.cut, pipeline.program[rank])
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    ]
+    each = offloaded_by_ranks(job)
     if kind == "cpu" or not any(each) or not all(nodes.values()):
         return []
     largest, together = max(nodes.values(), default=0), sum(nodes.values())

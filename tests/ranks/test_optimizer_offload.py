@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_identical
 from harness import run_ranks
+from late_copies import LateCopies
 from test_optimizers import OPTIMIZERS, Quiet, job
 from training import Batch, seat_of, train_steps
 
@@ -23,6 +24,7 @@ from raypp.ports import free_port
 from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
+from raypp.train import optimizer_offload
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -49,8 +51,9 @@ def job_of(kind: str, shape: str, offloaded: bool) -> dict[str, Any]:
 
 
 def in_small_blocks(*arguments: Any) -> dict[str, Any]:
-    """Trains with many blocks, so that each arrives while another is updated."""
+    """Trains with many blocks, so that each arrives while another is updated, as late as it may."""
     offload.BLOCK = 2000
+    optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
     return train_steps(*arguments)
 
 
@@ -97,6 +100,7 @@ def lives(
         `weights`: the local parts; `dtypes`: what FSDP gathers from; `told`: the events.
     """
     offload.BLOCK = 2000
+    optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
     store, told = DirectoryStore(Path(root)), []
     found: dict[str, Any] = {}
     for step, source in enumerate(sources, 1):
