@@ -16,7 +16,7 @@ from raypp.spec.job import Job
 BLOCK = 2**25
 """Parameters of a block that is updated at once, unless a single one is larger."""
 BLOCKS_ON_DEVICE = 3
-"""One block arrives, one is updated, one leaves."""
+"""One block arrives, one is updated, one leaves. A parameter larger than all three comes alone."""
 
 AHEAD = 2
 """Inputs of layers that are on their way back, or not sent away because their backward follows."""
@@ -103,8 +103,8 @@ def held_state(job: Job, parameters: int, largest: int, weights: int, optimizer:
         return HeldState(weights, optimizer, weights + optimizer)
     masters = job.train.precision == "bf16"
     moved = optimizer + (weights if masters else 0)
-    block = -(-moved // max(1, parameters)) * max(BLOCK, largest)
-    passing, gathered = min(moved, BLOCKS_ON_DEVICE * block), 2 * parameters if masters else 0
+    each = -(-moved // max(1, parameters))
+    passing, gathered = min(moved, each * max(BLOCKS_ON_DEVICE * BLOCK, largest)), 2 * parameters if masters else 0
     if kind == "cpu":
         return HeldState(weights + gathered, optimizer, weights + optimizer, passing)
     return HeldState(gathered if masters else weights, 0, weights + optimizer, passing, moved)

@@ -2,7 +2,7 @@
 
 The state of any optimizer and, where the device computes in bf16 from fp32 weights, those weights
 too, are on the device only while their block of parameters is updated: one block arrives, one is
-updated, one leaves. The optimizer itself is unchanged and computes on the device, so all bits are
+updated, one leaves. A parameter larger than these together comes alone. The optimizer itself is unchanged and computes on the device, so all bits are
 those of a run without offload. Design record 0035 says why it is not computed on the host.
 
 Legend: [...] shape of this rank's part of a parameter.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from raypp.parallel.host_copies import CopyStreams, HostMemory
 from raypp.parallel.shard import local_part
-from raypp.planning.offload import blocks_of
+from raypp.planning import offload
+from raypp.planning.offload import BLOCKS_ON_DEVICE, blocks_of
 from raypp.torch_private import fsdp_shards, gather_from, set_local
 
 _Place = tuple[nn.Parameter, str]
@@ -69,6 +71,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gathered: dict[nn.Parameter, Tensor] = {}
         self._settled = False
 
+    @property
+    def weights(self) -> Any:
+        """What the wrapped optimizer says of weights in bf16; None if it has nothing to say."""
+        return getattr(self._inner, "weights", None)
+
     def close(self) -> None:
         """Releases page locks. Call it when no more step will run."""
         self._memory.close()
@@ -105,20 +112,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         updated = [parameter for parameter, gradient in gradients.items() if gradient is not None]
         for parameter in updated:
             parameter.grad = None
-        blocks = [[updated[i] for i in block] for block in blocks_of([_elements(p) for p in updated])]
+        elements = [_elements(parameter) for parameter in updated]
+        blocks = [(sum(elements[i] for i in block), [updated[i] for i in block]) for block in blocks_of(elements)]
         try:
-            arriving = self._fetch(blocks[0]) if blocks else None
-            leaving: _Moving | None = None
-            for index, block in enumerate(blocks):
-                here, arriving = arriving, self._fetch(blocks[index + 1]) if index + 1 < len(blocks) else None
+            arriving: _Moving | None = None
+            leaving, size_leaving = None, 0
+            for (size, block), (size_next, following) in zip_longest(blocks, blocks[1:], fillvalue=(0, [])):
+                here, arriving = arriving or self._fetch(block), None
+                if size_leaving + size + size_next <= BLOCKS_ON_DEVICE * offload.BLOCK:
+                    arriving = self._fetch(following)
                 self._wait(here)
                 for parameter in block:
                     parameter.grad = gradients[parameter]
                 self._inner.step()
                 for parameter in block:
                     parameter.grad = None
-                left, leaving = leaving, self._store(block)
-                self._wait(left)  # only now may its device memory be used again
+                self._wait(leaving)  # only now may its device memory be used again
+                leaving, size_leaving = self._store(block), size
+                if arriving is None:
+                    self._wait(leaving)
+                    leaving, size_leaving = None, 0
             self._wait(leaving)
         finally:
             for parameter in updated:

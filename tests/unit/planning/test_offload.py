@@ -59,7 +59,7 @@ def test_fp32_weights_stay_where_they_compute() -> None:
 def test_a_rank_needs_less_memory_and_a_step_more_time() -> None:
     plain, job = make_plan(large()), make_plan(large(optimizer={"offload": True}))
     assert max(rank.total for rank in job.memory) < 0.75 * max(rank.total for rank in plain.memory)
-    assert job.host.offloaded == offloaded_by_ranks(large(optimizer={"offload": True}))[0]
+    assert job.host.offloaded == max(offloaded_by_ranks(large(optimizer={"offload": True})))
     assert job.host.state == plain.host.state, "a checkpoint stays as large"
     extra = job.predictions[-1].parts["optimizer"] - plain.predictions[-1].parts["optimizer"]
     largest = max(offloaded_by_ranks(large(optimizer={"offload": True})))
