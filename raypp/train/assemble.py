@@ -109,7 +109,7 @@ def assemble(
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
-            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             reducer = GradientReducer(built.modules, parameter_names(job.model))
             if device.type == "cuda":
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.
