@@ -42,10 +42,10 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
         if before is not _ABSENT and before != after:
             problems.append(_changed(".".join(path), before, after))
     state = ("train", "optimizer", "state")
-    before, after = (_at(job, state) for job in (old_job, new))
-    before, after = ("fp32" if value is _ABSENT else value for value in (before, after))  # there was no other
-    if before != after and _at(old_job, ("train", "optimizer")) is not _ABSENT:
-        problems.append(_changed(".".join(state), before, after))
+    # Jobs that lack the key are older than it: their state is in fp32.
+    was, now = ("fp32" if (value := _at(job, state)) is _ABSENT else value for job in (old_job, new))
+    if was != now and _at(old_job, ("train", "optimizer")) is not _ABSENT:
+        problems.append(_changed(".".join(state), was, now))
     problems.extend(_rows_per_step(old_job, new))
     return problems
 

@@ -37,7 +37,8 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     problems += [problem for problem in _model(job) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
-    problems += [problem for problem in _optimizer(job) if not refused & {problem.key, "train.optimizer.kind"}]
+    if "train.optimizer.kind" not in refused:
+        problems += _optimizer(job)
     return problems
 
 

@@ -122,5 +122,7 @@ def _check_blocks(parameter: nn.Parameter) -> None:
     """Raises a JobError if this rank's columns cut a block; `planning.check` says so earlier."""
     place, columns = local_rows(parameter), local_part(parameter).shape[-1]
     if columns != place.width and (place.start % BLOCK or columns % BLOCK):
-        what = f"8bit needs whole blocks of {BLOCK} columns on each rank, but rows of {place.width} are cut at {columns}"
+        what = (
+            f"8bit needs whole blocks of {BLOCK} columns on each rank, but rows of {place.width} are cut at {columns}"
+        )
         raise JobError(Problem("train.optimizer.state", what, "use state: fp32, or another mesh.ep"))

@@ -271,9 +271,7 @@ class StepRunner:
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 
-    def _update(
-        self, step: int, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float
-    ) -> None:
+    def _update(self, step: int, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
         """Scales the gradients, local shards `[...]`, and runs the optimizer."""
         if tokens:
             factor = coefficient(sums.grad_norm, tokens, self.job.train.clip_norm)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, reproducible from seed, step, name and place, the same in parts."""
+"""Stochastic rounding: unbiased; its bits depend on seed, step, name and place only."""
 
 from __future__ import annotations
 
