@@ -48,6 +48,7 @@ BENCHMARKS = (
     Benchmark("pacing", 6, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
     Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
+    Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),

@@ -101,6 +101,8 @@ def _schedule(job: Job, plan: Plan) -> str:
 
 
 def _precision(job: Job) -> str:
+    if job.train.precision == "bf16_pure":
+        return f"bf16_pure: weights in bf16 only, stochastic rounding; gradients summed in {job.train.reduce_dtype}"
     if job.train.precision == "bf16":
         return "bf16: weights and gradients in fp32, compute in bf16"
     if job.resources.device == "cpu":

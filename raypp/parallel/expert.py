@@ -70,7 +70,7 @@ def spread_experts(stage: nn.Module, mesh: DeviceMesh) -> None:
         block.exchange = exchange
         for name in block.experts.names:
             whole = getattr(block.experts, name)
-            local = torch.empty(len(whole) // ep.size(), *whole.shape[1:], device="meta")
+            local = torch.empty(len(whole) // ep.size(), *whole.shape[1:], dtype=whole.dtype, device="meta")
             spread = DTensor.from_local(local, ep, [Shard(0)], run_check=False)
             setattr(block.experts, name, nn.Parameter(spread))
 

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
     Kind,
     backward_bytes,
@@ -24,6 +23,7 @@ from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
 from raypp.planning.sizes import sizes_of
+from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
@@ -56,9 +56,9 @@ class RankMemory:
     """Bytes of one rank at its peak, by purpose.
 
     Attributes:
-        weights: Parameters in fp32; this rank's share under fsdp · cp.
-        gradients: In fp32; this rank's share.
-        optimizer: State of the optimizer, in fp32; this rank's share.
+        weights: Parameters; this rank's share under fsdp · cp.
+        gradients: This rank's share.
+        optimizer: State of the optimizer; this rank's share.
         gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
             gradients until they are reduced.
         activations: What forwards in flight keep for their backwards.
@@ -132,7 +132,10 @@ def rank_memory(
             working=working,
         ),
         fsdp.reduction(base),
-        dataclasses.replace(base, gradients=_FP32 * share, working=held.passing),  # the update
+        # the update
+        dataclasses.replace(
+            base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)
+        ),
     )
     peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0
@@ -153,8 +156,8 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
     ends = 0 in stages or len(cut) - 1 in stages
     largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
     largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
-    optimizer = _FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states
-    return held_state(job, share, -(-largest // ranks), _FP32 * share, optimizer, kind)
+    weights = weight_bytes(job) * share
+    return held_state(job, share, -(-largest // ranks), weights, state_bytes(job, share), kind)
 
 
 def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:
@@ -185,11 +188,15 @@ def _moments(
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
     within = tokens * backward_bytes(job, kind)
-    matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
-    embedding = _FP32 * job.model.vocab_size * job.model.hidden_size
-    done: set[int] = set()
-    gradients = logits = 0
-    activations = tokens * passing_per_token(job)
+    # A gradient that is summed in a wider dtype is there in both before it is added.
+    own, summed = weight_bytes(job), gradient_bytes(job)
+    each = own if own == summed else own + summed
+    matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    embedding = each * job.model.vocab_size * job.model.hidden_size
+    # Gradients wider than their weights are there from the start (`parallel.wide_gradients`).
+    done = set(stages) if gradient_bytes(job) > weight_bytes(job) and not fsdp.replaces else set()
+    gradients = sum(fsdp.gradients[stage] for stage in done)
+    activations, logits = tokens * passing_per_token(job), 0
     for action in actions:
         stage, added = action.stage, action.stage in done
         if action.kind == "F":
@@ -228,6 +235,7 @@ class Gathered:
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers.
         share: Bytes of this rank's share of the sums.
+        sum_bytes: Bytes of a value of these sums.
     """
 
     replaces: bool
@@ -237,6 +245,7 @@ class Gathered:
     buffers: int
     beside: int
     share: int
+    sum_bytes: int
 
     @classmethod
     def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> Gathered:
@@ -255,9 +264,9 @@ class Gathered:
             for stage in stages
             for experts in (sizes_of(job.model).stage_experts(_layers(stage, cut)),)
         }
-        gradients = {stage: _FP32 * count for stage, count in held.items()}
+        gradients = {stage: gradient_bytes(job) * count for stage, count in held.items()}
         if not replaces:
-            return cls(False, 0, 0, gradients, 0, 0, 0)
+            return cls(False, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
         largest = sorted(held.values())[-_UNSHARDED_STAGES:]
         weights = flat = sum(largest) * activation_bytes(job)
         layers = max((cut[stage] for stage in stages), default=0)
@@ -265,12 +274,15 @@ class Gathered:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
             flat = flat if kind == "cpu" else weights
         total = sum(held.values())
-        share = _FP32 * -(-sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+        share = weight_bytes(job) * -(
+            -sum(stage_parameters(job, stage, cut) for stage in stages) // (job.mesh.fsdp * job.mesh.cp)
+        )
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
-        if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
+        one_by_one = job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16"
+        if kind == "cuda" or one_by_one or job.train.precision == "bf16_pure":
             buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
-            return cls(True, weights, flat, gradients, buffers, _FP32 * total, share)
-        return cls(True, weights, flat, gradients, buffers, 0, share)
+            return cls(True, weights, flat, gradients, buffers, gradient_bytes(job) * total, share, weight_bytes(job))
+        return cls(True, weights, flat, gradients, buffers, 0, share, weight_bytes(job))
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""

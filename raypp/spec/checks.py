@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
+from raypp.kinds import OPTIMIZERS, SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
 from raypp.spec.job import Job
@@ -37,6 +37,8 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     problems += [problem for problem in _model(job) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
+    if "train.optimizer.kind" not in refused:
+        problems += _optimizer(job)
     return problems
 
 
@@ -94,6 +96,18 @@ def _elastic(job: Job) -> Iterator[Problem]:
         yield Problem(
             "recovery.elastic.min_ranks", what, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
         )
+
+
+def _optimizer(job: Job) -> Iterator[Problem]:
+    """Checks that the optimizer can keep its state, and the weights, as the job asks."""
+    name, kind = job.train.optimizer.kind, OPTIMIZERS.get(job.train.optimizer.kind)
+    if job.train.optimizer.state == "8bit" and not kind.states_in_8bit:
+        fix = f"use state: fp32, or kind: {_one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
+        yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
+    if job.train.precision == "bf16_pure" and not kind.bf16_weights:
+        what = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
+        usable = _one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
+        yield Problem("train.precision", what, f"use bf16, or train.optimizer.kind {usable}")
 
 
 def _model(job: Job) -> Iterator[Problem]:

@@ -111,7 +111,7 @@ def assemble(
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
-            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
                 optimizer = OffloadedOptimizer(
                     optimizer, built.modules, device, masters=job.train.precision == "bf16"

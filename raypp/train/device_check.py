@@ -86,7 +86,7 @@ def device_problems(job: Job, seat: Seat, there: int, card: Card | None) -> list
         fix = "install a CUDA build of torch that fits the driver (nvidia-smi), check CUDA_VISIBLE_DEVICES, or use "
         return [Problem("resources.device", what, f"{fix}resources.device cpu")]
     problems = []
-    if job.train.precision == "bf16" and card.capability < BF16_SINCE:
+    if job.train.computes_in == "bf16" and card.capability < BF16_SINCE:
         major, minor = card.capability
         what = f"{where}: {card.name} has compute capability {major}.{minor}; bf16 needs 8.0 (A100) or newer"
         problems.append(Problem("train.precision", what, "use train.precision fp32, or other cards"))
