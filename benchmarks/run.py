@@ -38,6 +38,7 @@ BENCHMARKS = (
     Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
     Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
     Benchmark("memory", 3, "peak memory by number of microbatches"),
+    Benchmark("offload", 3, "a step's time and what is in host memory, with and without offloading"),
     Benchmark("loss_memory", 7, "peak memory and time of the loss, by whole logits and in chunks"),
     Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),

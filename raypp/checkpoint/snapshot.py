@@ -164,7 +164,9 @@ class SnapshotBuffer:
             last.held = span
 
         # The host does not wait for a device's copy: the device's own clock says how long it stood.
-        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy | _BothCopies) else "cpu")).timed(note):
+        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy | _BothCopies) else "cpu")).timed(
+            note
+        ):
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:

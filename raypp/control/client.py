@@ -49,8 +49,8 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     Raises:
         UnreachableError: The cluster does not answer.
         ResourcesError: There are fewer free devices than ranks; names the free ones and a mesh that
-            fits. Or a rank needs more memory than the largest GPU has; names changes that fit. Or what
-            the job offloads does not fit into the nodes' memory.
+            fits. Or a rank needs more memory than the largest GPU has; names changes that fit. Or
+            the nodes' memory is too small for what the job offloads.
     """
     return device_for(job, cluster.dashboard.nodes(), embedded=cluster.embedded is not None)
 

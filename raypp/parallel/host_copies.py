@@ -88,9 +88,7 @@ class HostMemory:
             ends.append((end, end + size))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         data = self._bytes(max(1, end))
-        return [
-            data[a:b].view(tensor.dtype).view(tensor.shape) for (a, b), tensor in zip(ends, tensors, strict=True)
-        ]
+        return [data[a:b].view(tensor.dtype).view(tensor.shape) for (a, b), tensor in zip(ends, tensors, strict=True)]
 
     def _bytes(self, size: int) -> Tensor:
         if not self._cuda:

@@ -3,9 +3,9 @@
 `saved_tensors_hooks` around a stage's forward see what autograd saves, among it the layers' inputs,
 which activation checkpointing saves instead of all that a layer computes. They are recognised by
 their shape, that of the activations between layers. A copy to host memory replaces each of them,
-except the newest few when their whole backward follows at once. The program says which backward comes
-next, so the next few are always on their way back. torch's `save_on_cpu` would also copy weights,
-make the host wait for each copy, and fetch each tensor only when it is needed.
+except the newest few when their whole backward follows at once. The program says which backward
+comes next, so the next few are always on their way back. torch's `save_on_cpu` would also copy
+weights, make the host wait for each copy, and fetch each tensor only when it is needed.
 
 The device holds at most `ON_DEVICE` of these tensors, whatever the schedule, besides the input and
 output of each stage and microbatch in flight, which torch's pipelining keeps.

@@ -129,7 +129,8 @@ def forecast(
         "unshard": unshard,
         "pipeline": timeline.makespan,
         "reduce": reduce,
-        "optimizer": costs.optimizer_s * max(parameters) / share / slowest + _state_copies(job, machines, costs, pipeline, kind),
+        "optimizer": costs.optimizer_s * max(parameters) / share / slowest
+        + _state_copies(job, machines, costs, pipeline, kind),
     }
     step_s = sum(parts.values())
     tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from raypp.errors import Problem
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
-from raypp.planning.machines import Machines
 from raypp.planning.fit import size_text
+from raypp.planning.machines import Machines
 from raypp.planning.memory import RankMemory, offloaded_bytes, state_of
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.spec.job import Job

@@ -133,9 +133,7 @@ def rank_memory(
         ),
         fsdp.reduction(base),
         # the update
-        dataclasses.replace(
-            base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)
-        ),
+        dataclasses.replace(base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)),
     )
     peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0

@@ -40,7 +40,7 @@ def blocks_of(elements: Sequence[int]) -> list[range]:
 
 
 def offload_in_words(job: Job, cpu: bool) -> str:
-    """Returns what this job offloads, and on a CPU that it saves nothing; "" if it offloads nothing.
+    """Returns what this job offloads, and that this saves nothing on a CPU; else "".
 
     Args:
         job: The job.

@@ -2,8 +2,9 @@
 
 The state of any optimizer and, where the device computes in bf16 from fp32 weights, those weights
 too, are on the device only while their block of parameters is updated: one block arrives, one is
-updated, one leaves. A parameter larger than these together comes alone. The optimizer itself is unchanged and computes on the device, so all bits are
-those of a run without offload. Design record 0035 says why it is not computed on the host.
+updated, one leaves. A parameter larger than these together comes alone. The optimizer itself is
+unchanged and computes on the device, so all bits are those of a run without offload. Design record
+0035 says why it does not compute on the host.
 
 Legend: [...] shape of this rank's part of a parameter.
 """
@@ -47,7 +48,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is in host memory between two updates.
 
     It shares groups and state with the optimizer it wraps. Between updates `state` holds tensors in
-    host memory; what has a single element, such as a step counter, stays where the optimizer put it.
+    host memory; what has a single element, such as a step counter, stays where the optimizer put
+    it.
 
     With `masters`, the parameters' own memory is in host memory, too: `settle` copies them there
     and leaves the device a bf16 copy that FSDP gathers from.

@@ -151,8 +151,12 @@ CASES = {
     "offloaded": (document(2, {"fsdp": 2}, {}, optimizer={"offload": True}, activation_checkpointing="offload"), 1),
     "bf16, offloaded": (
         document(
-            4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
-            precision="bf16", optimizer={"offload": True}, activation_checkpointing="offload",
+            4,
+            PP_FSDP,
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            precision="bf16",
+            optimizer={"offload": True},
+            activation_checkpointing="offload",
         ),
         2,
     ),
@@ -173,7 +177,12 @@ def test_a_step_and_an_evaluation_never_wait_for_the_device(results: dict[str, d
 def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
     results: dict[str, dict[str, int]], name: str
 ) -> None:
-    last = {"interleaved": {"1B1": 1, "3B1": 2}, "bf16, offloaded": {"1B1": 1, "3B1": 2}, "full, tied": {"1B1": 2}, "selective": {"0B1": 2}}
+    last = {
+        "interleaved": {"1B1": 1, "3B1": 2},
+        "bf16, offloaded": {"1B1": 1, "3B1": 2},
+        "full, tied": {"1B1": 2},
+        "selective": {"0B1": 2},
+    }
     assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
 
 

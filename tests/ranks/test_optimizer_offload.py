@@ -73,6 +73,28 @@ def test_offloading_changes_no_bit(kind: str, shape: str) -> None:
     assert_identical(found[kind, shape, True], found[kind, shape, False])
 
 
+SMALL = {
+    (precision, mesh, offloaded): {
+        **(found := job_of("adamw", mesh, offloaded)),
+        "train": {
+            **found["train"],
+            "precision": precision,
+            "optimizer": {**found["train"]["optimizer"], "state": "8bit"},
+        },
+    }
+    for precision in ("fp32", "bf16", "bf16_pure")
+    for mesh in ("fsdp", "pp")
+    for offloaded in (False, True)
+}
+SMALL_RUNS = Batch(2, SMALL, STEPS, train=in_small_blocks)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "pp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_offloading_moments_in_8_bits_changes_no_bit(precision: str, mesh: str) -> None:
+    assert_identical(SMALL_RUNS[precision, mesh, True], SMALL_RUNS[precision, mesh, False])
+
+
 def test_weights_that_are_freed_after_use_are_gathered_from_the_bf16_copy() -> None:
     found = []
     for offloaded in (False, True):
@@ -81,6 +103,15 @@ def test_weights_that_are_freed_after_use_are_gathered_from_the_bf16_copy() -> N
         found.append(run_ranks(2, in_small_blocks, source, STEPS))
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert_identical(ours, theirs)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_checkpoints_of_moments_in_8_bits_resume_with_and_without(precision: str, tmp_path: Path) -> None:
+    plain, offloaded = SMALL[precision, "fsdp", False], SMALL[precision, "fsdp", True]
+    lines = {"plain": [plain] * 3, "turns": [offloaded, plain, offloaded]}
+    for name, line in lines.items():
+        run_ranks(2, lives, line, [free_port() for _ in line], str(tmp_path / name))
+    assert saved(tmp_path / "turns") == saved(tmp_path / "plain")
 
 
 def lives(

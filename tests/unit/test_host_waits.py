@@ -11,7 +11,17 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
 FILES = tuple(
     f"raypp/train/{name}.py"
-    for name in ("adamw", "evaluate", "muon", "optimizer", "optimizer_offload", "reduce", "router_losses", "sgd", "step")
+    for name in (
+        "adamw",
+        "evaluate",
+        "muon",
+        "optimizer",
+        "optimizer_offload",
+        "reduce",
+        "router_losses",
+        "sgd",
+        "step",
+    )
 )
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"

@@ -34,7 +34,7 @@ def large(**train: Any) -> Any:
 
 def test_blocks_hold_consecutive_parameters_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "BLOCK", 10)
-    assert blocks_of([4, 4, 4, 30, 1, 9, 1]) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6), range(6, 7)]
+    assert blocks_of([4, 4, 4, 30, 1, 9, 1]) == [range(2), range(2, 3), range(3, 4), range(4, 6), range(6, 7)]
     assert blocks_of([]) == []
 
 
