@@ -93,7 +93,8 @@ class HostMemory:
     def _bytes(self, size: int) -> Tensor:
         if not self._cuda:
             return torch.empty(size, dtype=torch.uint8)
-        data = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        data = torch.frombuffer(memory, dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
         if int(error) == 0:
             self._registered.append(data.data_ptr())

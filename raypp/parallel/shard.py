@@ -18,6 +18,17 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def on_own_device(tensor: Tensor) -> Tensor:
+    """Returns a tensor `[...]` whose local part is on its device.
+
+    That of a weight may be in host memory (`train.optimizer_offload`), where NCCL cannot gather it.
+    """
+    if not isinstance(tensor, DTensor) or tensor.to_local().device.type == tensor.device.type:
+        return tensor
+    local, mesh, placements = tensor.detach().to_local().to(tensor.device), tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def zero_gradient(parameter: Tensor) -> Tensor:
     """Returns zeros `[...]` as a parameter's gradient, on the device that computes.
 
