@@ -2,10 +2,10 @@
 benchmarks.low_memory`.
 
 Loss: the quickstart's model on the King James New Testament, in one process on one thread, with the
-same rows in the same order. Memory: peak per rank of a larger model, as `memory_prediction` measures
-it, beside what `raypp plan` predicts. Time: CPU seconds per step of the runs that give the loss, so
-that other processes count little. All on CPUs: without AVX512_BF16 or AMX, bf16 products are slower
-than fp32.
+same rows in the same order. Memory: peak of a larger model on one rank, as `memory_prediction`
+measures it, beside what `raypp plan` predicts. Time: CPU seconds per step of the runs that give the
+loss, so that other processes count little. All on CPUs: without AVX512_BF16 or AMX, bf16 products
+are slower than fp32.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def train(way: str, steps: int, seq_len: int, lr: float) -> dict[str, Any]:
 def in_own_process(way: str, steps: int, seq_len: int, lr: float) -> dict[str, Any]:
     """Runs `train` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.low_memory", "--steps", str(steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, "--seq-len", str(seq_len), "--lr", str(lr), "--here", way],
-        check=False, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False, capture_output=True, text=True, env=environment,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{way} failed:\n{done.stderr[-4000:]}")

@@ -49,9 +49,29 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _borders(signed: bool, device: torch.device) -> Tensor:
-    """Returns the middles between neighbouring codes' numbers, fp32 `[255]`."""
+    """Returns the middles between neighbouring codes' numbers, and infinity: fp32 `[256]`."""
     values = code_values(signed, torch.device("cpu")).double()
-    return ((values[1:] + values[:-1]) / 2).to(torch.float32).to(device)
+    middles = ((values[1:] + values[:-1]) / 2).to(torch.float32)
+    return torch.cat((middles, torch.tensor([torch.inf]))).to(device)
+
+
+@lru_cache(maxsize=16)
+def _lowest_codes(signed: bool, device: torch.device) -> Tensor:
+    """Returns the code of the lowest fp32 number with given upper 16 bits, int64 `[65536]`."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    lowest = torch.where(upper >= 1 << 31, upper - (1 << 32) + 0xFFFF, upper).to(torch.int32).view(torch.float32)
+    return torch.bucketize(lowest, _borders(signed, torch.device("cpu"))[:-1]).to(device)
+
+
+def _nearest_codes(values: Tensor, *, signed: bool) -> Tensor:
+    """Returns the codes int64 `[...]` of numbers from -1 to 1, fp32 `[...]`.
+
+    The upper 16 bits of a number leave at most two codes. Several times faster than a search.
+    """
+    upper = (values.view(torch.int32) >> 16).bitwise_and_(0xFFFF).flatten().to(torch.int64)
+    codes = torch.index_select(_lowest_codes(signed, values.device), 0, upper)
+    borders = torch.index_select(_borders(signed, values.device), 0, codes)
+    return codes.add_(values.flatten() > borders).view(values.shape)
 
 
 def quantise(values_RL: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -68,7 +88,7 @@ def quantise(values_RL: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     blocks_RNB = _blocks(values_RL)
     scales_RN = blocks_RNB.abs().amax(-1)
     divisor = torch.where(scales_RN > 0, scales_RN, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(blocks_RNB / divisor, _borders(signed, values_RL.device), out_int32=True)
+    codes = _nearest_codes(blocks_RNB / divisor, signed=signed)
     if not signed:
         codes.clamp_(min=1)
     return codes.to(torch.uint8).flatten(1)[:, : values_RL.shape[1]], scales_RN
@@ -77,7 +97,7 @@ def quantise(values_RL: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def dequantise(codes_RL: Tensor, scales_RN: Tensor, *, signed: bool) -> Tensor:
     """Returns the values fp32 `[R, L]` of codes and scales, see `quantise`."""
     numbers = code_values(signed, codes_RL.device)
-    found = torch.index_select(numbers, 0, codes_RL.reshape(-1).to(torch.int32)).view(codes_RL.shape)
+    found = torch.index_select(numbers, 0, codes_RL.reshape(-1).to(torch.int64)).view(codes_RL.shape)
     return (_blocks(found) * scales_RN.unsqueeze(-1)).flatten(1)[:, : codes_RL.shape[1]]
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from comparison import assert_identical
 from harness import run_ranks
+from test_experts import document as experts
 from test_mesh_does_not_change_numbers import document
 from test_optimizers import train_on
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,6 +172,18 @@ def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
     assert [name for name, value in saved["weights"].items() if not torch.equal(found["weights"][name], value)] == []
     if "pp" in before and not after:
         assert all(torch.equal(value, ONE["both"]["weights"][name]) for name, value in on({}, 1)["weights"].items())
+
+
+def test_experts_over_ranks_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks share each expert, and two hold different ones: their state is cut in two dims."""
+    train = document()["train"] | WAYS["both"]
+    spread, alone = (experts(mesh=mesh, train=train) for mesh in ({"fsdp": 4, "ep": 2}, {}))
+    ranks = run_ranks(4, train_on, spread, str(tmp_path), 2)
+    assert all(torch.equal(value, ranks[1]["state"][name]) for name, value in ranks[0]["state"].items())
+    (found,) = run_ranks(1, train_on, alone, str(tmp_path), 0)
+    for part, name in (("state", "loaded"), ("weights", "weights")):
+        assert found[name].keys() == ranks[0][part].keys()
+        assert [key for key, value in ranks[0][part].items() if not torch.equal(found[name][key], value)] == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -41,6 +41,25 @@ def test_a_value_is_off_by_at_most_half_a_gap(signed: bool, columns: int) -> Non
     assert float(error.max()) <= float(code_values(signed, CPU).diff().max()) / 2 + 1e-6
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_is_that_of_the_nearest_number(signed: bool) -> None:
+    torch.manual_seed(0)
+    numbers = code_values(signed, CPU).double()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat([middles.float().nextafter(torch.tensor(way)) for way in (-2.0, 2.0)])
+    drawn = torch.randn(100_000) * torch.logspace(-8, 0, 100_000)
+    values = torch.cat((torch.tensor([1.0, -1.0, 0.0, -0.0]), middles.float(), near, drawn.clamp(-1, 1)))
+    values = values if signed else values.abs()
+    searched = torch.bucketize(values, middles.float())
+    # Each block's largest value must be one for its codes to be those of the values.
+    ours = torch.cat([quantise(part.view(1, -1), signed=signed)[0][0, 1:] for part in blocks_with_one(values)])
+    assert torch.equal(ours.long()[: len(values)], searched if signed else searched.clamp(min=1))
+
+
+def blocks_with_one(values: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.cat((torch.ones(1), part)) for part in values.split(BLOCK - 1)]
+
+
 def test_rows_in_parts_have_the_codes_of_the_whole() -> None:
     torch.manual_seed(0)
     values = torch.randn(8, 300)
