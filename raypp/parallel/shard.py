@@ -25,7 +25,7 @@ def on_own_device(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor) or tensor.to_local().device.type == tensor.device.type:
         return tensor
-    local, mesh, placements = tensor.detach().to_local().to(tensor.device), tensor.device_mesh, tensor.placements
+    local, mesh, placements = tensor.to_local().detach().to(tensor.device), tensor.device_mesh, tensor.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
