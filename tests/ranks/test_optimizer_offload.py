@@ -200,11 +200,11 @@ def where(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str,
         runner.run(1, runner.read(Requests(), watch), watch)
         optimizer: Any = made.optimizer
         parameters = [p for module in made.built.modules for p in module.parameters()]
-        held = {id(tensor) for tensor in optimizer._host.values()}
+        held = {tensor.data_ptr() for tensor in optimizer._host.values()}
         state = [v for p in parameters for v in optimizer.state[p].values() if v.numel() > 1]
         return {
-            "masters in host memory": all(id(p._local_tensor) in held for p in parameters),
-            "state in host memory": all(id(getattr(v, "_local_tensor", v)) in held for v in state),
+            "masters in host memory": all(local_part(p).data_ptr() in held for p in parameters),
+            "state in host memory": all(local_part(v).data_ptr() in held for v in state),
             "gathered from": {str(shard.dtype) for shard in optimizer._gathered.values()},
             "kept": len(optimizer._host),
             "parameters": len(parameters),
