@@ -133,9 +133,14 @@ class OptimizerKind(Kind):
 
     Attributes:
         states: Values kept per parameter, in fp32.
+        states_in_8bit: It can keep them in 8 bits instead (`train.optimizer.state`).
+        bf16_weights: It updates weights that exist in bf16 only (`train.precision: bf16_pure`). Its
+            attribute `weights` is then a `raypp.train.bf16_weights.Bf16Weights`.
     """
 
     states: int = 2
+    states_in_8bit: bool = False
+    bf16_weights: bool = False
 
 
 @dataclass(frozen=True)

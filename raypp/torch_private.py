@@ -41,9 +41,12 @@ __all__ = [
     "flash_attention_forward",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_shards",
     "fsspec_writer",
+    "gather_from",
     "register_fake_device",
     "restart_group_names",
+    "set_local",
     "stage_backward_input",
     "stage_backward_weight",
 ]
@@ -157,6 +160,47 @@ class ChunkStage(PipelineStage):
 # Parts of tensors (parallel.shard, checkpoint.state).
 # `tensor._utils.compute_local_shape_and_global_offset`: the position of this rank's part of a
 # DTensor within the whole. At this path since 2.5.
+
+
+def set_local(tensor: Tensor, local: Tensor) -> None:
+    """Replaces the local part `[...]` of a DTensor, also by one in host memory.
+
+    The DTensor keeps its own device, so it still takes gradients of that device. Sets
+    `DTensor._local_tensor`, as FSDP does. Since 2.4.
+    """
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+# Weights in host memory (train.optimizer_offload).
+
+
+def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:
+    """Returns FSDP's record of each parameter of one FSDP module, the parameter, and its shard.
+
+    The shard `[padded elements]` is what FSDP gathers from. Uses `FSDPModule._get_fsdp_state`,
+    `FSDPParamGroup.lazy_init`, which FSDP calls again in its first forward without effect on the
+    shards, and `FSDPParam._sharded_param_data`. Since 2.6; several groups of a module since 2.13.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    for group in groups:
+        group.lazy_init()
+    return [(one, one.sharded_param, one._sharded_param_data) for group in groups for one in group.fsdp_params]
+
+
+def gather_from(record: Any, shard: Tensor) -> None:
+    """Makes FSDP gather a parameter from another shard `[padded elements]`.
+
+    It may have the dtype that FSDP gathers in; FSDP then casts nothing.
+
+    Args:
+        record: From `fsdp_shards`.
+        shard: Of the same number of elements.
+    """
+    record._sharded_param_data = shard
+
 
 # Operators (parallel.attention_blocks, models.varlen_attention, parallel.recompute, train.reduce).
 

@@ -24,7 +24,7 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     Fields that the old document lacks are not compared.
 
     These may not change: the rest of model and data, train.seed (it orders the data),
-    train.optimizer.kind, and the number of rows that all replicas together take per step.
+    train.optimizer.kind and state, and the number of rows that all replicas together take per step.
 
     Args:
         old_job: The resolved job of the run (`runs.read_spec`), or the `job` of a commit.
@@ -42,6 +42,11 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
         before, after = _at(old_job, path), _at(new, path)
         if before is not _ABSENT and before != after:
             problems.append(_changed(".".join(path), before, after))
+    state = ("train", "optimizer", "state")
+    # Jobs that lack the key are older than it: their state is in fp32.
+    was, now = ("fp32" if (value := _at(job, state)) is _ABSENT else value for job in (old_job, new))
+    if was != now and _at(old_job, ("train", "optimizer")) is not _ABSENT:
+        problems.append(_changed(".".join(state), was, now))
     problems.extend(_rows_per_step(old_job, new))
     return problems
 

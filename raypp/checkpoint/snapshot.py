@@ -148,7 +148,8 @@ class SnapshotBuffer:
     def _lay_out(self, slices: Iterable[Slice]) -> _Plan:
         ordered = _in_file_order(slices)
         entries, size = _layout(ordered)
-        on_cuda = any(part.tensor.is_cuda for part in ordered)
+        # Page-locked memory is written by a device's copies (`train.optimizer_offload`).
+        on_cuda = any(part.tensor.is_cuda or part.tensor.is_pinned() for part in ordered)
         buffer = self._sized(size, on_cuda)
         views = [buffer[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape) for entry in entries]
         return _Plan(slices, entries, list(zip(views, ordered, strict=True)), on_cuda, buffer)
@@ -163,7 +164,9 @@ class SnapshotBuffer:
             last.held = span
 
         # The host does not wait for a device's copy: the device's own clock says how long it stood.
-        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy) else "cpu")).timed(note):
+        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy | _BothCopies) else "cpu")).timed(
+            note
+        ):
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
@@ -181,14 +184,24 @@ class SnapshotBuffer:
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
+        there = [(view, part) for view, part in pairs if part.tensor.is_cuda]
         with torch.cuda.stream(self._stream):
-            for view, part in pairs:
+            for view, part in there:
                 view.copy_(part.tensor, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         if any(part.moving for _, part in pairs):
             torch.cuda.current_stream().wait_event(event)
-        return _DeviceCopy(event)
+        if len(there) == len(pairs):
+            return _DeviceCopy(event)
+
+        def rest() -> None:
+            event.synchronize()  # what is in host memory has been copied there by then
+            for view, part in pairs:
+                if not part.tensor.is_cuda:
+                    view.copy_(part.tensor)
+
+        return _BothCopies(event, _HostCopy(rest))
 
     def _sized(self, size: int, pinned: bool) -> Tensor:
         if self._memory is None or self._memory.numel() < size:
@@ -237,6 +250,21 @@ class _DeviceCopy:
 
     def hold_updates(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
+
+
+@dataclass(frozen=True)
+class _BothCopies:
+    """Copies queued on a CUDA stream, and a thread's copies of what is in host memory."""
+
+    event: torch.cuda.Event
+    thread: _HostCopy
+
+    def wait(self) -> None:
+        self.thread.wait()
+
+    def hold_updates(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+        self.thread.hold_updates()
 
 
 def _torch_memory(size: int, pinned: bool) -> Tensor:

@@ -7,7 +7,7 @@ are no part of the state: every attempt loads them from where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from raypp.parallel.shard import zeros_beside
 from raypp.records import Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
 
 OPTIMIZER = "optim/"
+SCALE = "_scale"
+"""Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
+sharded like it: the scales of quantised values."""
 _DATA_AXES = ("dp_replicate", "fsdp", "cp")
 
 
@@ -104,7 +108,8 @@ def optimizer_slices(
     """Allocates tensors for the checkpoint's optimizer state of this rank's parameters.
 
     The tensors are not yet in the optimizer. A state tensor of its parameter's shape is sharded
-    like the parameter; any other (a step counter) is whole.
+    like the parameter, and so are the scales of quantised values (`SCALE`); any other (a step
+    counter) is whole.
 
     Args:
         stages: Modules whose parameters have global names.
@@ -125,6 +130,8 @@ def optimizer_slices(
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
+    # `train.optimizer_offload`: the device may have no room for all of the state.
+    to_host: Callable[[Tensor], Tensor] = getattr(optimizer, "to_host", lambda value: value)
     targets: dict[str, list[Slice]] = {}
     entries: list[tuple[Tensor, str, Any]] = []
     seen: set[int] = set()
@@ -136,7 +143,9 @@ def optimizer_slices(
             full_name = f"{OPTIMIZER}{name}/{key}"
             shape, dtype = saved[full_name]
             if shape == tuple(parameter.shape):
-                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                value = to_host(torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+            elif key.endswith(SCALE) and shape[:-1] == tuple(parameter.shape[:-1]):
+                value = to_host(zeros_beside(parameter, shape[-1], dtype))
             else:
                 # A step counter is on the device only if the optimizer's kernel reads it there.
                 value = torch.zeros(

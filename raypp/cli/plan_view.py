@@ -101,6 +101,8 @@ def _schedule(job: Job, plan: Plan) -> str:
 
 
 def _precision(job: Job) -> str:
+    if job.train.precision == "bf16_pure":
+        return f"bf16_pure: weights in bf16 only, stochastic rounding; gradients summed in {job.train.reduce_dtype}"
     if job.train.precision == "bf16":
         return "bf16: weights and gradients in fp32, compute in bf16"
     if job.resources.device == "cpu":
@@ -145,6 +147,8 @@ def _host(plan: Plan) -> RenderableType:
     lines = []
     if host.computing:
         lines.append(f"{size_text(host.computing)}  {each} that compute on the CPU")
+    if host.offloaded:
+        lines.append(f"{size_text(host.offloaded)}  offloaded by {each}")
     if host.files:
         fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
         of = f"{host.files} × {size_text(host.state)} for {each}{fewer}"

@@ -43,6 +43,7 @@ class NodeResources:
         free_cpus: CPUs that nothing has reserved.
         free_gpus: GPUs that nothing has reserved.
         gpu_bytes: Memory of its largest GPU; 0 if the node's agent does not tell.
+        free_bytes: Host memory that is available; 0 if the node's agent does not tell.
     """
 
     node_id: str
@@ -53,6 +54,7 @@ class NodeResources:
     free_cpus: float
     free_gpus: float
     gpu_bytes: int = 0
+    free_bytes: int = 0
 
 
 def dashboard_url(address: str) -> str:
@@ -256,6 +258,7 @@ class Dashboard:
                     cpus - float(used.get("CPU", 0)),
                     gpus - float(used.get("GPU", 0)),
                     max((int(gpu.get("memoryTotal") or 0) << 20 for gpu in entry.get("gpus") or ()), default=0),
+                    int((entry.get("mem") or (0, 0))[1]),  # all, available, …
                 )
             )
         return sorted(nodes, key=lambda node: node.ip)

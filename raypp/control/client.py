@@ -24,6 +24,7 @@ from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.planning.fit import memory_problems
+from raypp.planning.host_memory import offload_problems
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
@@ -48,7 +49,8 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     Raises:
         UnreachableError: The cluster does not answer.
         ResourcesError: There are fewer free devices than ranks; names the free ones and a mesh that
-            fits. Or a rank needs more memory than the largest GPU has; names changes that fit.
+            fits. Or a rank needs more memory than the largest GPU has; names changes that fit. Or
+            the nodes' memory is too small for what the job offloads.
     """
     return device_for(job, cluster.dashboard.nodes(), embedded=cluster.embedded is not None)
 
@@ -71,6 +73,9 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     if total >= world or best_for(job, total) is not None:
         largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
         if device == "cuda" and largest and (problems := memory_problems(job, largest)):
+            raise ResourcesError(problems)
+        memory = {node.ip: node.free_bytes for node in nodes if free[node.node_id]}
+        if problems := offload_problems(job, memory, "cuda" if device == "cuda" else "cpu"):
             raise ResourcesError(problems)
         return device
     what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"

@@ -32,4 +32,5 @@ def rounded(rows_MC: Array, base: Base) -> Array:
     codes = np.searchsorted((table[1:] + table[:-1]) / 2, blocks / np.maximum(scales, _TINY))
     step = scales.max(-2, keepdims=True) / np.float32(255**2)
     k = np.minimum(np.rint(np.sqrt(scales / np.maximum(step, _TINY))), np.float32(255))
-    return (table[codes] * (step * (k * k))).reshape(rows_MC.shape)
+    restored: Array = (table[codes] * (step * (k * k))).reshape(rows_MC.shape)
+    return restored

@@ -133,6 +133,7 @@ class DecoderStage(nn.Module):
         if self._separate and torch.is_grad_enabled():
             if self._projection is None:
                 self._projection = weight.detach().requires_grad_()
+                self._projection.grad_dtype = weight.grad_dtype
             weight = self._projection
         return weight
 

@@ -26,6 +26,7 @@ from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_exper
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled_blocks
+from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
 from raypp.spec.quantised import quantised_base
 
@@ -50,7 +51,7 @@ def compute_dtype(job: Job) -> torch.dtype:
     For a job with precision fp32 this is torch's default dtype. Tests set that default to fp64,
     where rounding cannot hide a wrong sum.
     """
-    return torch.bfloat16 if job.train.precision == "bf16" else torch.get_default_dtype()
+    return torch.bfloat16 if job.train.computes_in == "bf16" else torch.get_default_dtype()
 
 
 def prepare_stage(
@@ -63,12 +64,17 @@ def prepare_stage(
     Args:
         stage: From `models.stage.build_stage`.
         job: The job.
-        data_mesh: The mesh that weights are sharded over. None leaves a plain module (fp32 only).
+        data_mesh: The mesh that weights are sharded over. None leaves a plain module, which
+            computes in the dtype of its weights.
         device: The device that holds the weights.
         groups: The process groups for expert and context parallelism. None: neither is used.
     """
     if quantised_base(job.model) is not None:
         store_rest(stage, compute_dtype(job))
+    pure = job.train.precision == "bf16_pure"
+    if pure:
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
@@ -82,9 +88,12 @@ def prepare_stage(
             recompute_within_compiled_blocks(stage)
         _compile_blocks(stage)
     if extent != "none" and not within:
-        recompute_blocks(stage, extent)
+        recompute_blocks(stage, "selective" if extent == "selective" else "full")
     late_sums = None if data_mesh is None else _shard(stage, job, data_mesh, expert_mesh)
-    return PreparedStage(stage.to_empty(device=device), late_sums)
+    stage = stage.to_empty(device=device)
+    if pure and data_mesh is None and job.train.reduce_dtype == "fp32":
+        sum_in_fp32(stage)
+    return PreparedStage(stage, late_sums)
 
 
 def _compile_blocks(stage: nn.Module) -> None:
@@ -124,7 +133,7 @@ def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
     """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
     policy = MixedPrecisionPolicy()
-    if job.train.precision == "bf16":
+    if job.train.computes_in == "bf16":
         reduce_dtype = torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     settings: dict[str, Any] = {
@@ -149,4 +158,5 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         if job.mesh.reshard_after_forward:
             _prefetch_next_block(stage)
         return None
-    return sum_by_parts(stage, late=data_mesh.ndim == 1 and job.train.reduce_dtype == "fp32")
+    in_place = job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"
+    return sum_by_parts(stage, late=data_mesh.ndim == 1 and in_place)

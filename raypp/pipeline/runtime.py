@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.parallel.late_sums import reduce_within_backward
+from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.schedules.action import Action, Kind, Program, stages_with_backward
@@ -162,6 +163,7 @@ class ProgramRuntime:
         mark: Called with each action's name before it begins.
         backward: False for a forward-only program, which runs under `no_grad`; the weights are
             resharded after it.
+        offload: Moves what layers keep for their backwards to host memory. None: nothing moves.
     """
 
     def __init__(
@@ -174,7 +176,9 @@ class ProgramRuntime:
         mark: Mark | None = None,
         *,
         backward: bool = True,
+        offload: ActivationOffload | None = None,
     ) -> None:
+        self.offload = offload
         self.rank = stages[0].group_rank
         self._microbatches, self.loss_fn = microbatches, loss_fn
         self._has_backward = backward and loss_fn is not None
@@ -210,6 +214,8 @@ class ProgramRuntime:
         lowered = lower(program, self.rank_of_stage, self._microbatches, self.posting)
         self.actions = lowered[self.rank]
         self._names = [str(action) for action in self.actions]
+        if self.offload is not None:
+            self.offload.load(program[self.rank])
         self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
         last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
         self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
@@ -252,6 +258,8 @@ class ProgramRuntime:
             raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._microbatches}")
         for stage in self.planned.values():
             stage.plan(rows, seq_lens, backward=self._has_backward, step=step)
+        if self.offload is not None:
+            self.offload.plan()
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
         self._reducing.clear()
@@ -278,6 +286,16 @@ class ProgramRuntime:
                 self._reshard(stage, -1)
         return [self._losses[index] for index in sorted(self._losses)]
 
+    def _moved(self, stage: PlannedStage, microbatch: int) -> AbstractContextManager[None]:
+        if self.offload is None:
+            return nullcontext()
+        return self.offload.forward(stage.stage_index, microbatch, stage.shapes[microbatch])
+
+    def _moved_back(self, kind: Kind, stage: PlannedStage, microbatch: int) -> AbstractContextManager[None]:
+        if self.offload is None:
+            return nullcontext()
+        return self.offload.backward(kind, stage.stage_index, microbatch)
+
     def _await(self, key: SendKey) -> None:
         """Waits for a message, and marks the wait: hangs are diagnosed from these marks."""
         if self.mark is not None:
@@ -297,7 +315,7 @@ class ProgramRuntime:
         own_loss = loss_fn is not None and getattr(stage.submod, "computes_loss", False)
         if own_loss:
             kwargs = {**kwargs, "targets": Targets(self._targets[microbatch], self._backward_next)}
-        with self._timed("F", stage):
+        with self._timed("F", stage), self._moved(stage, microbatch):
             if arrived:
                 stage.unpack_forward(microbatch)
             output = stage.forward_one_chunk(microbatch, arguments, kwargs, save_forward_output=False)
@@ -326,7 +344,7 @@ class ProgramRuntime:
             else:
                 reduce_within_backward(stage.submod, root)
                 self._reducing.append(stage)
-        with self._timed(kind, stage):
+        with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
                 stage.unpack_backward(microbatch)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
@@ -339,7 +357,7 @@ class ProgramRuntime:
             self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        with self._timed("W", stage):
+        with self._timed("W", stage), self._moved_back("W", stage, microbatch):
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.parallel.shard import local_part
+from raypp.parallel.shard import local_part, zero_gradient
 
 
 class TiedEmbedding:
@@ -71,7 +71,7 @@ def _gradient(stage: nn.Module) -> Tensor:
     """Returns this rank's shard of the gradient of the `[V, C]` matrix; zeros if it has none."""
     parameter = stage.get_parameter("model.embed_tokens.weight")
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_gradient(parameter)
     return local_part(parameter.grad)
 
 

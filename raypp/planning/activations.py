@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypp.planning.end_weights import activation_bytes
+from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
@@ -71,11 +72,11 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     row once more per expert that it goes to, and that expert's output.
 
     "selective" keeps the layer's input and the results of its matrix products and of attention,
-    "full" the input.
+    "full" the input, and "offload" the same, but elsewhere (`stage_activation_bytes`).
     """
     w = _widths(job)
     extent = job.train.activation_checkpointing
-    if extent == "full":
+    if extent in ("full", "offload"):
         return w.residual
     if extent == "selective":
         return 3 * w.residual + 2 * w.queries + 2 * w.keys + 2 * w.inner + w.rows
@@ -91,7 +92,8 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
     """Returns the bytes that a stage keeps per token of a microbatch in flight.
 
     Its layers', the tables of the rotary encoding (2 R each), its output if another stage follows,
-    and on the last stage what the final norm keeps.
+    and on the last stage what the final norm keeps. On CUDA without what waits in host memory; on a
+    CPU that is the same memory.
     """
     width = job.model.hidden_size
     first = sum(cut[:stage])
@@ -100,7 +102,7 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
     numbers = cut[stage] * layer_activation_numbers(job, kind) + tables + width
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" else 1)
-    return numbers * activation_bytes(job)
+    return numbers * activation_bytes(job) - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
 
 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
 from raypp.planning.end_weights import end_weights
+from raypp.planning.stored_bytes import BLOCK
 from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems
@@ -26,6 +27,7 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _cut(job)
     problems += _axes(job)
     problems += wire_problems(job)
+    problems += _blocks(job)
     if job.train.activation_checkpointing == "selective" and not job.train.compile:
         problems += _selective(job)
     if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
@@ -131,6 +133,21 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
             what = f"{what.partition(', but')[0]}, but matrices in {base} are cut between rows: "
             what += f"{widths.replace(' nor ', ' and ')} must be divisible by {shard // ep}"
         yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
+
+
+def _blocks(job: Job) -> Iterator[Problem]:
+    """Finds experts whose rows several ranks would share within a block of 8-bit moments."""
+    model, rest = job.model, job.mesh.fsdp * job.mesh.cp // job.mesh.ep
+    if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or not isinstance(model, MoeOptions):
+        return
+    # FSDP cuts experts [E, rows, columns] by rows where it can, else by columns.
+    widths = {"expert_ffn_size": model.expert_ffn_size, "hidden_size": model.hidden_size}
+    for (name, rows), columns in zip(widths.items(), reversed(widths.values()), strict=True):
+        if rows % rest and columns % (rest * BLOCK):
+            what = f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
+            what += f"cannot cut model.{name} {rows} evenly, and {columns} columns not into such blocks"
+            yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.fsdp * job.mesh.cp}, or state: fp32")
+            return
 
 
 def _context(job: Job) -> Iterator[Problem]:

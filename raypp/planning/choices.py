@@ -91,7 +91,7 @@ def _placement(job: Job) -> Placement:
 def wire_of(job: Job) -> Wire:
     """Returns the formats of a job's messages, the compute dtype by default."""
     wire = job.pipeline.wire
-    plain: WireKind = "bf16" if "bf16" in (wire.dtype, job.train.precision) else "fp32"
+    plain: WireKind = "bf16" if "bf16" in (wire.dtype, job.train.computes_in) else "fp32"
 
     def kind(what: Literal["activations", "gradients"]) -> WireKind:
         compression = wire.of(what)

@@ -69,7 +69,7 @@ def output_weight(job: Job) -> float:
 
 def activation_bytes(job: Job) -> int:
     """Returns the bytes of one value of the activations."""
-    return 2 if job.train.precision == "bf16" else _FP32
+    return 2 if job.train.computes_in == "bf16" else _FP32
 
 
 def sum_bytes(job: Job) -> int:

@@ -68,7 +68,7 @@ def head_backward(model: DecoderOptions) -> float:
 
 def recompute_factor(job: Job) -> float:
     """Returns the cost of a layer's backward including recomputation, in forwards."""
-    return backward_factor(job) + (1.0 if job.train.activation_checkpointing == "full" else 0.0)
+    return backward_factor(job) + (1.0 if job.train.activation_checkpointing in ("full", "offload") else 0.0)
 
 
 def flops_per_token(job: Job) -> float:

@@ -3,7 +3,7 @@
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
 of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
 schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute.
+overlaps with compute, and for what is offloaded: a stage takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
 from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained
+from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
+from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     Border,
@@ -130,7 +131,8 @@ def forecast(
         "unshard": unshard,
         "pipeline": timeline.makespan,
         "reduce": reduce,
-        "optimizer": costs.optimizer_s * trained / share / slowest,
+        "optimizer": costs.optimizer_s * trained / share / slowest
+        + _state_copies(job, machines, costs, pipeline, kind),
     }
     step_s = sum(parts.values())
     tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len
@@ -148,7 +150,7 @@ def forecast(
         memory=memory,
         bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
         measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
-        sources=(costs.source, machines.source),
+        sources=(costs.source, machines.source, *offload_assumption(job, machines.inside_gbps)),
     )
 
 
@@ -171,8 +173,9 @@ def _stage_times(
             f, b = f + part.forward * here, b + part.backward * here
         crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
         copying = crossed * size * costs.copy_s
-        forward.append(f / job.mesh.cp / speed + layers * within + copying)
-        backward.append(b / job.mesh.cp / speed + 2 * layers * within + copying)
+        moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)
+        forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
+        backward.append(max(b / job.mesh.cp / speed, moving) + 2 * layers * within + copying)
     links = [border.seconds for border in borders]
     return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
 
@@ -192,6 +195,13 @@ def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[floa
     replicas = each * 2 * (copies - 1) / copies / shards
     gather = gatherings(job) * parameters * (costs.gather_s + moved * activation_bytes(job))
     return gather, trained * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
+
+
+def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: ResolvedPipeline, kind: Kind) -> float:
+    """Returns the seconds that an update takes longer because the state is in host memory."""
+    moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
+    # On a CPU, copies there and back share its memory.
+    return 2 * moved * costs.copy_s if kind == "cpu" else update_seconds(job, moved, machines.inside_gbps)
 
 
 def _most_in_flight(

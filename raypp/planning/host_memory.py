@@ -1,4 +1,4 @@
-"""Host memory of the nodes: snapshots of the memory tier, and what a save buffers.
+"""Host memory of the nodes: snapshots of the memory tier, what a save buffers, what is offloaded.
 
 The memory tier keeps whole copies of a rank's state in files. A new snapshot never overwrites the
 only whole one, neither here nor at the partner, so two files on each side are the least. Two more
@@ -8,14 +8,16 @@ let a rank take snapshots while an older one is on its way (docs/design/0028).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raypp.errors import Problem
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
+from raypp.planning.fit import size_text
 from raypp.planning.machines import Machines
-from raypp.planning.memory import RankMemory, frozen_bytes
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.memory import RankMemory, offloaded_bytes, state_of
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.spec.job import Job
 
 OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4
@@ -25,6 +27,8 @@ COPIES = 2
 """Files for the copies of each rank that a rank is the partner of."""
 TIER_SHARE = 0.8
 """Share of the available memory that the tier takes at most."""
+
+_LESS = "use nodes with more memory or more of them, a smaller optimizer state, or offload less"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class HostMemory:
         snapshots: All snapshots.
         saving: Buffers of a save.
         computing: Memory of the ranks themselves, if they run on the CPU.
+        offloaded: What is kept here instead of on the devices (`planning.offload`).
         available: What the node has; 0 if that is not known.
     """
 
@@ -52,17 +57,18 @@ class HostMemory:
     snapshots: int
     saving: int
     computing: int
+    offloaded: int
     available: int
 
     @property
     def total(self) -> int:
-        return self.snapshots + self.saving + self.computing
+        return self.snapshots + self.saving + self.computing + self.offloaded
 
     def problem(self) -> str:
         """Returns what will happen because the node's memory is short; empty if it is not."""
         if not self.available:
             return ""
-        left = self.available - self.computing - self.saving
+        left = self.available - self.computing - self.offloaded - self.saving
         if left < 0:
             return "the node has too little memory for its ranks and a save"
         room = int(TIER_SHARE * left)
@@ -95,15 +101,13 @@ def host_memory(
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
     tier = job.checkpoint.memory_tier
-    kept = [
-        rank.weights - frozen_bytes(job, stages, pipeline.cut) + rank.optimizer
-        for rank, stages in zip(memory, pipeline.stages_of_rank, strict=True)
-    ]
+    parts = [(stages, pipeline.cut, pipeline.program[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
+    saved = [state_of(job, stages, cut, kind).saved for stages, cut, _ in parts]
+    moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
     for name, ranks in Counter(node.name for node in seats).items():
-        here = [memory[mesh.coordinates(rank).pp] for rank, node in enumerate(seats) if node.name == name]
-        states = [kept[mesh.coordinates(rank).pp] for rank, node in enumerate(seats) if node.name == name]
-        state = max(states)
+        here = [mesh.coordinates(rank).pp for rank, node in enumerate(seats) if node.name == name]
+        state = max(saved[pp] for pp in here)
         found.append(
             HostMemory(
                 node=name,
@@ -112,9 +116,41 @@ def host_memory(
                 files=(own + copies) * tier,
                 fewest_files=(fewest + copies) * tier,
                 snapshots=(own + copies) * tier * ranks * state,
-                saving=sum(states),
-                computing=sum(rank.total for rank in here) if kind == "cpu" else 0,
+                saving=sum(saved[pp] for pp in here),
+                computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
+                offloaded=sum(moved[pp] for pp in here),
                 available=next(node.memory for node in machines.nodes if node.name == name),
             )
         )
     return max(found, key=lambda node: (node.total - node.available, node.total))
+
+
+def offloaded_by_ranks(job: Job) -> list[int]:
+    """Returns the bytes that every pipeline rank on CUDA keeps in host memory instead."""
+    pipeline = resolve_pipeline(job)
+    return [
+        offloaded_bytes(job, stages, pipeline.cut, pipeline.program[rank])
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    ]
+
+
+def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Problem]:
+    """Returns a problem if what a job offloads fits into no node, or not into all of them together.
+
+    Args:
+        job: A job in which `check_plan` finds no problem.
+        nodes: Free bytes of host memory by node; 0 if that is not known.
+        kind: The kind of device. On a CPU nothing is offloaded to other memory.
+    """
+    each = offloaded_by_ranks(job)
+    if kind == "cpu" or not any(each) or not all(nodes.values()):
+        return []
+    largest, together = max(nodes.values(), default=0), sum(nodes.values())
+    needed = sum(each) * (job.mesh.world // job.mesh.pp)
+    if max(each) <= largest and needed <= together:
+        return []
+    key = "train.optimizer.offload" if job.train.optimizer.offload else "train.activation_checkpointing"
+    what = f"offloading needs {size_text(needed)} of host memory, up to {size_text(max(each))} for a rank; "
+    have = f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {size_text(together)} free"
+    have += f", {size_text(largest)} the largest" if len(nodes) > 1 else ""
+    return [Problem(key, what + have, _LESS)]

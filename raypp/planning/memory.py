@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.kinds import OPTIMIZERS
 from raypp.planning.activations import (
     Kind,
     backward_bytes,
@@ -23,8 +22,10 @@ from raypp.planning.activations import (
 from raypp.planning.choices import wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
+from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
 from raypp.planning.quantised import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
+from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.spec.job import Job
@@ -58,10 +59,9 @@ class RankMemory:
     """Bytes of one rank at its peak, by purpose.
 
     Attributes:
-        weights: Parameters in fp32, frozen ones in `model.lora.base`; this rank's share under
-            fsdp · cp.
-        gradients: Of trained parameters, in fp32; this rank's share.
-        optimizer: State of the optimizer for them, in fp32; this rank's share.
+        weights: Parameters, frozen ones in `model.lora.base`; this rank's share under fsdp · cp.
+        gradients: Of trained parameters; this rank's share.
+        optimizer: State of the optimizer for them; this rank's share.
         gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
             gradients until they are reduced.
         activations: What forwards in flight keep for their backwards.
@@ -108,11 +108,12 @@ def rank_memory(
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
-    share = -(-sum(stage_trained(job, stage, cut)[0] for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+    share = _trained_share(job, stages, cut)
+    held = state_of(job, stages, cut, kind)
     base = RankMemory(
-        weights=_FP32 * share + frozen_bytes(job, stages, cut),
+        weights=held.weights + frozen_bytes(job, stages, cut),
         gradients=0,
-        optimizer=_FP32 * share * OPTIMIZERS.get(job.train.optimizer.kind).states,
+        optimizer=held.optimizer,
         gathered=0,
         activations=0,
         logits=0,
@@ -133,11 +134,35 @@ def rank_memory(
             working=working,
         ),
         fsdp.reduction(base),
-        dataclasses.replace(base, gradients=_FP32 * share),  # the update
+        # the update
+        dataclasses.replace(base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)),
     )
     peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
+
+
+def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
+    """Returns the bytes of a rank's trained weights and optimizer state, and where they are.
+
+    Args:
+        job: The job.
+        stages: Stages that the rank holds.
+        cut: Layers of every stage of the pipeline.
+        kind: The kind of device.
+    """
+    ranks = job.mesh.fsdp * job.mesh.cp
+    share = _trained_share(job, stages, cut)
+    ends = 0 in stages or len(cut) - 1 in stages
+    largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
+    weights = weight_bytes(job) * share
+    return held_state(job, share, -(-largest // ranks), weights, state_bytes(job, share), kind)
+
+
+def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:
+    """Returns the bytes that a rank on CUDA keeps in host memory (`planning.offload`)."""
+    return state_of(job, stages, cut, "cuda").host + host_activation_bytes(job, actions, cut, microbatch_tokens(job))
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
@@ -150,6 +175,12 @@ def stage_trained(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
     """Returns the trained parameters of a stage, and those of them that belong to experts."""
     last = stage == len(cut) - 1
     return sizes_of(job.model).stage_trained(_layers(stage, cut), first=stage == 0, last=last)
+
+
+def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns a rank's share of the trained parameters of its stages."""
+    trained = sum(stage_trained(job, stage, cut)[0] for stage in stages)
+    return -(-trained // (job.mesh.fsdp * job.mesh.cp))
 
 
 def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -191,14 +222,19 @@ def _moments(
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
-    together = kind == "cuda" and job.train.precision == "bf16"
+    together = kind == "cuda" and job.train.computes_in == "bf16"
     product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
     within = tokens * backward_bytes(job, kind) + product
-    matrix = _FP32 * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
-    embedding = 0 if job.model.lora is not None else _FP32 * job.model.vocab_size * job.model.hidden_size
+    # A gradient that is summed in a wider dtype is there in both before it is added.
+    own, summed = weight_bytes(job), gradient_bytes(job)
+    each = own if own == summed else own + summed
+    matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
-    done: set[int] = set()
-    gradients = activations = logits = 0
+    # Gradients wider than their weights are there from the start (`parallel.wide_gradients`).
+    done = set(stages) if gradient_bytes(job) > weight_bytes(job) and not fsdp.replaces else set()
+    gradients = sum(fsdp.gradients[stage] for stage in done)
+    activations, logits = tokens * passing_per_token(job), 0
     for action in actions:
         stage, added = action.stage, action.stage in done
         if action.kind == "F" and stage not in backward:
@@ -241,6 +277,7 @@ class Gathered:
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers.
         share: Bytes of this rank's share of the sums.
+        sum_bytes: Bytes of a value of these sums.
     """
 
     replaces: bool
@@ -250,6 +287,7 @@ class Gathered:
     buffers: int
     beside: int
     share: int
+    sum_bytes: int
 
     @classmethod
     def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> Gathered:
@@ -273,9 +311,9 @@ class Gathered:
             for stage in stages
             for count, experts in (stage_trained(job, stage, cut),)
         }
-        gradients = {stage: _FP32 * count for stage, count in trained.items()}
+        gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
         if not replaces:
-            return cls(False, 0, 0, gradients, 0, 0, 0)
+            return cls(False, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
         gathered = {stage: activation_bytes(job) * count for stage, count in held.items()}
         if quantised_base(job.model) is not None:
             gathered = {s: _gathered_base(job, s, cut) + activation_bytes(job) * trained[s] for s in stages}
@@ -285,12 +323,13 @@ class Gathered:
             weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
             flat = flat if kind == "cpu" else weights
         total = sum(trained.values())
-        share = _FP32 * -(-sum(stage_trained(job, stage, cut)[0] for stage in stages) // (job.mesh.fsdp * job.mesh.cp))
+        share = weight_bytes(job) * _trained_share(job, stages, cut)
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
-        if kind == "cuda" or job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16":
+        one_by_one = job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16"
+        if kind == "cuda" or one_by_one or job.train.precision == "bf16_pure":
             buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
-            return cls(True, weights, flat, gradients, buffers, _FP32 * total, share)
-        return cls(True, weights, flat, gradients, buffers, 0, share)
+            return cls(True, weights, flat, gradients, buffers, gradient_bytes(job) * total, share, weight_bytes(job))
+        return cls(True, weights, flat, gradients, buffers, 0, share, weight_bytes(job))
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.errors import ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.flops import flops_per_token
-from raypp.planning.host_memory import HostMemory, host_memory
+from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.links import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
+from raypp.planning.offload import offload_in_words
 from raypp.planning.predict import Grounds, Prediction, kind_of, predict, stage_times
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
@@ -142,7 +144,8 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
 
     Raises:
         JobError: The job has a problem that `check_plan` would report.
-        ResourcesError: The given machines have fewer devices than the job has ranks.
+        ResourcesError: The given machines have fewer devices than the job has ranks, or too little
+            host memory for what it offloads.
     """
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)
@@ -151,9 +154,12 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
     per_token = flops_per_token(job)
-    remarks = (sizes_remark(job.model), _backwards_remark(pipeline))
     grounds = grounds or Grounds(link_gbps=link_gbps)
     kind = kind_of(grounds.devices_for(job)[-1])
+    remarks = (sizes_remark(job.model), _backwards_remark(pipeline), offload_in_words(job, kind == "cpu"))
+    machines = grounds.machines_for(job)
+    if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
+        raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
     memory = tuple(
         rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind)
@@ -180,7 +186,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         in_flight=tuple(drawn.in_flight),
         memory=memory,
         memory_device=kind,
-        host=host_memory(job, pipeline, memory, grounds.machines_for(job), kind),
+        host=host_memory(job, pipeline, memory, machines, kind),
         boundaries=tuple(crossing),
         link_bytes_per_step=microbatches * largest,
         link_gbps=link_gbps,

@@ -139,7 +139,7 @@ def advice(
         if pipeline.lookahead != "auto":
             single.append(("pipeline.lookahead auto", {"pipeline.lookahead": "auto"}))
         if pipeline.wire.compression == "none":
-            for kind in ("bf16", "int8") if job.train.precision == "fp32" else ("int8",):
+            for kind in ("bf16", "int8") if job.train.computes_in == "fp32" else ("int8",):
                 text = f"pipeline.wire.compression {kind} (changes the numbers)"
                 single.append((text, {"pipeline.wire.compression": kind}))
         if job.train.micro_batch_size % 2 == 0:

@@ -10,7 +10,7 @@ from raypp.spec.job import Job
 
 def wire_problems(job: Job) -> Iterator[Problem]:
     """Finds settings of `pipeline.wire` that are contradictory or have no effect."""
-    wire, precision = job.pipeline.wire, job.train.precision
+    wire, precision = job.pipeline.wire, job.train.computes_in
     asked = {wire.of("activations"), wire.of("gradients")}
     if wire.dtype == "fp32" and precision == "bf16":
         what = "fp32 would double the size of messages that are computed in bf16, without gaining precision"

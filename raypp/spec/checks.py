@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.kinds import SOURCES, SourceKind, data_forms, store_kind
+from raypp.kinds import OPTIMIZERS, SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
@@ -42,6 +42,8 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     problems += [problem for problem in (*_model(job), *_lora(job)) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
+    if "train.optimizer.kind" not in refused:
+        problems += _optimizer(job)
     return problems
 
 
@@ -101,6 +103,18 @@ def _elastic(job: Job) -> Iterator[Problem]:
         )
 
 
+def _optimizer(job: Job) -> Iterator[Problem]:
+    """Checks that the optimizer can keep its state, and the weights, as the job asks."""
+    name, kind = job.train.optimizer.kind, OPTIMIZERS.get(job.train.optimizer.kind)
+    if job.train.optimizer.state == "8bit" and not kind.states_in_8bit:
+        fix = f"use state: fp32, or kind: {_one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
+        yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
+    if job.train.precision == "bf16_pure" and not kind.bf16_weights:
+        what = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
+        usable = _one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
+        yield Problem("train.precision", what, f"use bf16, or train.optimizer.kind {usable}")
+
+
 def _model(job: Job) -> Iterator[Problem]:
     model = job.model
     if model.from_hf is not None and "num_layers" not in model.model_fields_set:
@@ -147,6 +161,12 @@ def _lora(job: Job) -> Iterator[Problem]:
         yield Problem("model.lora.dropout", what, "use 0")
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
         yield from width_problems(job.model)
+    if job.train.precision == "bf16_pure":
+        what = "adapters in bf16 are not available: they are small, and bf16 would only cost accuracy"
+        yield Problem("train.precision", what, "use bf16")
+    if job.train.optimizer.offload:
+        what = "the state of adapters is small: there is nothing to offload"
+        yield Problem("train.optimizer.offload", what, "remove it")
     if lora.base == "bf16" and job.train.precision == "fp32":
         what = "bf16 weights cannot be used with train.precision: fp32"
         yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")

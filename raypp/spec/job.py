@@ -144,10 +144,13 @@ class PipelineSection(Section):
 
 
 class OptimizerOptions(Section):
-    """The optimizer. Its state is kept in fp32."""
+    """The optimizer and its state."""
 
     kind: str = "adamw"
     """A built-in optimizer, or your own as module.path:function."""
+    state: Literal["fp32", "8bit"] = "fp32"
+    """Dtype of the state. 8bit (adamw only): both moments block-wise quantised, 2 bytes per
+    parameter instead of 8."""
     lr: float = Field(default=3.0e-4, ge=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -158,6 +161,10 @@ class OptimizerOptions(Section):
     """Decoupled weight decay, applied to matrices only."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd and muon: momentum."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory and, with precision: bf16, the fp32 weights too.
+    They pass through the device block by block in the update, which takes longer by the time of the
+    copies. The numbers do not change. On a CPU it saves nothing."""
 
 
 class LrSchedule(Section):
@@ -186,17 +193,21 @@ class TrainSection(Section):
     """The learning rate over the steps."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Clip gradients to this global norm. null: no clipping."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32. fp32 on CUDA: see
-    tf32."""
+    precision: Literal["fp32", "bf16", "bf16_pure"] = "fp32"
+    """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32 | bf16_pure: weights
+    in bf16 only, updated by stochastic rounding; gradients are summed in reduce_dtype. fp32 on
+    CUDA: see tf32."""
     tf32: bool = True
     """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
     in fp32. false: products in fp32, several times slower. No effect on CPUs or on bf16."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which gradients are reduced over data-parallel ranks. bf16 halves the traffic and
-    needs precision: bf16."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward to save memory."""
+    """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
+    summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    """Recompute activations in the backward to save memory. selective: all but the results of
+    matrix products and attention | full: everything but the inputs of layers | offload: like full,
+    and the inputs of layers wait for their backward in host memory. On a CPU, offload saves nothing
+    over full."""
     compile: bool = False
     """Compile each block with torch.compile."""
     attention: Literal["auto", "flash3", "varlen", "flex", "plain"] = "auto"
@@ -206,6 +217,11 @@ class TrainSection(Section):
     document, the only one on CPUs."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on the held-out part. Also evaluates at the end. 0: never."""
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16"]:
+        """The dtype of activations and products."""
+        return "fp32" if self.precision == "fp32" else "bf16"
 
 
 class CheckpointSection(Section):

@@ -1,4 +1,4 @@
-"""AdamW: torch's fused implementation."""
+"""AdamW: torch's fused implementation; by rows for bf16 weights and 8-bit moments."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from torch import nn
 
 from raypp.kinds import OptimizerKind
 from raypp.spec.job import OptimizerOptions
+from raypp.train.adamw_by_rows import AdamWByRows
+from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.optimizer import decay_groups
 
-KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1)
+KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1, states_in_8bit=True, bf16_weights=True)
 
 
-def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.AdamW:
+def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.Optimizer:
     """Builds AdamW over named parameters."""
-    return adamw_of(decay_groups([p for _, p in named], options.weight_decay), options)
+    groups = decay_groups([p for _, p in named], options.weight_decay)
+    if precision != "bf16_pure" and options.state == "fp32":
+        return adamw_of(groups, options)
+    return adamw_by_rows(groups, options, Bf16Weights(named))
+
+
+def adamw_by_rows(groups: list[dict[str, Any]], options: OptimizerOptions, weights: Bf16Weights) -> AdamWByRows:
+    """Builds AdamW for bf16 weights or 8-bit moments, over groups with their own `weight_decay`."""
+    quantised = options.state == "8bit"
+    return AdamWByRows(groups, weights, lr=options.lr, betas=options.betas, eps=options.eps, quantised=quantised)
 
 
 def adamw_of(groups: list[dict[str, Any]], options: OptimizerOptions) -> torch.optim.AdamW:

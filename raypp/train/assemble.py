@@ -17,6 +17,7 @@ from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import RankGroups, make_groups
+from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
@@ -24,6 +25,7 @@ from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import cuda_event, prepare_allocator, set_product_precision
 from raypp.train.device_check import check_device, tell_of_mixed_cards
 from raypp.train.optimizer import build_optimizer
+from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.process_group import joined, pick_device
 from raypp.train.reduce import GradientReducer
 
@@ -109,7 +111,12 @@ def assemble(
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
-            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
+            if job.train.optimizer.offload:
+                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=job.train.precision == "bf16")
+                stack.callback(optimizer.close)
+            if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
+                tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
             reducer = GradientReducer(built.modules, parameter_names(job.model, trained=True))
             if device.type == "cuda":
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.

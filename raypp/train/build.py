@@ -14,6 +14,7 @@ from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
+from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.link_probe import connect
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
@@ -108,7 +109,10 @@ def build_stages(
         )
     if job.mesh.pp > 1:
         connect(place.pp, ranks, groups.forward, groups.backward, device)
-    runtime = ProgramRuntime(stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark)
+    offload = ActivationOffload(device) if job.train.activation_checkpointing == "offload" else None
+    runtime = ProgramRuntime(
+        stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark, offload=offload
+    )
     tied = None
     if job.model.tie_embeddings and job.model.lora is None:
         tied = TiedEmbedding(dict(zip(held, modules, strict=True)), ranks, job.mesh.pp)

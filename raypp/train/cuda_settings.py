@@ -40,7 +40,7 @@ def set_product_precision(job: Job) -> None:
 def cuda_event(job: Job, seat: Seat, allocator: str, device: str) -> Event:
     """Returns the `cuda` event for the run's records: device, versions, precision, allocator."""
     precision = job.train.precision
-    products = precision if precision != "fp32" else ("tf32" if job.train.tf32 else "fp32")
+    products = "bf16" if job.train.computes_in == "bf16" else ("tf32" if job.train.tf32 else "fp32")
     details = {
         "device": device,
         "torch": torch.__version__,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.geometry import Mesh
-from raypp.planning.fit import memory_problems
+from raypp.planning.fit import memory_problems, size_text
+from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job
 
@@ -45,9 +47,27 @@ def check_device(job: Job, seat: Seat) -> Card | None:
     facts = torch.cuda.get_device_properties(seat.device_index) if seat.device_index < there else None
     card = None if facts is None else Card(facts.name, (facts.major, facts.minor), facts.total_memory)
     problems = device_problems(job, seat, there, card)
+    if not problems and seat.local_rank == 0 and seat.attempt <= 1:
+        problems = host_problems(job, seat, int(psutil.virtual_memory().available))
     if problems:
         raise JobError(problems)
     return card
+
+
+def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
+    """Returns a problem if a node has too little memory for what its ranks offload.
+
+    Args:
+        job: The job.
+        seat: The seat of the node's first rank; its other ranks are taken to need as much.
+        available: Bytes of host memory that are available, before a rank has allocated any.
+    """
+    needed = offloaded_by_ranks(job)[seat.coordinates.pp] * seat.local_world_size
+    if needed <= available:
+        return []
+    what = f"{seat.node} has {size_text(available)} of host memory free; {seat.local_world_size} of its ranks offload "
+    fix = "use nodes with more memory or fewer ranks on each, or offload less"
+    return [Problem("train", f"{what}{size_text(needed)}", fix)]
 
 
 def device_problems(job: Job, seat: Seat, there: int, card: Card | None) -> list[Problem]:
@@ -66,7 +86,7 @@ def device_problems(job: Job, seat: Seat, there: int, card: Card | None) -> list
         fix = "install a CUDA build of torch that fits the driver (nvidia-smi), check CUDA_VISIBLE_DEVICES, or use "
         return [Problem("resources.device", what, f"{fix}resources.device cpu")]
     problems = []
-    if job.train.precision == "bf16" and card.capability < BF16_SINCE:
+    if job.train.computes_in == "bf16" and card.capability < BF16_SINCE:
         major, minor = card.capability
         what = f"{where}: {card.name} has compute capability {major}.{minor}; bf16 needs 8.0 (A100) or newer"
         problems.append(Problem("train.precision", what, "use train.precision fp32, or other cards"))

@@ -166,5 +166,6 @@ def _held(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) 
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of this rank's parts of tensors `[...]`."""
-    return sum(part.numel() * part.element_size() for part in map(local_part, tensors))
+    """Returns the bytes of this rank's parts of tensors `[...]`, without those in host memory."""
+    parts = [part for part in map(local_part, tensors) if not part.is_pinned()]
+    return sum(part.numel() * part.element_size() for part in parts)

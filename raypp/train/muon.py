@@ -18,10 +18,13 @@ from raypp.kinds import OptimizerKind
 from raypp.parallel.shard import local_part
 from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions
-from raypp.train.adamw import adamw_of
+from raypp.train.adamw import adamw_by_rows, adamw_of
+from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.optimizer import decay_groups
 
-KIND = OptimizerKind("muon", "orthogonalised momentum for matrices, AdamW for the rest", position=3, states=1)
+KIND = OptimizerKind(
+    "muon", "orthogonalised momentum for matrices, AdamW for the rest", position=3, states=1, bf16_weights=True
+)
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -30,15 +33,18 @@ _RMS = 0.2
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Muon:
     """Builds Muon over named parameters; hidden matrices are those below `model.layers`."""
+    weights = Bf16Weights(named)
+    pure = precision == "bf16_pure"
     hidden = {id(p) for name, p in named if name.startswith("model.layers.") and p.ndim > 1}
     return Muon(
         [p for _, p in named if id(p) in hidden],
         decay_groups([p for _, p in named if id(p) not in hidden], options.weight_decay),
-        lambda groups: adamw_of(groups, options),
+        lambda groups: adamw_by_rows(groups, options, weights) if pure else adamw_of(groups, options),
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.get_default_dtype(),
+        dtype=torch.bfloat16 if precision != "fp32" else torch.get_default_dtype(),
+        weights=weights,
     )
 
 
@@ -81,25 +87,27 @@ class Muon(torch.optim.Optimizer):
         momentum: Coefficient of the moving average; Nesterov momentum is always on.
         weight_decay: Decoupled weight decay of the matrices.
         dtype: The dtype of the Newton-Schulz iteration.
+        weights: Updates weights that are in bf16. None: there are none.
     """
 
     def __init__(
         self,
         matrices: Sequence[nn.Parameter],
         rest: Sequence[dict[str, Any]],
-        adamw: Callable[[list[dict[str, Any]]], torch.optim.AdamW],
+        adamw: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         *,
         lr: float,
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
+        weights: Bf16Weights | None = None,
     ) -> None:
         self._adamw = adamw(list(rest)) if rest else None
         groups = list(self._adamw.param_groups) if self._adamw is not None else []
         if matrices:
             groups.append({"params": list(matrices), "momentum": momentum, "weight_decay": weight_decay, "muon": True})
         super().__init__(groups, {"lr": lr, "muon": False})
-        self._dtype = dtype
+        self._dtype, self.weights = dtype, weights or Bf16Weights([])
         if self._adamw is not None:
             # Shares groups and state: setting a rate or loading a checkpoint sees one optimizer.
             self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
@@ -123,8 +131,10 @@ class Muon(torch.optim.Optimizer):
             parameter = parameters[index]
             state = self.state[parameter]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            average, gradient = local_part(state["momentum_buffer"]), local_part(parameter.grad)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+            average = local_part(state["momentum_buffer"])
+            gradient = self.weights.gradient(parameter).view(average.shape)
             average.lerp_(gradient, 1 - momentum)
             return gradient.lerp(average, momentum)
 
@@ -134,6 +144,6 @@ class Muon(torch.optim.Optimizer):
 
         for index, direction in apply_to_whole(parameters, ahead, update):
             parameter = parameters[index]
-            local = local_part(parameter)
-            local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(direction, alpha=-group["lr"] * _RMS * max(parameter.shape[-2:]) ** 0.5)
+            values = self.weights.values(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            rate = group["lr"] * _RMS * max(parameter.shape[-2:]) ** 0.5
+            self.weights.write(parameter, values.add_(direction.reshape(values.shape), alpha=-rate))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raypp.kinds import OPTIMIZERS
 from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
+from raypp.train.bf16_weights import Bf16Weights
+from raypp.train.reduce import scale
 
 
 def build_optimizer(
-    stages: Iterable[nn.Module], options: OptimizerOptions, precision: str = "fp32"
+    stages: Iterable[nn.Module], options: OptimizerOptions, precision: str = "fp32", seed: int = 0
 ) -> torch.optim.Optimizer:
     """Builds the job's optimizer over the parameters of this rank's stages that are trained.
 
@@ -29,11 +31,22 @@ def build_optimizer(
         stages: This rank's stages; muon recognises hidden matrices by their place in
             `model.layers`.
         options: `train.optimizer`.
-        precision: `train.precision`; decides the dtype of muon's iteration.
+        precision: `train.precision`; decides the dtype of muon's iteration, and whether weights are
+            updated by stochastic rounding.
+        seed: `train.seed`, of that rounding.
     """
     named = [(n, parameter) for stage in stages for n, parameter in stage.named_parameters() if parameter.requires_grad]
     build = OPTIMIZERS.get(options.kind, key="train.optimizer.kind").build()
-    return cast(torch.optim.Optimizer, build(named, options, precision))
+    optimizer = cast(torch.optim.Optimizer, build(named, options, precision))
+    if (weights := bf16_weights(optimizer)) is not None:
+        weights.seed = seed
+    return optimizer
+
+
+def bf16_weights(optimizer: torch.optim.Optimizer) -> Bf16Weights | None:
+    """Returns how an optimizer updates bf16 weights; None if it cannot."""
+    weights = getattr(optimizer, "weights", None)
+    return weights if isinstance(weights, Bf16Weights) else None
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -66,6 +79,29 @@ def _shape(step: int, steps: int, schedule: LrSchedule) -> float:
     progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
     fall = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return schedule.min_ratio + (1 - schedule.min_ratio) * fall
+
+
+def begin_update(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], factor: float, rate: float, step: int
+) -> None:
+    """Prepares an optimizer's next step: scale of the gradients, learning rate, random numbers.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        gradients: The local part `[...]` of every gradient. Scaled in place, except those of bf16
+            weights: they would be rounded, so the optimizer scales them in fp32.
+        factor: What gradients are multiplied by.
+        rate: The learning rate.
+        step: The step's number.
+    """
+    weights = bf16_weights(optimizer)
+    if weights is not None:
+        weights.step = step
+    if weights is not None and weights.any:
+        weights.factor = factor
+    else:
+        scale(gradients, factor)
+    set_learning_rate(optimizer, rate)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

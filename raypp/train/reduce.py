@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.parallel.failed_groups import check_groups
-from raypp.parallel.shard import counts_here, local_part
+from raypp.parallel.shard import counts_here, local_part, zero_gradient
+from raypp.parallel.wide_gradients import round_gradient
 from raypp.torch_private import foreach_mul_, foreach_norm
 
 
@@ -68,7 +69,8 @@ class GradientReducer:
         found = []
         for parameter in self._parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
+            round_gradient(parameter)
             found.append(local_part(parameter.grad))
         return found
 
@@ -86,7 +88,7 @@ class GradientReducer:
         """
         vector = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         if gradients:
-            norms = torch.stack(foreach_norm(list(gradients))).double()
+            norms = torch.stack(_norms(gradients)).double()
             # Added, not assigned: both ends of a tied embedding may be here; they share a place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
         vector = torch.cat((vector, loss_sum.view(1), extra))
@@ -105,6 +107,13 @@ class GradientReducer:
         sums, end = sums.cpu(), self._size
         check_groups()  # after an abort the device computes on with data that was never received
         return GlobalSums(float(sums[end]), math.sqrt(float(sums[:end].sum())), sums[end + 1 :], sums[:end])
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm `[]` of every gradient `[...]`, at least in fp32."""
+    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+        return [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return list(foreach_norm(list(gradients)))
 
 
 def coefficient(grad_norm: float, tokens: int, clip_norm: float | None) -> float:

@@ -54,6 +54,8 @@ class ReplicaCheck:
         """
         slots = len(self._names) * self._shards
         sums: dict[int, list[int]] = defaultdict(list)
+        if any(parameter.is_cuda and not local_part(parameter).is_cuda for *_, parameter in self._own):
+            torch.cuda.current_stream().synchronize()  # the last update's copies to host memory have arrived
         for index, shard, _, parameter in self._own:
             sums[index * self._shards + shard].append(checksum(local_part(parameter)))
         vector = torch.full((2 * slots,), _NONE, dtype=torch.int64)

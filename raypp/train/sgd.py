@@ -10,14 +10,16 @@ from torch import nn
 from raypp.kinds import OptimizerKind
 from raypp.parallel.shard import local_part
 from raypp.spec.job import OptimizerOptions
+from raypp.train.bf16_weights import Bf16Weights, as_rows
 from raypp.train.optimizer import decay_groups
 
-KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states=1)
+KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states=1, bf16_weights=True)
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Sgd:
     """Builds SGD over named parameters."""
-    return Sgd(decay_groups([p for _, p in named], options.weight_decay), options.lr, options.momentum)
+    groups = decay_groups([p for _, p in named], options.weight_decay)
+    return Sgd(groups, options.lr, options.momentum, Bf16Weights(named))
 
 
 class Sgd(torch.optim.SGD):
@@ -31,17 +33,36 @@ class Sgd(torch.optim.SGD):
         groups: Parameters and `weight_decay` of each group.
         lr: Learning rate.
         momentum: Coefficient of v; 0 keeps no state.
+        weights: Reads gradients and writes weights in bf16. v is in fp32.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, weights: Bf16Weights) -> None:
         super().__init__([{**g, "decay": g["weight_decay"], "weight_decay": 0.0} for g in groups], lr, momentum)
+        self.weights = weights
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
+        if self.weights.any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+            return
         for group in self.param_groups:
             if group["decay"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         local_part(parameter).mul_(1 - group["lr"] * group["decay"])
         super().step()
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Updates a weight in bf16."""
+        change = self.weights.gradient(parameter)
+        if group["momentum"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
+            change = as_rows(local_part(state["momentum_buffer"])).mul_(group["momentum"]).add_(change)
+        values = self.weights.values(parameter).mul_(1 - group["lr"] * group["decay"])
+        self.weights.write(parameter, values.sub_(change * group["lr"]))

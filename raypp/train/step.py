@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raypp.data.packing import Row
+from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.pipeline.device_clock import DeviceClock, Span
@@ -19,8 +20,9 @@ from raypp.records import Event, Requests, StepReport
 from raypp.train.assemble import AssembledRank
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
-from raypp.train.optimizer import learning_rate, set_learning_rate
-from raypp.train.reduce import GlobalSums, coefficient, scale
+from raypp.train.optimizer import begin_update, learning_rate
+from raypp.train.optimizer_offload import OffloadedOptimizer
+from raypp.train.reduce import GlobalSums, coefficient
 from raypp.train.router_losses import RouterLosses
 from raypp.train.stragglers import Pace
 from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
@@ -196,6 +198,8 @@ class StepRunner:
             read: The result of `read`.
             watch: Times the step's parts.
         """
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.settle()
         self._seed(step)
         self._mark("prepare")
         with watch.part("data"):
@@ -227,7 +231,7 @@ class StepRunner:
         self._mark("update")
         with watch.part("optimizer"):
             if self.guard.is_finite(sums):
-                self._update(gradients, sums, read.plan.global_tokens, rate)
+                self._update(step, gradients, sums, read.plan.global_tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
@@ -238,6 +242,7 @@ class StepRunner:
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
         """Runs the forwards and backwards; the last stage returns each microbatch's loss `[]`."""
+        fill_wide_gradients(self.built.modules)
         clock = self._pace.clock if self._pace is not None else None
         if clock is not None and self.built.runtime.clock is None:
             self.built.runtime.clock = clock
@@ -269,11 +274,11 @@ class StepRunner:
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 
-    def _update(self, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
-        """Scales the gradients, local shards `[...]`, in place and runs the optimizer."""
+    def _update(self, step: int, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
+        """Scales the gradients, local shards `[...]`, and runs the optimizer."""
         if tokens:
-            scale(gradients, coefficient(sums.grad_norm, tokens, self.job.train.clip_norm))
-            set_learning_rate(self.optimizer, rate)
+            factor = coefficient(sums.grad_norm, tokens, self.job.train.clip_norm)
+            begin_update(self.optimizer, gradients, factor, rate, step)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -18,6 +18,7 @@ from raypp.models.moe import StackedExperts
 from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
+from raypp.parallel.shard import local_part
 from raypp.pipeline.agreement import StepPlan, padded_length
 from raypp.pipeline.collate import StageBatch
 from raypp.planning.resolve import resolve_pipeline
@@ -27,6 +28,7 @@ from raypp.train.assemble import AssembledRank
 from raypp.train.build import build_stages
 from raypp.train.evaluate import Evaluator
 from raypp.train.optimizer import build_optimizer
+from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.own_seat import local_seat
 from raypp.train.reduce import GlobalSums, GradientReducer
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -96,6 +98,9 @@ def run_step(
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=False)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            if job.train.optimizer.offload:
+                masters = job.train.precision == "bf16"
+                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
             reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
             kernel = choose_attention(job, device).kernel
             # No store is needed: nothing meets anybody.
@@ -113,7 +118,8 @@ def run_step(
                 runner._update(gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
                 evaluate(runner, read, batches)
         parameters = [parameter for module in built.modules for parameter in module.parameters()]
-        updated = sum(optimizer.state[parameter]["exp_avg"].device == device for parameter in parameters)
+        kept = torch.device("cpu") if job.train.optimizer.offload else device
+        updated = sum(local_part(optimizer.state[parameter]["exp_avg"]).device == kept for parameter in parameters)
     return {"updated": updated, "reductions": dict(+waits.reductions)}
 
 
@@ -142,6 +148,18 @@ CASES = {
     "ulysses": (document(2, {"cp": 2, "cp_style": "ulysses"}, {}), 1),
     "interleaved": (document(4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
     "split": (document(4, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
+    "offloaded": (document(2, {"fsdp": 2}, {}, optimizer={"offload": True}, activation_checkpointing="offload"), 1),
+    "bf16, offloaded": (
+        document(
+            4,
+            PP_FSDP,
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            precision="bf16",
+            optimizer={"offload": True},
+            activation_checkpointing="offload",
+        ),
+        2,
+    ),
 }
 
 
@@ -159,7 +177,12 @@ def test_a_step_and_an_evaluation_never_wait_for_the_device(results: dict[str, d
 def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
     results: dict[str, dict[str, int]], name: str
 ) -> None:
-    last = {"interleaved": {"1B1": 1, "3B1": 2}, "full, tied": {"1B1": 2}, "selective": {"0B1": 2}}
+    last = {
+        "interleaved": {"1B1": 1, "3B1": 2},
+        "bf16, offloaded": {"1B1": 1, "3B1": 2},
+        "full, tied": {"1B1": 2},
+        "selective": {"0B1": 2},
+    }
     assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
 
 

@@ -11,13 +11,27 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
 FILES = tuple(
     f"raypp/train/{name}.py"
-    for name in ("adamw", "evaluate", "muon", "optimizer", "reduce", "router_losses", "sgd", "step")
+    for name in (
+        "adamw",
+        "evaluate",
+        "muon",
+        "optimizer",
+        "optimizer_offload",
+        "reduce",
+        "router_losses",
+        "sgd",
+        "step",
+    )
 )
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
 _HOST = "a tensor on the CPU, which never was on the device"
 ALLOWED = {
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
+    (
+        "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
+        "cpu",
+    ): "loads a checkpoint, before the first step of an attempt",
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",

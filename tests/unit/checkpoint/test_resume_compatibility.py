@@ -43,6 +43,7 @@ def changed(**sections: Any) -> Job:
         {"pipeline": {"microbatches": 2}, "train": {"micro_batch_size": 4}},
         {"pipeline": {"schedule": "gpipe", "seq_len_bucket": 64}},
         {"train": {"steps": 5000, "clip_norm": None, "precision": "bf16"}},
+        {"train": {"precision": "bf16_pure", "reduce_dtype": "bf16"}},
         {"checkpoint": {"url": "s3://elsewhere", "keep": 1}, "recovery": {"max_restarts": 0}},
         {"recovery": {"policy": "own_policies:build"}},
         {"resources": {"device": "cpu"}, "data": {"eval": {"path": "held-out.txt"}}},
@@ -102,3 +103,20 @@ def test_a_run_of_a_name_can_begin_once_and_a_resume_adds_its_job(tmp_path: Path
     assert read_spec(store, "kjv", 1) == OLD
     with pytest.raises(CheckpointError, match="there is no run 'other' here"):
         read_spec(store, "other")
+
+
+@pytest.mark.parametrize(("old", "new"), [("fp32", "8bit"), ("8bit", "fp32"), (None, "8bit")])
+def test_moments_of_another_kind_are_refused_also_for_runs_from_before_there_was_a_choice(old: Any, new: str) -> None:
+    before = json.loads(json.dumps(OLD))
+    before["train"]["optimizer"]["state"] = old
+    if old is None:
+        del before["train"]["optimizer"]["state"]
+    (problem,) = check_resume(before, changed(train={"optimizer": {"state": new}}))
+    assert problem.key == "train.optimizer.state"
+    assert repr(new) in problem.what and repr(old or "fp32") in problem.what and repr(old or "fp32") in problem.fix
+
+
+def test_a_run_from_before_there_was_a_choice_goes_on_with_moments_in_fp32() -> None:
+    before = json.loads(json.dumps(OLD))
+    del before["train"]["optimizer"]["state"]
+    assert check_resume(before, changed()) == []

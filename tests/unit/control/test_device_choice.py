@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,3 +45,18 @@ def test_a_job_that_fits_into_no_gpu_is_refused_before_it_starts() -> None:
     assert device_for(large, [small, big]) == "cuda", "it may get the large ones"
     assert device_for(large, [node("10.0.0.1", 8, 8)]) == "cuda", "the ranks check what is unknown here"
     assert device_for(job(), [small]) == "cuda"
+
+
+def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
+    offloading = job(
+        model={"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},
+        train={"precision": "bf16", "optimizer": {"offload": True}},
+    )
+
+    def nodes(free: int) -> list[NodeResources]:
+        return [replace(node("10.0.0.1", 8, 8, 80 * GIB), free_bytes=free)]
+
+    with pytest.raises(ResourcesError, match=r"offloading needs .* GiB for a rank; 1 node has 8\.0 GiB free"):
+        device_for(offloading, nodes(8 * GIB))
+    assert device_for(offloading, nodes(64 * GIB)) == "cuda"
+    assert device_for(offloading, nodes(0)) == "cuda", "the ranks check what is unknown here"

@@ -124,6 +124,19 @@ def test_stages_per_rank_against_the_schedule() -> None:
     assert problem(pipeline={"schedule": "zbv"})[0] == "pipeline.stages_per_rank"
 
 
+def test_8_bit_moments_need_whole_blocks_of_experts_rows() -> None:
+    # Three ranks share an expert. They cut 688 rows of 3 · 86 columns by columns: 86 is no block.
+    narrow = {**MOE, "hidden_size": 258, "num_heads": 3, "num_kv_heads": 3, "expert_ffn_size": 688}
+    mesh, train = {"fsdp": 6, "ep": 2}, {"optimizer": {"state": "8bit"}}
+    key, what, fix = problem(model=narrow, mesh=mesh, train=train)
+    assert key == "train.optimizer.state"
+    assert "model.expert_ffn_size 688" in what and "258 columns" in what and "mesh.ep 6" in fix
+    assert check_plan(job_with(model=narrow, mesh=mesh)) == []
+    assert check_plan(job_with(model={**narrow, "expert_ffn_size": 690}, mesh=mesh, train=train)) == []
+    wide = {**narrow, "hidden_size": 768}
+    assert check_plan(job_with(model=wide, mesh=mesh, train=train)) == []
+
+
 def test_an_unknown_schedule() -> None:
     key, what, fix = problem(pipeline={"schedule": "1f1bb"})
     assert key == "pipeline.schedule"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from planned_jobs import job_with
 
 from raypp.planning.activations import stage_activation_bytes
@@ -64,3 +65,48 @@ def test_several_nodes_keep_six_snapshots_a_rank_or_four_when_memory_is_short() 
     assert "too little for snapshots" in with_room_for(1)
     alone = host_memory(job, resolve_pipeline(job), make_plan(job).memory, Machines.alike(2, 2, None), "cuda")
     assert (alone.files, alone.snapshots) == (2, 2 * 2 * alone.state)
+
+
+PURE, IN_8_BITS = {"precision": "bf16_pure"}, {"optimizer": {"state": "8bit"}}
+
+
+@pytest.mark.parametrize(
+    ("train", "weight", "gradient", "state"),
+    [
+        ({}, 4, 4, 8),
+        ({"precision": "bf16"}, 4, 4, 8),
+        (PURE, 2, 4, 8),
+        (PURE | {"reduce_dtype": "bf16"}, 2, 2, 8),
+        (IN_8_BITS, 4, 4, 2),
+        (PURE | IN_8_BITS, 2, 4, 2),
+        (PURE | {"optimizer": {"kind": "muon"}}, 2, 4, 4),
+    ],
+    ids=str,
+)
+def test_bytes_per_parameter_follow_precision_and_state(
+    train: dict[str, object], weight: int, gradient: int, state: int
+) -> None:
+    job = job_with(train=train, model=LARGE, resources={"device": "cuda"})
+    found, plain = make_plan(job).memory[1], make_plan(job_with(model=LARGE)).memory[1]
+    parameters = plain.weights // 4
+    assert found.weights == weight * parameters
+    assert found.gradients in (gradient * parameters, 0)  # FSDP's count as gathered
+    assert found.optimizer == pytest.approx(state * parameters, rel=0.02 if state == 2 else 1e-9)
+
+
+def test_an_8b_model_trains_in_full_on_four_cards_of_24_gib() -> None:
+    llama = {
+        "kind": "llama", "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336,
+        "vocab_size": 128256,
+    }  # fmt: skip
+    shared = {
+        "model": llama, "mesh": {"pp": 4}, "data": {"seq_len": 4096}, "resources": {"device": "cuda"},
+        "pipeline": {"microbatches": 16},
+    }  # fmt: skip
+    train = {"micro_batch_size": 1, "activation_checkpointing": "full"}
+
+    def largest(train: dict[str, object]) -> int:
+        return max(memory.total for memory in make_plan(job_with(**shared, train=train)).memory)
+
+    assert largest({**train, **PURE, **IN_8_BITS}) < 24 * GIB
+    assert largest({**train, "precision": "bf16"}) > 24 * GIB

@@ -122,3 +122,21 @@ def test_a_smallest_size_above_the_largest_is_told() -> None:
     problems = found(mesh={"pp": 4}, recovery={"elastic": elastic})
     assert problems["recovery.elastic.min_ranks"].startswith("3 is more than the 2 ranks")
     assert "recovery.elastic.min_ranks" not in found(mesh={"pp": 4}, recovery={"elastic": elastic | {"max_ranks": 3}})
+
+
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+def test_8_bits_are_refused_where_the_optimizer_cannot_keep_them(kind: str) -> None:
+    ((key, told),) = found(train={"optimizer": {"kind": kind, "state": "8bit"}}).items()
+    assert key == "train.optimizer.state" and kind in told and "adamw" in told
+
+
+def test_bf16_weights_are_refused_for_an_optimizer_that_does_not_say_that_it_can() -> None:
+    own = {"optimizer": {"kind": "raypp.errors:build"}, "precision": "bf16_pure"}
+    told = found(train=own)["train.precision"]
+    assert "raypp.errors:build" in told and "use bf16" in told
+    assert "train.precision" not in found(train={**own, "precision": "bf16"})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_bf16_weights_work_with_every_optimizer_of_raypp(kind: str) -> None:
+    assert found(train={"optimizer": {"kind": kind}, "precision": "bf16_pure"}) == {}

@@ -11,7 +11,7 @@ from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.train.device_check import Card, check_device, device_problems, mixed_cards
+from raypp.train.device_check import Card, check_device, device_problems, host_problems, mixed_cards
 from raypp.train.own_seat import local_seat
 
 GIB = 1 << 30
@@ -35,6 +35,16 @@ def test_a_card_too_old_for_bf16_is_named_with_its_capability() -> None:
     (problem,) = device_problems(bf16, local_seat(1, 2, 1, bf16, device="cuda"), 2, T4)
     assert problem.key == "train.precision" and "fp32" in problem.fix
     assert problem.what == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 (A100) or newer")
+
+
+def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> None:
+    large = {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000}
+    offloading = job(model=large, train={"precision": "bf16", "optimizer": {"offload": True}})
+    seat = local_seat(0, 2, 1, offloading, device="cuda")
+    (problem,) = host_problems(offloading, seat, 8 * GIB)
+    assert "localhost has 8.0 GiB of host memory free; 2 of its ranks offload" in problem.what
+    assert host_problems(offloading, seat, 64 * GIB) == []
+    assert host_problems(job(model=large), seat, 1) == []
 
 
 def test_a_device_that_torch_does_not_see_is_named() -> None:

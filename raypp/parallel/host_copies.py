@@ -1,0 +1,109 @@
+"""Copies between a device and host memory, beside what the device computes.
+
+Two streams copy, one in each direction, because a bus carries both at once. The host never waits:
+the stream that computes waits for a copy's event. Device memory is allocated and freed under the
+stream that computes, so that it may be reused in the order of that stream; a copy into new memory
+therefore begins once all work queued before has been done.
+
+On a CPU the same calls copy at once, within host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Targets and sources of equal shape `[...]` and dtype."""
+
+_ALIGNMENT = 64
+
+
+class CopyStreams:
+    """The two copy streams of a device.
+
+    Args:
+        device: The device that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            self._down, self._up = self._module.Stream(), self._module.Stream()
+
+    def to_host(self, pairs: Pairs) -> Any:
+        """Starts copies to host memory, after what is queued now. Returns their event.
+
+        The sources must stay alive, and the targets unread, until `wait` has taken the event.
+        """
+        return self._copy(pairs, self._down if self._module is not None else None)
+
+    def to_device(self, pairs: Pairs) -> Any:
+        """Starts copies to the device, after what is queued now. Returns their event."""
+        return self._copy(pairs, self._up if self._module is not None else None)
+
+    def wait(self, event: Any) -> None:
+        """Makes what the device computes from now on wait for copies; None waits for nothing."""
+        if event is not None and self._module is not None:
+            self._module.current_stream(self.device).wait_event(event)
+
+    def _copy(self, pairs: Pairs, stream: Any) -> Any:
+        if self._module is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+class HostMemory:
+    """Host memory for tensors that stay there as long as the run; page-locked where CUDA is.
+
+    torch's own page-locked memory is rounded up to a power of two, up to twice what is needed.
+
+    Args:
+        device: The device that the tensors are copied from and to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._registered: list[int] = []
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Allocates uninitialised tensors of the same shapes `[...]` and dtypes, side by side."""
+        ends, end = [], 0
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            ends.append((end, end + size))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        data = self._bytes(max(1, end))
+        return [data[a:b].view(tensor.dtype).view(tensor.shape) for (a, b), tensor in zip(ends, tensors, strict=True)]
+
+    def _bytes(self, size: int) -> Tensor:
+        if not self._cuda:
+            return torch.empty(size, dtype=torch.uint8)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+        if int(error) == 0:
+            self._registered.append(data.data_ptr())
+        else:
+            log.warning("cannot page-lock %d bytes (CUDA error %d): offloading takes longer", size, int(error))
+        return data
+
+    def close(self) -> None:
+        """Unlocks the pages. The tensors stay usable."""
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._registered.clear()

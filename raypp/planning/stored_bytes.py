@@ -1,0 +1,52 @@
+"""Bytes of weights, accumulated gradients and optimizer state, by precision and kind of state."""
+
+from __future__ import annotations
+
+from raypp.kinds import OPTIMIZERS
+from raypp.planning.sizes import sizes_of
+from raypp.spec.job import Job
+
+_FP32, _BF16 = 4, 2
+BLOCK = 256
+"""Values that share a scale, as in `raypp.train.quantised_moments`."""
+_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Values of one turn of `raypp.train.adamw_by_rows`."""
+_TURN_BYTES = 48
+"""Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
+from them."""
+
+
+def weight_bytes(job: Job) -> int:
+    """Returns the bytes of a weight."""
+    return _BF16 if job.train.precision == "bf16_pure" else _FP32
+
+
+def gradient_bytes(job: Job) -> int:
+    """Returns the bytes of a gradient while it is summed over microbatches."""
+    return _BF16 if job.train.precision == "bf16_pure" and job.train.reduce_dtype == "bf16" else _FP32
+
+
+def state_bytes(job: Job, parameters: int) -> int:
+    """Returns the bytes of the optimizer's state of some parameters.
+
+    In 8 bits each value is a byte, and each block of a row has an fp32 scale. Rows are taken to be
+    as long as the hidden size.
+    """
+    kind, options = OPTIMIZERS.get(job.train.optimizer.kind), job.train.optimizer
+    if options.state == "fp32":
+        return _FP32 * kind.states * parameters
+    columns = job.model.hidden_size
+    return round(kind.states * parameters * (1 + _FP32 * -(-columns // BLOCK) / columns))
+
+
+def update_bytes(job: Job, kind: str) -> int:
+    """Returns the bytes that an update by rows needs for itself; 0 where torch's fused AdamW runs.
+
+    Args:
+        job: The job.
+        kind: cpu or cuda.
+    """
+    if job.train.precision != "bf16_pure" and job.train.optimizer.state == "fp32":
+        return 0
+    largest = max(layer.largest for layer in sizes_of(job.model).layers)
+    return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, job.model.vocab_size * job.model.hidden_size))

@@ -1,0 +1,128 @@
+"""AdamW for bf16 weights, and with moments in 8 bits: a few rows at a time, computed in fp32.
+
+torch's fused AdamW computes in the dtype of the weights and rounds them to nearest. This one takes
+some rows, computes in fp32, and rounds weights and moments when it puts them back, so the fp32
+copies are small. It uses only operations that IEEE 754 defines to the bit, one at a time, so a
+value does not depend on its place among the rows, nor on the mesh.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypp.checkpoint.state import SCALE
+from raypp.errors import JobError, Problem
+from raypp.parallel.shard import local_part, local_rows, zeros_beside
+from raypp.train.bf16_weights import Bf16Weights, as_rows
+from raypp.train.quantised_moments import BLOCK, blocks_of, dequantise, quantise
+
+_VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Values of one turn. On CPUs they stay in the cache; on a GPU a turn takes about 0.2 GB."""
+
+
+class AdamWByRows(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay. The state of a parameter is `step` and its two moments.
+
+    With 8-bit moments, those of matrices are `exp_avg` and `exp_avg_sq` (codes, uint8; the latter
+    of the root of the moment) and `exp_avg_scale` and `exp_avg_sq_scale` (fp32, one per block). The
+    moments of vectors are always fp32: they are too few to matter.
+
+    Args:
+        groups: Parameters and `weight_decay` of each group.
+        weights: Reads and writes the weights.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        quantised: Whether moments are kept in 8 bits.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        weights: Bf16Weights,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        quantised: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.weights, self.quantised = weights, quantised
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter))
+        state["step"] += 1
+        count, (beta1, beta2) = int(state["step"]), group["betas"]
+        rate = group["lr"] / (1 - beta1**count)
+        root = (1 - beta2**count) ** 0.5
+        local = local_part(parameter)
+        if not local.numel():
+            return
+        columns = local.shape[-1]
+        rows = max(1, _VALUES_AT_A_TIME.get(local.device.type, 1 << 22) // columns)
+        for first in range(0, local.numel() // columns, rows):
+            turn = slice(first, first + rows)
+            gradient = self.weights.gradient(parameter, turn)
+            average = _read(state, "exp_avg", turn).mul_(beta1).add_(gradient * (1 - beta1))
+            square = _read(state, "exp_avg_sq", turn).mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
+            _write(state, "exp_avg", turn, average)
+            _write(state, "exp_avg_sq", turn, square)
+            change = average.div_(square.sqrt_().div_(root).add_(group["eps"])).mul_(rate)
+            values = self.weights.values(parameter, turn).mul_(1 - group["lr"] * group["weight_decay"])
+            self.weights.write(parameter, values.sub_(change), turn)
+
+    def _new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        if self.quantised and parameter.ndim > 1:
+            _check_blocks(parameter)
+            blocks = blocks_of(parameter.shape[-1])
+            moments = {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in moments} | {
+                key + SCALE: zeros_beside(parameter, blocks, torch.float32) for key in moments
+            }
+        return {"step": torch.zeros(()), **moments}
+
+
+def _read(state: dict[str, Tensor], key: str, rows: slice) -> Tensor:
+    """Returns a copy of some rows of a moment, at least fp32 `[R, L]`."""
+    kept = as_rows(local_part(state[key]))[rows]
+    if key + SCALE not in state:
+        return kept.clone()
+    signed = key == "exp_avg"
+    found = dequantise(kept, as_rows(local_part(state[key + SCALE]))[rows], signed=signed)
+    return found if signed else found.mul_(found)
+
+
+def _write(state: dict[str, Tensor], key: str, rows: slice, values: Tensor) -> None:
+    """Keeps some rows `[R, L]` of a moment."""
+    kept = as_rows(local_part(state[key]))[rows]
+    if key + SCALE not in state:
+        kept.copy_(values)
+        return
+    signed = key == "exp_avg"
+    codes, scales = quantise(values if signed else values.sqrt(), signed=signed)
+    kept.copy_(codes)
+    as_rows(local_part(state[key + SCALE]))[rows].copy_(scales)
+
+
+def _check_blocks(parameter: nn.Parameter) -> None:
+    """Raises a JobError if this rank's columns cut a block; `planning.check` says so earlier."""
+    place, columns = local_rows(parameter), local_part(parameter).shape[-1]
+    if columns != place.width and (place.start % BLOCK or columns % BLOCK):
+        what = (
+            f"8bit needs whole blocks of {BLOCK} columns on each rank, but rows of {place.width} are cut at {columns}"
+        )
+        raise JobError(Problem("train.optimizer.state", what, "use state: fp32, or another mesh.ep"))

@@ -1,0 +1,150 @@
+"""`train.activation_checkpointing: offload` changes no bit under any schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comparison import assert_identical
+from harness import run_ranks
+from late_copies import LateCopies
+from test_experts import document as experts
+from test_mesh_does_not_change_numbers import document
+from training import Batch, merged, seat_of, train_steps
+
+from raypp.pipeline import activation_offload
+from raypp.planning.offload import ON_DEVICE
+from raypp.planning.resolve import resolve_pipeline
+from raypp.records import Requests
+from raypp.schedules.action import splits_backward
+from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.spec.load import parse_job
+from raypp.train import optimizer_offload
+from raypp.train.assemble import assemble
+from raypp.train.step import StepRunner, Stopwatch
+
+pytestmark = pytest.mark.ranks
+STEPS = 2
+
+
+def job(extent: str = "offload", train: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    train = {"activation_checkpointing": extent, **(train or {})}
+    return document(microbatches=8 // settings.get("fsdp", 1), train=train, **settings)
+
+
+def train_late(*arguments: Any) -> dict[str, Any]:
+    """Trains with copies that are as late as they may be."""
+    activation_offload.CopyStreams = optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
+    return train_steps(*arguments)
+
+
+def pipelined(schedule: str) -> dict[str, Any]:
+    stages = schedule_named(schedule).nearest_stages(2)
+    return job(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages})
+
+
+ONE = Batch(1, {"none": job("none"), "offload": job()}, STEPS, train=train_late)
+PIPELINES = Batch(2, {schedule: pipelined(schedule) for schedule in SCHEDULES.names()}, STEPS, train=train_late)
+OTHERS: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": 2},
+    "fsdp, weights freed": {"fsdp": 2, "freed": True},
+    "bf16, fsdp": {"fsdp": 2, "train": {"precision": "bf16"}},
+    "pp, both offloaded": {"pp": 2, "train": {"optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}},
+}
+
+
+def other(name: str, extent: str) -> dict[str, Any]:
+    settings = dict(OTHERS[name])
+    freed = settings.pop("freed", False)
+    found = job(extent, **settings)
+    found["mesh"]["reshard_after_forward"] = freed
+    if extent == "none":
+        found["train"]["optimizer"] = {**found["train"]["optimizer"], "offload": False}
+    return found
+
+
+CASES = {(name, extent): other(name, extent) for name in OTHERS for extent in ("none", "offload")}
+PAIRS = Batch(2, CASES, STEPS, train=train_late)
+
+
+def test_one_process_computes_the_same_bits() -> None:
+    assert_identical(ONE["offload"], ONE["none"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_every_schedule_computes_the_bits_of_one_process(schedule: str) -> None:
+    assert_identical(PIPELINES[schedule], ONE["none"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_meshes_compute_the_same_bits(name: str) -> None:
+    assert_identical(PAIRS[name, "offload"], PAIRS[name, "none"])
+
+
+def test_experts_over_ranks_compute_the_same_bits() -> None:
+    found = [
+        merged(run_ranks(2, train_late, experts(mesh={"fsdp": 2, "ep": 2}, train={"activation_checkpointing": e}), 1))
+        for e in ("none", "offload")
+    ]
+    assert_identical(*found)
+
+
+def moves(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
+    """Trains a step and counts what is moved.
+
+    Returns:
+        `copies`: copies to host memory and back; `used`: tensors that autograd asked for, in
+        backwards by kind of action; `late`: those whose way back began only then; `most`: most
+        tensors on the device at a time; `left`: tensors that the step left behind.
+    """
+    parsed = parse_job(source)
+    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+        runner = StepRunner(made)
+        offload: Any = made.built.runtime.offload
+        found: dict[str, Any] = {"out": 0, "back": 0, "used": {}, "late": 0, "most": 0}
+        leave, fetch, unpack = offload._leave, offload._fetch, offload._unpack
+
+        def count() -> None:
+            here = sum(one.device is not None for kept in offload._kept.values() for one in kept)
+            found["most"] = max(found["most"], here)
+
+        def leaving(one: Any) -> None:
+            found["out"] += 1
+            leave(one)
+
+        def fetching(one: Any) -> None:
+            found["back"] += one.device is None
+            fetch(one)
+            count()
+
+        def unpacking(kept: Any) -> Any:
+            if hasattr(kept, "host"):
+                kind = made.built.runtime.now[1]
+                found["used"][kind] = found["used"].get(kind, 0) + 1
+                found["late"] += kept.device is None
+            return unpack(kept)
+
+        offload._leave, offload._fetch, offload._unpack = leaving, fetching, unpacking
+        watch = Stopwatch()
+        runner.run(1, runner.read(Requests(), watch), watch)
+        found["left"] = len(offload._kept)
+    return found
+
+
+LATE = {"interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+"""The second half of a backward goes through a stage's layers in an order that is known
+only afterwards: one tensor per stage may come late."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_everything_comes_back_before_its_backward(schedule: str) -> None:
+    source = pipelined(schedule)
+    program = resolve_pipeline(parse_job(source)).program
+    for found in run_ranks(2, moves, source):
+        assert found["out"] > 0 and found["left"] == 0
+        assert found["most"] <= ON_DEVICE
+        assert found["late"] <= LATE.get(schedule, 0)
+        if splits_backward(program):
+            assert found["back"] <= 2 * sum(found["used"].values())
+        else:
+            assert found["back"] == found["out"] <= sum(found["used"].values())

@@ -1,0 +1,199 @@
+"""bf16 weights and 8-bit moments: the mesh changes neither the rounding nor the codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import assert_identical
+from harness import run_ranks
+from test_experts import document as experts
+from test_mesh_does_not_change_numbers import document
+from test_optimizers import train_on
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from training import Batch, whole
+
+from raypp.kinds import OPTIMIZERS
+from raypp.spec.job import OptimizerOptions
+from raypp.train.optimizer import begin_update, build_optimizer
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+PURE = {"precision": "bf16_pure"}
+IN_8_BITS = {"optimizer": {"kind": "adamw", "lr": 3e-3, "state": "8bit"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16_pure": PURE,
+    "8bit": IN_8_BITS,
+    "both": PURE | IN_8_BITS,
+    "both, sums in bf16": PURE | IN_8_BITS | {"reduce_dtype": "bf16"},
+}
+
+
+def job(way: str, **mesh: Any) -> dict[str, Any]:
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    found = document(microbatches=4 // replicas, train=WAYS[way], **mesh)
+    # An odd width, so that the shards of two ranks differ in size, and rows of more than one block.
+    found["model"] |= {"num_layers": 4, "ffn_size": 301}
+    return found
+
+
+def tied(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "model": {**found["model"], "tie_embeddings": True}}
+
+
+ONE = Batch(1, {way: job(way) for way in WAYS} | {"tied": tied(job("both"))}, STEPS)
+PIPELINED = Batch(
+    2,
+    {way: job(way, pp=2) for way in WAYS}
+    | {"tied": tied(job("both", pp=2))}
+    | {"zbv": job("both", pp=2, schedule="zbv", pipeline={"stages_per_rank": 2})},
+    STEPS,
+)
+MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
+DATA_PARALLEL = Batch(2, {(way, str(mesh)): job(way, **mesh) for way in WAYS for mesh in MESHES}, STEPS)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "tied"])
+def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(way: str) -> None:
+    assert_identical(PIPELINED[way], ONE[way])
+
+
+def test_backwards_in_two_halves_sum_gradients_in_fp32_too() -> None:
+    assert_identical(PIPELINED["zbv"], ONE["both"])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(way: str, mesh: dict[str, int]) -> None:
+    ours, theirs = DATA_PARALLEL[way, str(mesh)], ONE[way]
+    assert ours["tokens"] == theirs["tokens"]
+    # Sums in another order differ by 1e-7 in fp32 and 4e-3 in bf16, and each such difference may
+    # move a code or a weight to the next one.
+    assert ours["loss"][0] == pytest.approx(theirs["loss"][0], rel=1e-6)
+    assert ours["loss"][1:] == pytest.approx(theirs["loss"][1:], rel=1e-3)
+    near = 2e-2 if "sums" in way else 2e-3
+    assert ours["grad_norm"][0] == pytest.approx(theirs["grad_norm"][0], rel=near)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_bf16_gradients_of_the_first_step_have_nearly_all_the_bits_of_one_process(mesh: dict[str, int]) -> None:
+    ours, theirs = DATA_PARALLEL["bf16_pure", str(mesh)]["gradients"][0], ONE["bf16_pure"]["gradients"][0]
+    differing = sum(int((ours[name].float() != value.float()).sum()) for name, value in theirs.items())
+    assert differing < 0.01 * sum(value.numel() for value in theirs.values())
+
+
+# The update alone, with the same gradients on every mesh: nothing may differ.
+
+SHAPES = {"matrix": (7, 301), "wide": (5, 600), "experts": (4, 6, 512), "vector": (45,)}
+LAYOUTS: dict[str, list[Any]] = {"fsdp": [Shard(0)], "experts by columns": [Shard(-1)], "dp_replicate": [Replicate()]}
+
+
+def updated(rank: int, world: int, port: int, kind: str, state: str, layout: str) -> dict[str, Any]:
+    """Updates bf16 parameters three times; returns them and their state, unsharded."""
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    module = torch.nn.Module()
+    generator = torch.Generator().manual_seed(0)
+
+    def spread(value: torch.Tensor) -> torch.Tensor:
+        if world == 1:
+            return value
+        placements = LAYOUTS[layout]
+        if layout == "experts by columns":
+            placements = [Shard(value.ndim - 1) if value.shape[-1] == 512 else Replicate()]
+        return distribute_tensor(value, init_device_mesh("cpu", (world,)), placements)
+
+    for name, shape in SHAPES.items():
+        drawn = torch.randn(shape, generator=generator).bfloat16()
+        module.register_parameter(name, torch.nn.Parameter(spread(drawn)))
+    options = OptimizerOptions(kind=kind, lr=3e-3, state=state)
+    optimizer = build_optimizer([module], options, "bf16_pure", seed=5)
+    for step in (1, 2, 3):
+        for parameter in module.parameters():
+            parameter.grad = spread(torch.randn(parameter.shape, generator=generator).bfloat16())
+        begin_update(optimizer, [], 0.5, 3e-3, step)
+        optimizer.step()
+    found = {name: whole(parameter) for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+    if world > 1:
+        dist.destroy_process_group()
+    return found
+
+
+CASES = [("adamw", "fp32"), ("adamw", "8bit"), ("sgd", "fp32"), ("muon", "fp32")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "state"), CASES)
+def test_the_same_gradients_give_the_same_bits_on_every_mesh(kind: str, state: str, layout: str) -> None:
+    assert {kind for kind, _ in CASES} == {one.name for one in OPTIMIZERS.usable() if one.bf16_weights}
+    (expected,) = run_ranks(1, updated, kind, state, layout)
+    for found in run_ranks(2, updated, kind, state, layout):
+        assert found.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("way", ["bf16_pure", "both"])
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"pp": 2}], ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    way: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    straight = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "a"), STEPS)
+    run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), STEPS - 1)
+    resumed = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), 1)
+    for ours, theirs in zip(resumed, straight, strict=True):
+        for part in ("weights", "state"):
+            assert ours[part].keys() == theirs[part].keys()
+            assert [name for name, value in theirs[part].items() if not torch.equal(ours[part][name], value)] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({"fsdp": 2}, {}), ({}, {"fsdp": 2}), ({"pp": 2}, {"fsdp": 2}), ({"pp": 2}, {})], ids=str
+)
+def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
+    before: dict[str, int], after: dict[str, int], tmp_path: Path
+) -> None:
+    def on(mesh: dict[str, int], steps: int) -> dict[str, Any]:
+        ranks = run_ranks(2 if mesh else 1, train_on, job("both", **mesh), str(tmp_path), steps)
+        return {part: {k: v for rank in ranks for k, v in rank[part].items()} for part in ranks[0]}
+
+    saved, found = on(before, STEPS - 1), on(after, 0)
+    assert any(name.endswith("/exp_avg_sq_scale") for name in saved["state"])
+    assert found["loaded"].keys() == saved["state"].keys()
+    assert [name for name, value in saved["state"].items() if not torch.equal(found["loaded"][name], value)] == []
+    assert [name for name, value in saved["weights"].items() if not torch.equal(found["weights"][name], value)] == []
+    if "pp" in before and not after:
+        assert all(torch.equal(value, ONE["both"]["weights"][name]) for name, value in on({}, 1)["weights"].items())
+
+
+def test_experts_over_ranks_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks share each expert, and two hold different ones: their state is cut in two dims."""
+    train = document()["train"] | WAYS["both"]
+    spread, alone = (experts(mesh=mesh, train=train) for mesh in ({"fsdp": 4, "ep": 2}, {}))
+    ranks = run_ranks(4, train_on, spread, str(tmp_path), 2)
+    assert all(torch.equal(value, ranks[1]["state"][name]) for name, value in ranks[0]["state"].items())
+    (found,) = run_ranks(1, train_on, alone, str(tmp_path), 0)
+    for part, name in (("state", "loaded"), ("weights", "weights")):
+        assert found[name].keys() == ranks[0][part].keys()
+        assert [key for key, value in ranks[0][part].items() if not torch.equal(found[name][key], value)] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_with_fp32_weights_goes_on_in_bf16_and_back(precision: str, tmp_path: Path) -> None:
+    """Weights are rounded to nearest once; moments stay as they are."""
+    wide = document(microbatches=4, train={"precision": precision})
+    run_ranks(1, train_on, wide, str(tmp_path), 1)
+    (pure,) = run_ranks(1, train_on, document(microbatches=4, train=PURE), str(tmp_path), 1)
+    (back,) = run_ranks(1, train_on, wide, str(tmp_path), 0)
+    assert {value.dtype for value in pure["weights"].values()} == {torch.bfloat16}
+    for name, value in pure["weights"].items():
+        assert torch.equal(back["weights"][name], value.float())
+        assert torch.equal(back["loaded"][f"{name}/exp_avg"], pure["state"][f"{name}/exp_avg"])
