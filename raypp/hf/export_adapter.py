@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
 from safetensors.numpy import save
 
 from raypp.checkpoint.arrays import Array, convert
@@ -12,7 +13,8 @@ from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.export_model import Exported, saved_options
-from raypp.spec.lora import ALL_LINEAR, adapter_names, model_adapters
+from raypp.spec.families import family_of
+from raypp.spec.lora import ALL_LINEAR, Adapter, adapter_names, in_files, matches, model_adapters
 from raypp.spec.models import DecoderOptions
 from raypp.storage import ObjectStore
 
@@ -27,7 +29,7 @@ def export_adapter(
     """Writes adapter_model.safetensors and, last, adapter_config.json, as PEFT reads them.
 
     Experts have an adapter each, as in models of transformers 4. PEFT stacks them for transformers
-    5 when it loads them.
+    5 when it loads them. Experts that are one tensor in the model's files are one in PEFT's, too.
 
     Args:
         store: Opened at the job's checkpoint.url.
@@ -47,7 +49,12 @@ def export_adapter(
     data = save(tensors, {"format": "pt"})
     target.put(_WEIGHTS, data)
     progress(len(data))
-    names = lora.targets if ALL_LINEAR not in lora.targets else sorted(_last_words(options))
+    adapters = model_adapters(options)
+    parameters = {name: adapter for name, adapter in adapters.items() if _is_parameter(options, name, adapter)}
+    modules = [name for name in adapters if name not in parameters]
+    names: list[str] = sorted({name.rpartition(".")[2] for name in modules})
+    if ALL_LINEAR not in lora.targets:
+        names = [target for target in lora.targets if any(matches(target, name) for name in modules)]
     config = {
         "base_model_name_or_path": options.from_hf,
         "bias": "none",
@@ -57,15 +64,28 @@ def export_adapter(
         "lora_dropout": lora.dropout,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": list(names),
+        "target_modules": names,
+        "target_parameters": [
+            in_files(name) if adapter.stacked else f"{name}.weight" for name, adapter in parameters.items()
+        ],
         "task_type": "CAUSAL_LM",
     }
     target.put(_CONFIG, json.dumps(config, indent=2).encode())
     return Exported((_WEIGHTS, _CONFIG), len(tensors), sum(tensor.nbytes for tensor in tensors.values()), ())
 
 
-def _last_words(options: DecoderOptions) -> set[str]:
-    return {adapter.module.rpartition(".")[2] for adapter in model_adapters(options).values()}
+def _is_parameter(options: DecoderOptions, matrix: str, adapter: Adapter) -> bool:
+    """Whether PEFT finds a matrix by the name of its parameter only.
+
+    These are experts that are one tensor in the files, too. And PEFT takes a module that has the
+    name of the experts' matrices for them.
+    """
+    if adapter.stacked:
+        return adapter.transposed
+    family = family_of(options)
+    stacks = family.model_weights(options).items() if family is not None else ()
+    word = matrix.rpartition(".")[2]
+    return any(weight.part == "experts" and name.endswith(f".{word}") for name, weight in stacks)
 
 
 def _tensors(options: DecoderOptions, saved: SavedTensors) -> dict[str, Array]:
@@ -75,7 +95,8 @@ def _tensors(options: DecoderOptions, saved: SavedTensors) -> dict[str, Array]:
         CheckpointError: An adapter is missing; names it.
     """
     found: dict[str, Array] = {}
-    for matrix, adapter in model_adapters(options).items():
+    adapters = model_adapters(options)
+    for matrix, adapter in adapters.items():
         inside, _, name = matrix.rpartition(".")
         for part, global_name in zip(("lora_A", "lora_B"), adapter_names(matrix, adapter), strict=True):
             info = saved.infos.get(global_name)
@@ -84,6 +105,15 @@ def _tensors(options: DecoderOptions, saved: SavedTensors) -> dict[str, Array]:
             values = convert(saved.rows(global_name, 0, info.rows), info.dtype, "F32")
             if not adapter.stacked:
                 found[f"{_PREFIX}{matrix}.{part}.weight"] = values
+                continue
+            if adapter.transposed:
+                # PEFT wraps the block once per stack: the last one is outside.
+                stacks = [name for name in adapters if name.rpartition(".")[0] == inside]
+                depth = len(stacks) - 1 - stacks.index(matrix)
+                rows = values if part == "lora_A" else values.transpose(2, 0, 1)  # [r, E, out]
+                flat = np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]))
+                name = f"{_PREFIX}{inside}{'.base_layer' * depth}.{part}.weight"
+                found[name] = flat if part == "lora_A" else np.ascontiguousarray(flat.T)
                 continue
             for expert, value in enumerate(values):
                 found[f"{_PREFIX}{inside}.{expert}.{name}.{part}.weight"] = value

@@ -45,7 +45,8 @@ LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
 def folder_of(kind: str, folder: Path, seed: int = 0) -> Path:
     fields = FAMILIES[kind].options.model_fields
-    write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in SIZES.items() if name in fields})
+    sizes = {**SIZES, "sliding_window": 7}
+    write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in sizes.items() if name in fields})
     return folder
 
 
