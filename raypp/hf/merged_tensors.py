@@ -90,7 +90,7 @@ class MergedTensors:
         shape = self.infos[name].shape
         parts = list(hf_parts(name, shape))
         if parts[0].expert is None:
-            tensor = self._there[name]
+            tensor = self._there[parts[0].name]
             found = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
         else:
             tensors = [self._there[part.name] for part in parts[first:last]]

@@ -48,11 +48,10 @@ class ExpertStacks(nn.Module):
             name: The parameter.
             transposed: The parameter is `[E, in, out]`.
         """
-        weight: PlainStack = held(getattr(self, name))
+        own = held(getattr(self, name))
+        weight: PlainStack = own.mT if transposed else own
         if name in self.formats:
-            weight = QuantisedStack(weight, self.formats[name])
-        elif transposed:
-            weight = weight.mT
+            weight = QuantisedStack(own, self.formats[name])
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
         return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
 
