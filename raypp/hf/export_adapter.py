@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from safetensors.numpy import save
 
 from raypp.checkpoint.arrays import Array, convert
@@ -12,13 +14,17 @@ from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.export_model import Exported, saved_options
-from raypp.spec.lora import ALL_LINEAR, adapter_names, model_adapters
+from raypp.spec.families import family_of
+from raypp.spec.family import Weight
+from raypp.spec.lora import ALL_LINEAR, Adapter, adapter_names, in_files, matches, model_adapters
 from raypp.spec.models import DecoderOptions
 from raypp.storage import ObjectStore
 
 _PREFIX = "base_model.model."
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_GATE_UP = r".*\.gate_up_proj"
+"""The experts' fused matrix in PEFT's patterns. Its adapter is those of gate and up together."""
 
 
 def export_adapter(
@@ -27,7 +33,7 @@ def export_adapter(
     """Writes adapter_model.safetensors and, last, adapter_config.json, as PEFT reads them.
 
     Experts have an adapter each, as in models of transformers 4. PEFT stacks them for transformers
-    5 when it loads them.
+    5 when it loads them. Experts that are one tensor in the model's files are one in PEFT's, too.
 
     Args:
         store: Opened at the job's checkpoint.url.
@@ -43,11 +49,11 @@ def export_adapter(
     lora = options.lora
     if lora is None:
         raise JobError(Problem("--adapter", f"{commit.run} trained all weights, no adapters", "leave it out"))
-    tensors = _tensors(options, SavedTensors(store, commit))
+    adapters = _with_siblings(options)
+    tensors = _tensors(adapters, SavedTensors(store, commit))
     data = save(tensors, {"format": "pt"})
     target.put(_WEIGHTS, data)
     progress(len(data))
-    names = lora.targets if ALL_LINEAR not in lora.targets else sorted(_last_words(options))
     config = {
         "base_model_name_or_path": options.from_hf,
         "bias": "none",
@@ -57,34 +63,111 @@ def export_adapter(
         "lora_dropout": lora.dropout,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": list(names),
         "task_type": "CAUSAL_LM",
+        **_targets(options, adapters),
     }
     target.put(_CONFIG, json.dumps(config, indent=2).encode())
     return Exported((_WEIGHTS, _CONFIG), len(tensors), sum(tensor.nbytes for tensor in tensors.values()), ())
 
 
-def _last_words(options: DecoderOptions) -> set[str]:
-    return {adapter.module.rpartition(".")[2] for adapter in model_adapters(options).values()}
+def _with_siblings(options: DecoderOptions) -> dict[str, tuple[Adapter, bool]]:
+    """Returns the adapters that PEFT needs, by matrix, and whether each was trained.
+
+    PEFT fuses the gate and up matrices of experts, and finds them only beside the down matrices.
+    """
+    adapters = model_adapters(options)
+    assert options.lora is not None
+    whole = options.model_copy(update={"lora": options.lora.model_copy(update={"targets": (ALL_LINEAR,)})})
+    blocks = {name.rpartition(".")[0] for name, adapter in adapters.items() if adapter.stacked}
+    return {
+        name: (adapter, name in adapters)
+        for name, adapter in model_adapters(whole).items()
+        if name in adapters or (adapter.stacked and not adapter.transposed and name.rpartition(".")[0] in blocks)
+    }
 
 
-def _tensors(options: DecoderOptions, saved: SavedTensors) -> dict[str, Array]:
-    """Returns the adapters by PEFT's names, in fp32.
+def _targets(options: DecoderOptions, adapters: Mapping[str, tuple[Adapter, bool]]) -> dict[str, Any]:
+    """Returns the keys of the config that say which matrices have adapters.
+
+    PEFT takes dense matrices that are named as those of experts for experts. Where there are both,
+    all are named as parameters. Experts that are one tensor in the files always are.
+    """
+    lora, family = options.lora, family_of(options)
+    assert lora is not None and family is not None
+    everything = family.model_weights(options)
+    experts = {name.rpartition(".")[2] for name, weight in everything.items() if weight.part == "experts"}
+    dense = {name.removesuffix(".weight").rpartition(".")[2] for name in everything if name.endswith(".weight")}
+    both = bool(experts & dense)
+
+    def is_parameter(name: str) -> bool:
+        return (both and _last(name) in experts) or (name in everything and everything[name].transposed)
+
+    parameters = [name for name in adapters if is_parameter(name)]
+    modules = [name for name in adapters if name not in parameters]
+    words = sorted({_last(name) for name in modules})
+    if ALL_LINEAR not in lora.targets:
+        targets = [target for target in lora.targets if any(matches(target, name) for name in modules)]
+        added = {_last(name) for name in modules if not adapters[name][1]}
+        words = [*targets, *sorted(added - {_last(target) for target in targets})]
+    found: dict[str, Any] = {"target_modules": words}
+    if parameters:
+        names = [_parameter(name, everything) for name in parameters]
+        found["target_parameters"] = list(dict.fromkeys(names))
+        if any(name.endswith(".gate_up_proj") for name in names) and both:
+            found["rank_pattern"] = {_GATE_UP: 2 * lora.rank}
+            found["alpha_pattern"] = {_GATE_UP: 2 * lora.alpha}
+    return found
+
+
+def _parameter(matrix: str, everything: Mapping[str, Weight]) -> str:
+    """Returns the name of a matrix's parameter in transformers 5."""
+    if matrix not in everything:
+        return f"{matrix}.weight"
+    if everything[matrix].transposed:
+        return in_files(matrix)
+    inside, _, name = matrix.rpartition(".")
+    return f"{inside}.{'gate_up_proj' if name in ('gate_proj', 'up_proj') else name}"
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _tensors(adapters: Mapping[str, tuple[Adapter, bool]], saved: SavedTensors) -> dict[str, Array]:
+    """Returns the adapters by PEFT's names, in fp32. Those that were not trained are zero.
 
     Raises:
         CheckpointError: An adapter is missing; names it.
     """
     found: dict[str, Array] = {}
-    for matrix, adapter in model_adapters(options).items():
-        inside, _, name = matrix.rpartition(".")
-        for part, global_name in zip(("lora_A", "lora_B"), adapter_names(matrix, adapter), strict=True):
-            info = saved.infos.get(global_name)
-            if info is None:
-                raise CheckpointError(Problem(global_name, "is not in the checkpoint"))
-            values = convert(saved.rows(global_name, 0, info.rows), info.dtype, "F32")
-            if not adapter.stacked:
-                found[f"{_PREFIX}{matrix}.{part}.weight"] = values
-                continue
-            for expert, value in enumerate(values):
-                found[f"{_PREFIX}{inside}.{expert}.{name}.{part}.weight"] = value
+    for matrix, (adapter, trained) in adapters.items():
+        weights = zip(("lora_A", "lora_B"), (adapter.a, adapter.b), adapter_names(matrix, adapter), strict=True)
+        for part, weight, name in weights:
+            values = _saved(name, saved) if trained else np.zeros(weight.shape, np.float32)
+            found |= _by_peft_names(matrix, adapter, part, values, list(adapters))
     return found
+
+
+def _saved(name: str, saved: SavedTensors) -> Array:
+    info = saved.infos.get(name)
+    if info is None:
+        raise CheckpointError(Problem(name, "is not in the checkpoint"))
+    return convert(saved.rows(name, 0, info.rows), info.dtype, "F32")
+
+
+def _by_peft_names(
+    matrix: str, adapter: Adapter, part: str, values: Array, matrices: Sequence[str]
+) -> dict[str, Array]:
+    """Returns A or B of a matrix by PEFT's names. `matrices` are all that have adapters."""
+    if not adapter.stacked:
+        return {f"{_PREFIX}{matrix}.{part}.weight": values}
+    inside, _, name = matrix.rpartition(".")
+    if not adapter.transposed:
+        return {f"{_PREFIX}{inside}.{e}.{name}.{part}.weight": value for e, value in enumerate(values)}
+    # PEFT wraps the block once per stack: the last one is outside.
+    stacks = [other for other in matrices if other.rpartition(".")[0] == inside]
+    depth = len(stacks) - 1 - stacks.index(matrix)
+    flat = values.reshape(-1, values.shape[-1])  # [E · r, in]
+    if part == "lora_B":
+        flat = values.transpose(1, 2, 0).reshape(values.shape[1], -1)  # [out, r · E]
+    return {f"{_PREFIX}{inside}{'.base_layer' * depth}.{part}.weight": np.ascontiguousarray(flat)}

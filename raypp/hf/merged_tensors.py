@@ -80,14 +80,17 @@ class MergedTensors:
         assert self._options.lora is not None
         left = self._saved.rows(b, first, last)
         right = self._saved.rows(a, *((first, last) if adapter.stacked else (0, self._saved.infos[a].rows)))
-        return base + np.float32(self._options.lora.scale) * (left @ right)
+        product = left @ right
+        return base + np.float32(self._options.lora.scale) * (
+            product.swapaxes(-1, -2) if adapter.transposed else product
+        )
 
     def _base(self, name: str, first: int, last: int) -> Array:
         """Returns rows of the frozen weights as training used them, in fp32."""
         shape = self.infos[name].shape
         parts = list(hf_parts(name, shape))
         if parts[0].expert is None:
-            tensor = self._there[name]
+            tensor = self._there[parts[0].name]
             found = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
         else:
             tensors = [self._there[part.name] for part in parts[first:last]]

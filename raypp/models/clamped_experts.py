@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.models.experts import can_group, held
+from raypp.models.experts import ExpertStacks, can_group, held
+from raypp.models.lora import Matrix, Stack, grouped_product, product, unbound
 from raypp.models.once import once
 
 ALPHA, LIMIT = 1.702, 7.0
@@ -23,7 +23,7 @@ ALPHA, LIMIT = 1.702, 7.0
 NAMES = ("fused_gate_up_proj", "fused_gate_up_proj_bias", "fused_down_proj", "fused_down_proj_bias")
 
 
-class ClampedExperts(nn.Module):
+class ClampedExperts(ExpertStacks):
     """E gated feed-forward blocks: down((up + 1) · gate · σ(α · gate)).
 
     Parameters: gate and up `[E, C, 2F]` and `[E, 2F]`, down `[E, F, C]` and `[E, C]`.
@@ -52,30 +52,41 @@ class ClampedExperts(nn.Module):
         Returns:
             The results `[N, C]`, in the same order.
         """
-        weights = [held(getattr(self, name)) for name in NAMES]
-        if can_group(rows_NC, weights[0]):
-            return grouped(rows_NC, counts_E, *weights)
+        gate_up, down = (self.stack(name, transposed=True) for name in NAMES[::2])
+        biases = [held(getattr(self, name)) for name in NAMES[1::2]]
+        if can_group(rows_NC, gate_up) and can_group(rows_NC, down):
+            return grouped(rows_NC, counts_E, gate_up, biases[0], down, biases[1])
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
         parts = torch.split(rows_NC, list(counts))
-        experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
+        of_expert = [*map(_unbound, (gate_up, down)), *(bias.unbind() for bias in biases)]
         out = [
-            torch.addmm(down_bias, clamped_swiglu(torch.addmm(bias, part_nC, gate_up)), down)
-            for index, (part_nC, gate_up, bias, down, down_bias) in enumerate(experts)
+            affine(clamped_swiglu(affine(part_nC, first, bias)), second, down_bias)
+            for index, (part_nC, first, second, bias, down_bias) in enumerate(zip(parts, *of_expert, strict=True))
             # A rank without rows runs one expert on zero rows, as in `one_by_one`.
             if len(part_nC) or (index == 0 and not len(rows_NC))
         ]
         return torch.cat(out)
 
 
+def _unbound(stack: Stack) -> Sequence[Matrix]:
+    """Returns the matrices of a stack, expert by expert, and keeps the layout of its gradient."""
+    return [matrix.mT for matrix in stack.mT.unbind()] if isinstance(stack, Tensor) else unbound(stack)
+
+
+def affine(rows: Tensor, matrix: Matrix, bias: Tensor) -> Tensor:
+    """Multiplies rows `[n, in]` by an expert's matrix and adds its bias: `[n, out]`."""
+    return torch.addmm(bias, rows, matrix.mT) if isinstance(matrix, Tensor) else product(rows, matrix) + bias
+
+
 def grouped(
-    rows_NC: Tensor, counts_E: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
+    rows_NC: Tensor, counts_E: Tensor, gate_up: Stack, gate_up_bias: Tensor, down: Stack, down_bias: Tensor
 ) -> Tensor:
     """Runs all experts with one kernel per matrix: `[N, C]` to `[N, C]`, in bf16."""
     ends = counts_E.cumsum(0).to(torch.int32)
     of_row_N = torch.repeat_interleave(counts_E, output_size=len(rows_NC))
-    inner = F.grouped_mm(rows_NC, gate_up, offs=ends) + gate_up_bias[of_row_N]
-    return F.grouped_mm(clamped_swiglu(inner), down, offs=ends) + down_bias[of_row_N]
+    inner = grouped_product(rows_NC, gate_up, ends) + gate_up_bias[of_row_N]
+    return grouped_product(clamped_swiglu(inner), down, ends) + down_bias[of_row_N]
 
 
 def clamped_swiglu(gate_up_N2F: Tensor) -> Tensor:

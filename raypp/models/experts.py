@@ -33,8 +33,31 @@ _GROUPED_ALIGNMENT = 8
 """The grouped kernel needs widths that are multiples of 16 bytes: 8 in bf16."""
 
 
-class StackedExperts(nn.Module):
-    """E gated feed-forward blocks. One parameter stacks the same matrix of all blocks.
+class ExpertStacks(nn.Module):
+    """A block of experts. One parameter stacks the same matrix of all experts."""
+
+    lora_scale = 1.0
+    """The factor of adapters; `models.lora` sets it."""
+    formats: Mapping[str, Format] = MappingProxyType({})
+    """The formats of quantised stacks by name; `models.quantised` sets it."""
+
+    def stack(self, name: str, *, transposed: bool = False) -> Stack:
+        """Returns the matrices `[E, out, in]` of a name that this rank holds, with their adapters.
+
+        Args:
+            name: The parameter.
+            transposed: The parameter is `[E, in, out]`.
+        """
+        own = held(getattr(self, name))
+        weight: PlainStack = own.mT if transposed else own
+        if name in self.formats:
+            weight = QuantisedStack(own, self.formats[name])
+        a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
+        return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
+
+
+class StackedExperts(ExpertStacks):
+    """E gated feed-forward blocks.
 
     Args:
         count: E.
@@ -43,11 +66,6 @@ class StackedExperts(nn.Module):
         names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
             matrices.
     """
-
-    lora_scale = 1.0
-    """The factor of adapters; `models.lora` sets it."""
-    formats: Mapping[str, Format] = MappingProxyType({})
-    """The formats of quantised stacks by name; `models.quantised` sets it."""
 
     def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
         super().__init__()
@@ -68,19 +86,12 @@ class StackedExperts(nn.Module):
         Returns:
             The results `[N, C]`, in the same order.
         """
-        gate, up, down = map(self._stack, self.names)
+        gate, up, down = map(self.stack, self.names)
         if all(can_group(rows_NC, stack) for stack in (gate, up, down)):
             return grouped(rows_NC, counts_E, gate, up, down)
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
         return one_by_one(rows_NC, counts, gate, up, down)
-
-    def _stack(self, name: str) -> Stack:
-        """Returns the matrices of a name that this rank holds, with their adapters if they have."""
-        own = held(getattr(self, name))
-        weight: PlainStack = QuantisedStack(own, self.formats[name]) if name in self.formats else own
-        a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
-        return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
 
 
 def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:

@@ -34,10 +34,12 @@ class Format:
     Attributes:
         base: int8 or nf4.
         width: Weights in a row.
+        transposed: The rows are those of the transposed matrix: C rows of O weights.
     """
 
     base: Base
     width: int
+    transposed: bool = False
 
     def shape(self, stored: Sequence[int]) -> torch.Size:
         """Returns the shape `[..., O, C]` of the weights whose bytes have shape `[..., O, R]`."""
@@ -61,78 +63,89 @@ class Format:
         return nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
 
     def product(self, x: Tensor, stored: Tensor) -> Tensor:
-        """Multiplies `[..., C]` by a matrix whose bytes are `[O, R]`: `[..., O]`."""
-        return cast(Tensor, _product(x, stored, self.base, self.width))
+        """Multiplies `[..., C]` by a matrix whose bytes are `[O, R]`, or `[C, R]`: `[..., O]`."""
+        return cast(Tensor, _product(x, stored, self.base, self.width, self.transposed))
 
 
 @torch.library.custom_op("raypp::quantised_product", mutates_args=())
-def _product(x: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
-    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]` and the bytes `[O, R]` of W."""
-    return F.linear(x, dequantise_rows(stored, cast(Base, base), width, x.dtype))
+def _product(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]` and the bytes of W `[O, C]`, or of Wᵀ."""
+    return F.linear(x, _dequantised(stored, base, width, transposed, x.dtype))
 
 
 @_product.register_fake
-def _(x: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], stored.shape[0])
+def _(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width if transposed else stored.shape[0])
+
+
+def _dequantised(stored: Tensor, base: str, width: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+    """Returns W, `[..., O, C]`."""
+    rows = dequantise_rows(stored, cast(Base, base), width, dtype)
+    return rows.mT if transposed else rows
 
 
 @torch.library.custom_op("raypp::quantised_product_backward", mutates_args=())
-def _product_backward(gradient: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
-    """Returns gradient · W, `[..., C]`, of the gradient `[..., O]` and the bytes `[O, R]` of W."""
-    return gradient @ dequantise_rows(stored, cast(Base, base), width, gradient.dtype)
+def _product_backward(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    """Returns gradient · W, `[..., C]`, of the gradient `[..., O]` and the bytes of W, or of Wᵀ."""
+    return gradient @ _dequantised(stored, base, width, transposed, gradient.dtype)
 
 
 @_product_backward.register_fake
-def _(gradient: Tensor, stored: Tensor, base: str, width: int) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], width)
+def _(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], stored.shape[0] if transposed else width)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str, int], output: Tensor) -> None:
-    _, stored, ctx.base, ctx.width = inputs
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str, int, bool], output: Tensor) -> None:
+    _, stored, ctx.base, ctx.width, ctx.transposed = inputs
     ctx.save_for_backward(stored)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
     (stored,) = ctx.saved_tensors
-    return _product_backward(gradient, stored, ctx.base, ctx.width), None, None, None
+    return _product_backward(gradient, stored, ctx.base, ctx.width, ctx.transposed), None, None, None, None
 
 
 _product.register_autograd(_backward, setup_context=_keep)
 
 
 @torch.library.custom_op("raypp::quantised_experts", mutates_args=())
-def _grouped(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
-    """Returns `[N, O]`: rows `[N, C]`, sorted by expert, times matrices with bytes `[E, O, R]`."""
-    return F.grouped_mm(rows, dequantise_rows(stored, cast(Base, base), width, rows.dtype).mT, offs=ends)
+def _grouped(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    """Returns `[N, O]`: rows `[N, C]`, sorted by expert, times matrices given as bytes.
+
+    The bytes are those of W, `[E, O, R]`, or of Wᵀ, `[E, C, R]`.
+    """
+    return F.grouped_mm(rows, _dequantised(stored, base, width, transposed, rows.dtype).mT, offs=ends)
 
 
 @_grouped.register_fake
-def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
-    return rows.new_empty(rows.shape[0], stored.shape[1])
+def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    return rows.new_empty(rows.shape[0], width if transposed else stored.shape[1])
 
 
 @torch.library.custom_op("raypp::quantised_experts_backward", mutates_args=())
-def _grouped_backward(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
+def _grouped_backward(
+    gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool
+) -> Tensor:
     """Returns the gradient `[N, C]` of the rows."""
     # An expanded gradient (of a sum) has strides that the kernel refuses.
-    return F.grouped_mm(
-        gradient.contiguous(), dequantise_rows(stored, cast(Base, base), width, gradient.dtype), offs=ends
-    )
+    matrices = _dequantised(stored, base, width, transposed, gradient.dtype)
+    return F.grouped_mm(gradient.contiguous(), matrices, offs=ends)
 
 
 @_grouped_backward.register_fake
-def _(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], width)
+def _(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], stored.shape[1] if transposed else width)
 
 
-def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int], output: Tensor) -> None:
-    _, stored, ends, ctx.base, ctx.width = inputs
+def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int, bool], output: Tensor) -> None:
+    _, stored, ends, ctx.base, ctx.width, ctx.transposed = inputs
     ctx.save_for_backward(stored, ends)
 
 
-def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     stored, ends = ctx.saved_tensors
-    return _grouped_backward(gradient, stored, ends, ctx.base, ctx.width), None, None, None, None
+    found = _grouped_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
+    return found, None, None, None, None, None
 
 
 _grouped.register_autograd(_backward_grouped, setup_context=_keep_grouped)
@@ -187,7 +200,8 @@ class QuantisedStack:
         Returns:
             `[N, O]`.
         """
-        return cast(Tensor, _grouped(rows, self.stored, ends_E, self.format.base, self.format.width))
+        form = self.format
+        return cast(Tensor, _grouped(rows, self.stored, ends_E, form.base, form.width, form.transposed))
 
 
 class QuantisedLinear(nn.Module):
@@ -242,7 +256,7 @@ def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> N
             quantised = QuantisedLinear(module.in_features, module.out_features, base, bias=module.bias is not None)
             setattr(parent, name, quantised)
         else:
-            form = Format(base, weight.shape[-1])
+            form = Format(base, weight.shape[-1], weight.transposed)
             setattr(parent, name, form.empty(weight.shape))
             parent.formats = {**getattr(parent, "formats", {}), name: form}  # type: ignore[assignment]
 

@@ -2,7 +2,8 @@
 
 The matrix `self_attn.q_proj.weight` `[out, in]` gets `self_attn.q_proj.lora_A.weight` `[r, in]` and
 `self_attn.q_proj.lora_B.weight` `[out, r]`. The stack `mlp.experts.up_proj` `[E, out, in]` gets
-`mlp.experts.lora_A.up_proj` `[E, r, in]` and `mlp.experts.lora_B.up_proj` `[E, out, r]`.
+`mlp.experts.lora_A.up_proj` `[E, r, in]` and `mlp.experts.lora_B.up_proj` `[E, out, r]`. A stack
+`[E, in, out]` gets the same.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class Adapter:
         module: Name of the matrix within its layer, without `.weight`.
         a: `[r, in]` or `[E, r, in]`.
         b: `[out, r]` or `[E, out, r]`.
+        transposed: The stack is `[E, in, out]`.
     """
 
     module: str
     a: Weight
     b: Weight
+    transposed: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -52,15 +55,17 @@ def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
     found = []
     for weight in family.weights(options, index):
         module = _module(weight)
-        if module is None or not any(_matches(target, _global(index, module)) for target in lora.targets):
+        if module is None or not any(matches(target, _global(index, module)) for target in lora.targets):
             continue
         *experts, rows, columns = weight.shape
+        if weight.transposed:
+            rows, columns = columns, rows
         inside, _, name = module.rpartition(".") if experts else (module, "", "weight")
         a, b = (
             Weight(f"{inside}.{part}.{name}", (*experts, *shape), weight.part)
             for part, shape in (("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank)))
         )
-        found.append(Adapter(module, a, b))
+        found.append(Adapter(module, a, b, weight.transposed))
     return found
 
 
@@ -95,11 +100,11 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
         for weight in family.weights(options, index)
         if (module := _module(weight)) is not None
     ]
-    known = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    known = list(dict.fromkeys(in_files(module).rpartition(".")[2] for module in modules))
     if not lora.targets:
         yield Problem("model.lora.targets", "is empty: nothing would be trained", f"use {ALL_LINEAR}, or some names")
     for target in lora.targets:
-        if any(_matches(target, module) for module in modules):
+        if any(matches(target, module) for module in modules):
             continue
         close = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
         fix = f"did you mean {close[0]}?" if close else f"use {ALL_LINEAR}, or some of these names"
@@ -109,7 +114,8 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
 
 def _module(weight: Weight) -> str | None:
     """Returns the name of the matrix that a weight is; None if it can have no adapter."""
-    if weight.part not in ("attention", "feed_forward", "experts") or len(weight.shape) < 2:
+    dims = {"attention": 2, "feed_forward": 2, "experts": 3}.get(weight.part)
+    if len(weight.shape) != dims:
         return None
     name = weight.name.removesuffix(_WEIGHT)
     return None if name.rpartition(".")[2] in ROUTERS else name
@@ -119,6 +125,11 @@ def _global(index: int, module: str) -> str:
     return f"model.layers.{index}.{module}"
 
 
-def _matches(target: str, name: str) -> bool:
-    """Whether a target names a matrix: it is the end of its global name, in whole words."""
-    return target == ALL_LINEAR or f".{name}".endswith(f".{target}")
+def matches(target: str, name: str) -> bool:
+    """Whether a target names a matrix: it is the end of its name in the files, in whole words."""
+    return target == ALL_LINEAR or f".{in_files(name)}".endswith(f".{target}")
+
+
+def in_files(module: str) -> str:
+    """Returns the name that a matrix has in Hugging Face's files."""
+    return module.replace(".fused_", ".")

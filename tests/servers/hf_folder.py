@@ -17,10 +17,11 @@ from raypp.spec.families import FAMILIES
 def write_hf_folder(folder: Path, seed: int = 0, *, kind: str = "llama", **sizes: Any) -> dict[str, np.ndarray]:
     """Writes config.json and model.safetensors. Returns the tensors by their names in the file."""
     options = FAMILIES[kind].options(kind=kind, **sizes)
+    gain = 0.0 if options.stage_ends().gain_from_zero else 1.0
     random = np.random.default_rng(seed)
     parts = [part for name, shape in model_tensors(options).items() for part in hf_parts(name, shape)]
     tensors = {
-        part.name: (random.normal(size=part.shape) * 0.05 + (part.name.endswith("norm.weight"))).astype(np.float32)
+        part.name: (random.normal(size=part.shape) * 0.05 + gain * part.name.endswith("norm.weight")).astype(np.float32)
         for part in parts
     }
     folder.mkdir(exist_ok=True)

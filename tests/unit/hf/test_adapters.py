@@ -45,7 +45,8 @@ LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
 def folder_of(kind: str, folder: Path, seed: int = 0) -> Path:
     fields = FAMILIES[kind].options.model_fields
-    write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in SIZES.items() if name in fields})
+    sizes = {**SIZES, "sliding_window": 7}
+    write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in sizes.items() if name in fields})
     return folder
 
 
@@ -238,3 +239,27 @@ def test_adapters_begin_as_peft_draws_them() -> None:
             bound = parameter.shape[1] ** -0.5
             assert 0.9 * bound < parameter.abs().max() <= bound
             assert float(parameter.detach().std()) == pytest.approx(bound / np.sqrt(3), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen3_moe", ("q_proj", "up_proj")),
+        ("qwen2_moe", ("layers.1.mlp.experts.gate_proj",)),
+        ("qwen2_moe", ("shared_expert.up_proj", "v_proj")),
+        ("gpt_oss", ("o_proj", "layers.1.mlp.experts.down_proj")),
+        ("gpt_oss", ("gate_up_proj",)),
+    ],
+)
+def test_peft_computes_the_logits_of_some_adapters_of_layers_with_experts(
+    kind: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "hf")
+    options = options_of(folder, targets=targets)
+    stage = whole(options)
+    store, commit = saved(stage, options, tmp_path / "store")
+    export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
+    adapted = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")
+    expected = our_logits(stage)
+    assert (expected - their_logits(loaded(folder))).abs().max() > 1e-3, "the adapters change nothing"
+    torch.testing.assert_close(their_logits(adapted), expected, rtol=1e-5, atol=1e-5)

@@ -104,11 +104,11 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
     """Compilers and fake tensors rely on them: shapes of fakes, no hidden aliases, gradients."""
     stored = Format("nf4", 128).quantise(random(96, 128))
     torch.library.opcheck(
-        torch.ops.raypp.quantised_product.default, (random(3, 128).requires_grad_(), stored, "nf4", 128)
+        torch.ops.raypp.quantised_product.default, (random(3, 128).requires_grad_(), stored, "nf4", 128, False)
     )
     stack = Format("int8", 64).quantise(random(4, 32, 64))
     rows, ends = random(16, 64, dtype=torch.bfloat16).requires_grad_(), torch.tensor([3, 3, 12, 16], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.raypp.quantised_experts.default, (rows, stack, ends, "int8", 64))
+    torch.library.opcheck(torch.ops.raypp.quantised_experts.default, (rows, stack, ends, "int8", 64, False))
 
 
 @pytest.mark.parametrize("base", BASES)

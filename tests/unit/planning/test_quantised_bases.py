@@ -21,7 +21,7 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 192}
 
 
 def job_of(base: str, kind: str = "llama", model: dict[str, Any] | None = None, **sections: Any) -> Job:
-    more = EXPERTS if kind == "qwen3_moe" else {}
+    more = {} if kind == "llama" else EXPERTS
     sizes = {"kind": kind, "ffn_size": 704, **more, **(model or {})}
     return job_with(model={**sizes, "lora": {"rank": 8, "base": base}}, **sections)
 
@@ -33,7 +33,7 @@ def held(job: Job, layers: range, **ends: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("base", BASES)
 def test_bytes_are_those_of_the_stage_that_is_built(base: str, kind: str, precision: str) -> None:
     job = job_of(base, kind, train={"precision": precision})

@@ -22,7 +22,8 @@ from raypp.hf.quantised_arrays import rounded
 from raypp.models.quantised import stored_formats
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.models.stage import build_stage
-from raypp.spec.models import DecoderOptions, LoraOptions, MoeOptions
+from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.quantised import BASES, quantised_names
 from raypp.storage.directory import DirectoryStore
 
@@ -30,12 +31,21 @@ SIZES: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 97,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}
-KINDS = {"qwen2": SIZES, "qwen3_moe": SIZES | EXPERTS}
+WINDOW = {"sliding_window": 7}
+KINDS = {
+    "qwen2": SIZES,
+    "qwen3_moe": SIZES | EXPERTS,
+    "qwen2_moe": SIZES | EXPERTS | {"shared_ffn_size": 128},
+    "gpt_oss": SIZES | EXPERTS | WINDOW,
+    "gemma2": SIZES | WINDOW,
+    "phi3": SIZES,
+}
 
 
 def options_of(folder: Path, base: str, kind: str = "qwen2") -> DecoderOptions:
-    cls = MoeOptions if kind == "qwen3_moe" else DecoderOptions
-    return hf_options(cls(kind=kind, from_hf=str(folder), lora=LoraOptions(rank=3, alpha=12.0, base=base)))
+    return hf_options(
+        FAMILIES[kind].options(kind=kind, from_hf=str(folder), lora=LoraOptions(rank=3, alpha=3.0, base=base))
+    )
 
 
 def file_tensor(tensors: dict[str, np.ndarray], name: str) -> torch.Tensor:
@@ -43,6 +53,8 @@ def file_tensor(tensors: dict[str, np.ndarray], name: str) -> torch.Tensor:
     if name in tensors:
         return torch.from_numpy(tensors[name])
     block, _, matrix = name.rpartition(".")
+    if matrix.startswith("fused_"):
+        return torch.from_numpy(tensors[f"{block}.{matrix.removeprefix('fused_')}"])
     return torch.from_numpy(np.stack([tensors[f"{block}.{e}.{matrix}.weight"] for e in range(4)]))
 
 
