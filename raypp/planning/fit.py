@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from raypp.errors import Problem
 from raypp.planning.costs import DEVICES
-from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit, memory_of_ranks
+from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind
+from raypp.planning.peak import memory_of_ranks
 from raypp.planning.search import Candidate
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job

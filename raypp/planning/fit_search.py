@@ -21,8 +21,7 @@ from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, shapes
 from raypp.planning.machines import Machines
-from raypp.planning.memory import rank_memory
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.peak import peak_memory
 from raypp.planning.search import MOST_ACTIONS, Candidate, changed_job
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
@@ -80,20 +79,6 @@ class Fitting:
     more: Proposal | None = None
     tried: int = 0
     out_of_time: bool = False
-
-
-def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
-    """Returns the bytes of every pipeline rank at its peak."""
-    pipeline = resolve_pipeline(job)
-    return [
-        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    ]
-
-
-def peak_memory(job: Job, kind: Kind | None = None) -> int:
-    """Returns the bytes of the rank that needs most."""
-    return max(memory_of_ranks(job, kind))
 
 
 def changes_that_fit(

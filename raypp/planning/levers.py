@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.errors import JobError
 from raypp.planning.check import divisors
 from raypp.planning.choices import schedule_of
+from raypp.planning.peak import peak_memory
 from raypp.spec.checks import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
@@ -57,7 +59,20 @@ def _after(job: Job, key: str, *values: str | bool) -> Sequence[Changes]:
 
 
 def _recomputation(job: Job) -> Sequence[Changes]:
-    return _after(job, "train.activation_checkpointing", "none", "selective", "full", "offload")
+    """Leaves offload out where what passes through the device is more than what leaves it."""
+    levels = _after(job, "train.activation_checkpointing", "none", "selective", "full", "offload")
+    return levels[:-1] if levels and not _offload_saves(job) else levels
+
+
+def _offload_saves(job: Job) -> bool:
+    full, offload = (
+        job.model_copy(update={"train": job.train.model_copy(update={"activation_checkpointing": extent})})
+        for extent in ("full", "offload")
+    )
+    try:
+        return peak_memory(offload, "cuda") < peak_memory(full, "cuda")
+    except JobError:
+        return False
 
 
 def _precision(job: Job) -> Sequence[Changes]:
