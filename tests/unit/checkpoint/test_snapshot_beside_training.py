@@ -18,6 +18,7 @@ from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.storage.directory import DirectoryStore
+from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.muon import Muon
 from raypp.train.sgd import Sgd
 
@@ -55,7 +56,7 @@ def optimizer_of(kind: str, stage: nn.Module) -> torch.optim.Optimizer:
         return adamw(stage)
     groups: list[dict[str, Any]] = [{"params": list(stage.parameters()), "weight_decay": 0.1}]
     if kind == "sgd":
-        return Sgd(groups, 0.1, 0.9)
+        return Sgd(groups, 0.1, 0.9, Bf16Weights([]))
     matrices = [p for p in stage.parameters() if p.ndim > 1]
     rest = [{"params": [p for p in stage.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
     adam = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731

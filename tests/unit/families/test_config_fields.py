@@ -94,7 +94,7 @@ only. A flag gets its other value."""
 def fields_of(kind: str) -> dict[str, Any]:
     """Returns the fields that config.json may have, with the values of a small model."""
     config = their_config(kind, keys_of(kind, "plain"))
-    model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    model = getattr(transformers, FAMILIES[kind].hf.architecture)
     code = inspect.getsource(sys.modules[model.__module__])
     read = set(re.findall(r"\bconfig\.([a-z]\w+)|getattr\((?:self\.)?config, \"([a-z]\w+)\"", code))
     declared = {name for cls in type(config).__mro__ for name in inspect.get_annotations(cls)}
