@@ -10,21 +10,17 @@ from dataclasses import replace
 
 from raypp.errors import Problem
 from raypp.planning.costs import DEVICES
-from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit, memory_of_ranks
+from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind
+from raypp.planning.peak import memory_of_ranks
 from raypp.planning.search import Candidate
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
-_GIB, _MIB = 1 << 30, 1 << 20
 _IN_WORDS = 3
-
-
-def size_text(size: float) -> str:
-    """Returns a number of bytes as text, in GiB or MiB."""
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
 def set_words(one: Candidate) -> str:

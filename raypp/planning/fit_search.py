@@ -18,11 +18,12 @@ from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan
 from raypp.planning.costs import Device, computed_costs
 from raypp.planning.forecast import forecast
-from raypp.planning.levers import LEVERS, Changes, Lever, shapes
+from raypp.planning.host_memory import offload_problems
+from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, shapes
 from raypp.planning.machines import Machines
-from raypp.planning.memory import rank_memory
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.peak import peak_memory
 from raypp.planning.search import MOST_ACTIONS, Candidate, changed_job
+from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 
 PATIENCE_S = 20.0
@@ -78,20 +79,6 @@ class Fitting:
     more: Proposal | None = None
     tried: int = 0
     out_of_time: bool = False
-
-
-def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
-    """Returns the bytes of every pipeline rank at its peak."""
-    pipeline = resolve_pipeline(job)
-    return [
-        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    ]
-
-
-def peak_memory(job: Job, kind: Kind | None = None) -> int:
-    """Returns the bytes of the rank that needs most."""
-    return max(memory_of_ranks(job, kind))
 
 
 def changes_that_fit(
@@ -167,20 +154,25 @@ class _Search:
         If the strongest levels together need too much, and also without any one of them (which is
         tried where they need little too much), the mesh is given up.
         """
-        levels: list[list[Changes]] = [[{}, *lever.levels(shaped)] for lever in self._levers]
+        levels = [[{}, *self._levels(lever, shaped)] for lever in self._levers]
         strongest = tuple(len(one) - 1 for one in levels)
-        peaks: dict[Point, int | None] = {}
+        peaks: dict[tuple[tuple[str, Any], ...], int | None] = {}
+
+        def peak(point: Point) -> int | None:
+            changes = _changes(levels, point)
+            key = tuple(sorted(changes.items()))
+            if key not in peaks:
+                found = peaks[key] = self._peak(changed_job(shaped, changes))
+                if found is not None:
+                    self._too_large.append((found, {**shape, **changes}, self._costs(point)))
+            return peaks[key]
 
         def fits(point: Point) -> bool:
-            if point not in peaks:
-                peaks[point] = self._peak(changed_job(shaped, _changes(levels, point)))
-                if (peak := peaks[point]) is not None:
-                    self._too_large.append((peak, {**shape, **_changes(levels, point)}, self._costs(point)))
-            found = peaks[point]
+            found = peak(point)
             return found is not None and found <= self._device.memory
 
         if not fits(strongest):
-            least = peaks[strongest]
+            least = peak(strongest)
             close = least is None or least <= _CLOSE * self._device.memory
             if not close or not any(map(fits, _each_left_out(strongest))):
                 return []
@@ -198,6 +190,11 @@ class _Search:
                 smallest.append(point)
                 proposals.append(proposal)
         return proposals
+
+    def _levels(self, lever: Lever, job: Job) -> list[Changes]:
+        """Returns the levels that this job and this kind of device take."""
+        taken = [one for one in lever.levels(job) if self.kind != "cpu" or not in_host_memory(one)]
+        return [one for one in taken if (changed := changed_job(job, one)) and not check_training(changed)]
 
     def weakest(self, job: Job, lever: Lever) -> Iterator[Proposal]:
         """Yields the fastest proposal with the weakest level of a lever that suffices."""
@@ -238,7 +235,7 @@ class _Search:
         is proposed.
         """
         try:
-            if check_plan(one):
+            if check_training(one) or check_plan(one) or self._offloads_too_much(one):
                 return None
             costed = computed_costs(one, self._device)
             cast = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
@@ -250,6 +247,9 @@ class _Search:
             return None
         classic = changed_job(one, {"pipeline.lookahead": 0})
         return self.proposal(classic, {**changes, "pipeline.lookahead": 0}, costs) if classic is not None else None
+
+    def _offloads_too_much(self, one: Job) -> bool:
+        return bool(offload_problems(one, {node.name: node.memory for node in self._machines.nodes}, self.kind))
 
     def _peak(self, one: Job | None) -> int | None:
         """Returns the planned memory of a job; None if there is no plan."""
@@ -278,7 +278,9 @@ def _changes(levels: Sequence[Sequence[Changes]], point: Point) -> dict[str, Any
 
 
 def _each_left_out(point: Point) -> list[Point]:
-    return [(*point[:at], 0, *point[at + 1 :]) for at, level in enumerate(point) if level]
+    """Returns the combinations in which one lever is left out, or one level weaker."""
+    weaker = [(at, less) for at, level in enumerate(point) if level for less in {0, level - 1}]
+    return [(*point[:at], less, *point[at + 1 :]) for at, less in weaker]
 
 
 def _by_size(strongest: Point) -> list[Point]:

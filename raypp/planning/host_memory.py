@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from raypp.errors import Problem
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
-from raypp.planning.fit import size_text
 from raypp.planning.machines import Machines
 from raypp.planning.memory import RankMemory, offloaded_bytes, state_of
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 
 OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.errors import JobError
 from raypp.planning.check import divisors
 from raypp.planning.choices import schedule_of
+from raypp.planning.peak import peak_memory
 from raypp.spec.checks import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
@@ -45,18 +47,48 @@ class Lever:
     apart: bool = False
 
 
-def _after(job: Job, key: str, *values: str) -> Sequence[Changes]:
+def in_host_memory(changes: Changes) -> bool:
+    """Whether changes move bytes to host memory, which saves nothing on a CPU."""
+    return changes.get("train.activation_checkpointing") == "offload" or "train.optimizer.offload" in changes
+
+
+def _after(job: Job, key: str, *values: str | bool) -> Sequence[Changes]:
     """Returns the changes to the values that follow the current one."""
     now = value_at(job, key)
     return [{key: value} for value in values[values.index(now) + 1 :]] if now in values else []
 
 
 def _recomputation(job: Job) -> Sequence[Changes]:
-    return _after(job, "train.activation_checkpointing", "none", "selective", "full")
+    """Leaves offload out where what passes through the device is more than what leaves it."""
+    levels = _after(job, "train.activation_checkpointing", "none", "selective", "full", "offload")
+    return levels[:-1] if levels and not _offload_saves(job) else levels
+
+
+def _offload_saves(job: Job) -> bool:
+    full, offload = (
+        job.model_copy(update={"train": job.train.model_copy(update={"activation_checkpointing": extent})})
+        for extent in ("full", "offload")
+    )
+    try:
+        return peak_memory(offload, "cuda") < peak_memory(full, "cuda")
+    except JobError:
+        return False
 
 
 def _precision(job: Job) -> Sequence[Changes]:
     return _after(job, "train.precision", "fp32", "bf16")
+
+
+def _pure(job: Job) -> Sequence[Changes]:
+    return [] if job.train.precision == "bf16_pure" else [{"train.precision": "bf16_pure"}]
+
+
+def _state(job: Job) -> Sequence[Changes]:
+    return _after(job, "train.optimizer.state", "fp32", "8bit")
+
+
+def _state_in_host_memory(job: Job) -> Sequence[Changes]:
+    return _after(job, "train.optimizer.offload", False, True)
 
 
 def _reshard(job: Job) -> Sequence[Changes]:
@@ -88,7 +120,12 @@ def _adapters(job: Job) -> Sequence[Changes]:
     if job.model.lora is not None or family_of(job.model) is None:
         return []
     whole = "fp32" if job.train.precision == "fp32" else "bf16"
-    return [{"model.lora.rank": 16, "model.lora.base": whole}]
+    changes: dict[str, Any] = {"model.lora.rank": 16, "model.lora.base": whole}
+    if job.train.precision == "bf16_pure":
+        changes["train.precision"] = "bf16"
+    if job.train.optimizer.offload:
+        changes["train.optimizer.offload"] = False
+    return [changes]
 
 
 def _quantised(job: Job) -> Sequence[Changes]:
@@ -105,6 +142,9 @@ LEVERS = (
     Lever("recomputation", _recomputation),
     Lever("sharded weights", _reshard),
     Lever("precision", _precision, "computes in bf16"),
+    Lever("bf16 weights", _pure, "keeps the weights in bf16 only and rounds their updates stochastically"),
+    Lever("8-bit state", _state, "quantises the optimizer's state"),
+    Lever("state in host memory", _state_in_host_memory),
     Lever("quantised base", _quantised, "quantises the frozen weights"),
     Lever("adapters", _adapters, "trains adapters only (model.lora), with a learning rate of their own", apart=True),
     Lever("shorter sequences", _shorter, "cuts longer documents into pieces that do not see each other", apart=True),

@@ -1,4 +1,4 @@
-"""Bytes of weights, accumulated gradients and optimizer state, by precision and kind of state."""
+"""Bytes of weights, accumulated gradients and optimizer state; bytes as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 
 _FP32, _BF16 = 4, 2
+_GIB, _MIB = 1 << 30, 1 << 20
 BLOCK = 256
 """Values that share a scale, as in `raypp.train.quantised_moments`."""
 _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -14,6 +15,11 @@ _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
 _TURN_BYTES = 48
 """Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
 from them."""
+
+
+def size_text(size: float) -> str:
+    """Returns a number of bytes as text, in GiB or MiB."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
 
 
 def weight_bytes(job: Job) -> int:

@@ -47,6 +47,15 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     return problems
 
 
+def check_training(job: Job) -> list[Problem]:
+    """Returns the problems of adapters, precision and optimizer with each other. Reads no file.
+
+    Args:
+        job: A job in which `check_spec` found no problem, with other values of these options.
+    """
+    return [*_lora(job), *_optimizer(job)]
+
+
 def _kinds(job: Job) -> Iterator[Problem]:
     for key, choice in CHOICES.items():
         value = value_at(job, key)

@@ -11,8 +11,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.geometry import Mesh
-from raypp.planning.fit import memory_problems, size_text
+from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offloaded_by_ranks
+from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
-from raypp.planning.fit import changes_in_words, size_text
+from raypp.planning.fit import changes_in_words
 from raypp.planning.plan import make_plan
+from raypp.planning.stored_bytes import size_text
 from raypp.records import Seat
 from raypp.spec.job import Job
 

@@ -13,13 +13,16 @@ from planned_jobs import job_with, typed
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, computed_costs, device_named
 from raypp.planning.fit import set_words
-from raypp.planning.fit_search import Fitting, changes_that_fit, peak_memory
+from raypp.planning.fit_search import Fitting, changes_that_fit
 from raypp.planning.forecast import forecast
+from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, shapes
 from raypp.planning.machines import Machines
+from raypp.planning.peak import peak_memory
 from raypp.planning.plan import make_plan
 from raypp.planning.predict import Grounds
 from raypp.planning.search import changed_job
+from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 
@@ -156,21 +159,59 @@ def test_the_first_is_the_fastest_of_all_that_fit_and_need_every_lever_they_use(
     assert [one.forecast.step_s for one in found.same] == pytest.approx(sorted(times))
 
 
-def test_an_8b_on_four_rtx4090_in_fp32_states_needs_more_devices() -> None:
+def test_an_8b_in_full_on_four_rtx4090_takes_bf16_weights_and_8_bit_state() -> None:
     job = eight_b(pp=4)
     found = ask(job, "rtx4090")
-    assert found.now is None and not found.same, "16 bytes a parameter are 30 GiB on each of four ranks"
+    assert found.now is None, "16 bytes a parameter are 30 GiB on each of four ranks"
+    train = found.same[0].job.train
+    assert (train.precision, train.optimizer.state, train.optimizer.offload) == ("bf16_pure", "8bit", False)
+    assert_all_hold(job, found, "rtx4090")
+
+
+def test_an_8b_in_full_on_two_rtx4090_needs_more_devices() -> None:
+    job = eight_b(pp=2)
+    found = ask(job, "rtx4090")
+    assert found.now is None and not found.same, "weights and summed gradients are 22 GiB on each of two ranks"
     assert found.nearest is not None and found.nearest.peak > 24 * GIB
     assert found.nearest.peak < found.need
-    assert found.more is not None and found.more.job.mesh.world == 16
+    assert found.more is not None and found.more.job.mesh.world == 4
     assert_all_hold(job, found, "rtx4090")
+
+
+def test_offloading_is_not_proposed_beyond_the_memory_of_the_nodes() -> None:
+    job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 1, "precision": "bf16"})
+    device = replace(device_named("rtx4090"), memory=int(4.5 * GIB))
+    offload = {"train.optimizer.offload": True}
+    for gib in (0, 1, 64):  # 0: not known
+        machines = Machines.alike(2, 1, 1.0)
+        machines = replace(machines, nodes=tuple(replace(node, memory=gib * GIB) for node in machines.nodes))
+        found = changes_that_fit(job, machines, device, keep=100, patience_s=120)
+        assert found.same and (offload in [one.changes for one in found.same]) == (gib != 1)
+        nodes = {node.name: node.memory for node in machines.nodes}
+        assert not any(offload_problems(one.job, nodes, "cuda") for one in found.same)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+def test_an_optimizer_without_8_bit_state_is_not_offered_one(kind: str) -> None:
+    job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 2, "optimizer": {"kind": kind}})
+    found = ask(job, "rtx4090", gib=0.6 * peak_memory(job, "cuda") / GIB)
+    assert found.same and all(one.job.train.optimizer.state == "fp32" for one in found.same)
+    assert all(check_training(one.job) == [] for one in (*found.same, *found.apart))
+
+
+def test_on_a_cpu_nothing_is_offloaded() -> None:
+    job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 2})
+    found = ask(job, "cpu", gib=0.6 * peak_memory(job, "cpu") / GIB)
+    offloads = [one for one in found.same if one.job.train.activation_checkpointing == "offload"]
+    assert found.same and not offloads and not any(one.job.train.optimizer.offload for one in found.same)
 
 
 @pytest.mark.parametrize(
     ("card", "world", "fits_now", "fits_changed"),
     [
-        ("RTX 3090", 4, False, False),
-        ("a100-40", 4, False, False),
+        ("RTX 3090", 4, False, True),
+        ("RTX 3090", 2, False, False),
+        ("a100-40", 4, False, True),
         ("a100", 4, True, True),
         ("a100-40", 6, False, True),
         ("NVIDIA H100", 4, True, True),

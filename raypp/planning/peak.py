@@ -1,0 +1,22 @@
+"""The device memory that a job's ranks need at their peaks."""
+
+from __future__ import annotations
+
+from raypp.planning.activations import Kind
+from raypp.planning.memory import rank_memory
+from raypp.planning.resolve import resolve_pipeline
+from raypp.spec.job import Job
+
+
+def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
+    """Returns the bytes of every pipeline rank at its peak."""
+    pipeline = resolve_pipeline(job)
+    return [
+        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind).total
+        for rank, stages in enumerate(pipeline.stages_of_rank)
+    ]
+
+
+def peak_memory(job: Job, kind: Kind | None = None) -> int:
+    """Returns the bytes of the rank that needs most."""
+    return max(memory_of_ranks(job, kind))
