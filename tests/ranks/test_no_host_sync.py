@@ -115,7 +115,7 @@ def run_step(
                 with pytest.raises(ReachedTheSums):
                     runner.run(1, read, Stopwatch(device))
                 gradients = reducer.gradients()
-                runner._update(gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
+                runner._update(1, gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
                 evaluate(runner, read, batches)
         parameters = [parameter for module in built.modules for parameter in module.parameters()]
         kept = torch.device("cpu") if job.train.optimizer.offload else device
