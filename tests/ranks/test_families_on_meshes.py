@@ -28,10 +28,13 @@ def job(kind: str, **mesh: int) -> dict[str, Any]:
 
 WITHOUT_EXPERTS = [kind for kind in FAMILIES if not hasattr(small_options(kind), "num_experts")]
 """`test_experts.py` has meshes of the others."""
+ALIKE = ("llama", "qwen2", "mistral", "gemma2", "glm")
+"""Families of which other tests, or other families here, have every part."""
+OTHERS = tuple(kind for kind in WITHOUT_EXPERTS if kind not in ALIKE)
 ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS)
 PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS)
-SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS)
-SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS)
+SUMS_OF_ONE = {kinds: InBothTypes(1, {kind: job(kind) for kind in kinds}, STEPS) for kinds in (ALIKE, OTHERS)}
+SHARED = {kinds: InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in kinds}, STEPS) for kinds in SUMS_OF_ONE}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -39,6 +42,12 @@ def test_a_pipeline_gives_the_bits_of_one_process(kind: str) -> None:
     assert_identical(PIPELINE[kind], ONE[kind])
 
 
-@pytest.mark.parametrize("kind", WITHOUT_EXPERTS)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_shared_weights_and_rows_add_up_what_one_process_does(kind: str) -> None:
-    assert_same_sums(SHARED.numbers(kind), SUMS_OF_ONE.numbers(kind))
+    assert_same_sums(SHARED[OTHERS].numbers(kind), SUMS_OF_ONE[OTHERS].numbers(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALIKE)
+def test_shared_weights_and_rows_of_families_alike_add_up_too(kind: str) -> None:
+    assert_same_sums(SHARED[ALIKE].numbers(kind), SUMS_OF_ONE[ALIKE].numbers(kind))

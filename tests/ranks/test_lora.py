@@ -84,8 +84,6 @@ PIPELINES = Batch(
     2,
     {
         ("all", "1f1b"): pipeline("1f1b"),
-        ("all", "interleaved_1f1b"): pipeline("interleaved_1f1b", stages=2),
-        ("all", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2),
         ("all", "zbv"): pipeline("zbv", stages=2),
         ("all", "recomputed"): pipeline("1f1b", train={"activation_checkpointing": "full"}),
         ("upper", "1f1b"): pipeline("1f1b", UPPER),
@@ -116,13 +114,11 @@ SUMS_OF_ONE = InBothTypes(
 SUMS = InBothTypes(
     2,
     {
-        ("all", "fsdp"): document(mesh={"fsdp": 2}),
         ("upper", "fsdp"): document(UPPER, mesh={"fsdp": 2}),
         ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
         ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}),
         ("all", "cp"): document(mesh={"cp": 2}),
         ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
-        ("experts", "fsdp"): document(kind="qwen3_moe", mesh={"fsdp": 2}),
     },
     STEPS,
 )

@@ -102,15 +102,12 @@ SUMS_OF_ONE = InBothTypes(
 SUMS = InBothTypes(
     2,
     {
-        ("nf4", "fsdp"): document(mesh={"fsdp": 2}),
         ("nf4", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
         ("nf4", "dp_replicate"): document(mesh={"dp_replicate": 2}),
-        ("nf4", "cp"): document(mesh={"cp": 2}),
         ("int8", "fsdp, recomputed"): document(
             "int8", mesh={"fsdp": 2}, train={"activation_checkpointing": "full"}
         ),
         ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
-        ("experts", "fsdp"): document(kind="qwen3_moe", mesh={"fsdp": 2}),
     },
     STEPS,
 )  # fmt: skip
