@@ -10,6 +10,8 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 SHELL := /bin/bash
+# Every process of the tests would compile all of raypp and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -84,7 +84,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
     def as_dict(self) -> dict[str, int]:
         return {**dataclasses.asdict(self), "total": self.total}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -52,6 +53,7 @@ def literals_of(annotation: Any) -> list[str]:
     return [word for member in get_args(annotation) for word in literals_of(member)]
 
 
+@functools.cache
 def section_of(annotation: Any) -> type[Section] | None:
     """Returns the (first) section class of an annotation; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -36,7 +38,10 @@ KIND = StoreKind(
 
 _TEMPORARY = ".raypp-incoming"
 _STALE_AFTER_S = 24 * 3600.0
-_LINK_TRIES = 20
+_DELETERS_S = 30.0
+"""For so long a writer and those who delete the last objects of its folder may get in each other's
+way."""
+_LONGEST_PAUSE_S = 0.01
 _LONGEST_NAME = 200
 _STALE_TRIES = 3
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -209,21 +214,21 @@ class DirectoryStore:
     def _move(self, incoming: Path, path: Path, if_absent: bool) -> None:
         """`link` refuses to replace, `rename` replaces; both are atomic."""
         place: Callable[[Path, Path], object] = _link if if_absent else os.replace
-        for left in reversed(range(_LINK_TRIES)):
+        give_up_at = time.monotonic() + _DELETERS_S
+        new: set[Path] = set()
+        while True:
             try:
-                _make_folders(path.parent)
-            except FileExistsError as error:
-                if left and (path.parent.is_dir() or not path.parent.exists()):
-                    continue  # it existed, but was removed before mkdir checked that it is a folder
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path.parent)) from error
-            try:
+                # Nothing slow between the two: until the file is there, a concurrent delete of the
+                # folder's last object may remove the folder.
+                new |= _create_folders(path.parent)
                 place(incoming, path)
                 break
             except FileNotFoundError:
-                # A concurrent delete of the folder's last object removed the folder in between.
-                if not left:
+                if not incoming.exists() or time.monotonic() > give_up_at:
                     raise
-        _sync_directory(path.parent)
+                time.sleep(random.uniform(0, _LONGEST_PAUSE_S))  # so that the two do not keep step
+        for folder in {path.parent, *(one.parent for one in new)}:
+            _sync_directory(folder)
 
     def _try_to_link(self) -> bool:
         """Returns whether this file system has hard links, by linking a temporary file."""
@@ -336,16 +341,32 @@ def _create_exclusively(incoming: Path, path: Path) -> None:
 
 def _make_folders(path: Path) -> None:
     """Creates a folder and its parents, and makes each new name durable in its parent."""
-    if path.is_dir():
-        return
-    new = path
-    missing = []
-    while not new.exists():
-        missing.append(new)
-        new = new.parent
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in _create_folders(path):
         _sync_directory(folder.parent)
+
+
+def _create_folders(path: Path) -> set[Path]:
+    """Creates a folder and its parents.
+
+    Returns:
+        Those that did not exist.
+
+    Raises:
+        FileNotFoundError: Another process removed one of them meanwhile.
+        NotADirectoryError: One of them is a file.
+    """
+    new = set()
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            break
+        new.add(folder)
+    for folder in sorted(new):
+        try:
+            folder.mkdir(mode=0o700 if folder == path else 0o777)
+        except FileExistsError:
+            if not folder.is_dir() and folder.exists():
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder)) from None
+    return new
 
 
 def _sync_directory(path: Path) -> None:

@@ -4,6 +4,7 @@ copies."""
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -58,13 +59,21 @@ def test_what_comes_from_memory_arrives_whole(store: S3Store, size: int) -> None
     assert store.get("memory") == bytes(data)
 
 
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[DirectoryStore]:
+    """A directory in memory where there is one: a busy disk takes longer to sync than the cap asks for."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield DirectoryStore(Path(folder))
+
+
 @pytest.mark.parametrize("kind", ["s3, one request", "s3, parts", "directory"])
-def test_the_cap_holds_within_a_tenth(store: S3Store, tmp_path: Path, kind: str) -> None:
+def test_the_cap_holds_within_a_tenth(store: S3Store, directory: DirectoryStore, kind: str) -> None:
     size = 4 << 20 if kind == "s3, one request" else 11 << 20
     cap = size / 1.5
-    place: ObjectStore = DirectoryStore(tmp_path) if kind == "directory" else store
+    place: ObjectStore = directory if kind == "directory" else store
     data, rates = random_bytes(size), []
-    for _ in range(6):  # a server that is slow for a moment does not violate the cap, a fast one does
+    for _ in range(12):  # a server that is slow for a moment does not violate the cap, a fast one does
         started = time.monotonic()
         place.put_stream("paced", source_of(data, Pace(cap)), size)
         rates.append(size / (time.monotonic() - started) / cap)

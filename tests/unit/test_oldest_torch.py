@@ -16,7 +16,6 @@ import pytest
 from torch_names import Source, read_sources
 
 ROOT = Path(__file__).parents[2]
-PROJECT = read_sources(ROOT, ("raypp", "benchmarks"))
 NEWER = frozenset((ROOT / "tests/unit/names_since_torch_2_11.txt").read_text().split())
 
 
@@ -37,7 +36,7 @@ def _names(source: Source) -> Iterator[str]:
 
 
 def test_no_name_is_newer_than_the_oldest_supported_torch() -> None:
-    found = {source.module: newer_uses(source) for source in PROJECT}
+    found = {source.module: newer_uses(source) for source in read_sources(ROOT, ("raypp", "benchmarks"))}
     assert not {module: names for module, names in found.items() if names}, (
         "torch 2.11 lacks these: ask for the name first, or do without it"
     )

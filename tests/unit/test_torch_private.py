@@ -12,30 +12,33 @@ from raypp.pipeline.planned_stage import PlannedStage
 
 ROOT = Path(__file__).parents[2]
 HOME = "raypp.torch_private"
-PROJECT = read_sources(ROOT, ("raypp", "tests", "benchmarks", "cluster"))
+
+
+def project() -> list[Source]:
+    return read_sources(ROOT, ("raypp", "tests", "benchmarks", "cluster"))
 
 
 def uses_in(text: str, module: str = "raypp.pipeline.planted") -> list[str]:
-    return [use.name for use in private_uses(Source.of(module, text), PROJECT)]
+    return [use.name for use in private_uses(Source.of(module, text), project())]
 
 
 def test_no_other_file_names_a_private_name_of_torch() -> None:
-    assert {source.module for source in PROJECT} >= {HOME, "raypp.pipeline.runtime", "benchmarks.run"}
+    assert {source.module for source in project()} >= {HOME, "raypp.pipeline.runtime", "benchmarks.run"}
     found = [
         f"{source.module}, line {use.line}: {use.name}"
-        for source in PROJECT
+        for source in project()
         if source.module not in (HOME, "tests.unit.test_torch_private")
-        for use in private_uses(source, PROJECT)
+        for use in private_uses(source, project())
     ]
     assert not found, f"these belong into {HOME}"
 
 
 def test_the_lint_finds_those_that_stand_where_they_may() -> None:
-    (home,) = (source for source in PROJECT if source.module == HOME)
-    found = {use.name.rpartition(".")[2].rpartition(" ")[2] for use in private_uses(home, PROJECT)}
+    (home,) = (source for source in project() if source.module == HOME)
+    found = {use.name.rpartition(".")[2].rpartition(" ")[2] for use in private_uses(home, project())}
     assert {"_Action", "_add_reduce_grad", "_foreach_norm", "_world", "_get_backend", "FsspecWriter"} <= found
     assert "aten::_grouped_mm" in found
-    overridden = {use.name for use in private_uses(home, PROJECT) if " of " in use.name}
+    overridden = {use.name for use in private_uses(home, project()) if " of " in use.name}
     assert "ChunkStage._retrieve_recv_grads of torch.distributed.pipelining.PipelineStage" in overridden
 
 

@@ -76,14 +76,15 @@ class Source:
         return (node for node in self.nodes if isinstance(node, ast.ClassDef))
 
 
+@cache
 def read_sources(root: Path, folders: tuple[str, ...]) -> list[Source]:
-    """Parses all Python files of some folders."""
-    found = []
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            module = ".".join(path.relative_to(root).with_suffix("").parts)
-            found.append(Source.of(module, path.read_text()))
-    return found
+    """Parses all Python files of some folders. It takes seconds: call it in a test, not on import."""
+    return [_read(root, path) for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+
+
+@cache
+def _read(root: Path, path: Path) -> Source:
+    return Source.of(".".join(path.relative_to(root).with_suffix("").parts), path.read_text())
 
 
 def private_uses(source: Source, project: list[Source]) -> list[Use]:
