@@ -1,0 +1,1 @@
+"""What somebody else may have written: documents, files and text, read within limits."""

@@ -1,0 +1,136 @@
+"""Reads JSON that somebody else may have written: within limits, and of a declared shape.
+
+A shape is a dataclass, a TypedDict or any other type that pydantic validates. Validation is strict:
+a number in quotes is no number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from annotated_types import Ge, Le
+from pydantic import TypeAdapter, ValidationError
+
+from raypp.errors import CheckpointError, Problem, RayppError
+from raypp.untrusted.text import visible
+
+T = TypeVar("T")
+
+Count = Annotated[int, Ge(0), Le(2**63 - 1)]
+"""A whole number of things or bytes."""
+
+_SHOWN_PROBLEMS = 3
+_LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of one kind of document.
+
+    Attributes:
+        size: Bytes of the text.
+        values: Items of lists and objects, all together; commas and brackets are counted, also
+            those in texts.
+    """
+
+    size: int = 16 << 20
+    values: int = 300_000
+
+
+def parse_json(
+    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
+) -> Any:
+    """Parses JSON within bounds.
+
+    Args:
+        data: The text, UTF-8.
+        place: File or key, for errors.
+        bounds: Limits; checked before the parser takes memory.
+        error: The kind of error to raise.
+        fix: What the user can do; follows each problem.
+
+    Raises:
+        RayppError: Of the given kind. It is no JSON, nested too deeply, or beyond the bounds.
+    """
+    _check_bounds(data, place, bounds, error, fix)
+    try:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except RecursionError:
+        _fail(error, place, "is nested too deeply", fix)
+    except ValueError as cause:  # also of UTF-8, and of numbers with thousands of digits
+        _fail(error, place, f"is not JSON: {visible(cause)}", fix, cause)
+
+
+def parse_as(
+    shape: type[T], data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError,
+    fix: str = "",
+) -> T:  # fmt: skip
+    """Parses JSON of a shape, within bounds. Unknown keys are errors.
+
+    Args:
+        shape: A type that pydantic validates.
+        data: The text, UTF-8.
+        place: File or key, for errors.
+        bounds: Limits; checked before the parser takes memory.
+        error: The kind of error to raise.
+        fix: What the user can do; follows each problem.
+
+    Raises:
+        RayppError: Of the given kind, with a problem per wrong value, the first three.
+    """
+    _check_bounds(data, place, bounds, error, fix)
+    try:
+        return _adapter(shape).validate_json(data, strict=True, extra="forbid")
+    except ValidationError as cause:
+        found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
+        raise error([Problem(place, _in_words(details), fix) for details in found]) from None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
+
+
+def _check_bounds(data: bytes, place: str, bounds: Bounds, error: type[RayppError], fix: str) -> None:
+    if len(data) > bounds.size:
+        _fail(error, place, f"has {len(data):,} bytes; at most {bounds.size:,} are read", fix)
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > bounds.values:
+        _fail(error, place, f"has about {values:,} values; at most {bounds.values:,} are read", fix)
+
+
+def _in_words(details: Any) -> str:
+    """Describes an error of pydantic: `objects[3].size is -1: should be greater than …`."""
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part)}" for part in details["loc"])
+    where = where.removeprefix(".")
+    said = details["msg"].removeprefix("Input ")
+    if details["type"] in ("missing", "missing_argument"):
+        return f"{where} is missing"
+    if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{where} is not a known key"
+    if details["type"] == "json_invalid":
+        return f"is not JSON: {visible(said.removeprefix('Invalid JSON: '))}"
+    return f"{where + ' ' if where else ''}is {shown(details['input'])}: {visible(said)}"
+
+
+def shown(value: Any) -> str:
+    """Formats a foreign value for an error, truncated if long."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str):
+        value = value[: 2 * _LONGEST_VALUE]
+    text = visible(json.dumps(value, ensure_ascii=False, default=repr))
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _fail(error: type[RayppError], place: str, what: str, fix: str, cause: BaseException | None = None) -> NoReturn:
+    raise error(Problem(place, what, fix)) from cause
