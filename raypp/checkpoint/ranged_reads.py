@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.tensor_file import FileHeader, decode_header
+from raypp.checkpoint.tensor_file import BOUNDS, FileHeader, decode_header
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import NotFound, ObjectStore
 
@@ -69,8 +69,11 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
                 raise CheckpointError(
                     Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
                 )
-            return decode_header(header, record.key)
+            return decode_header(header, record.key, record.size)
 
+        if record.header_size > BOUNDS.size:
+            what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
+            raise CheckpointError(Problem(record.key, what, _ADVICE))
         return CheckpointFile(record, _get_checked(store, record.key, 0, record.header_size, check))
 
     with ThreadPoolExecutor(_READERS) as pool:
