@@ -64,17 +64,18 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """
 
     def read(record: ObjectRecord) -> CheckpointFile:
-        def check(header: bytes) -> FileHeader:
+        def check(header: bytes) -> bytes:
             if hashlib.sha256(header).hexdigest() != record.header_sha256:
                 raise CheckpointError(
                     Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
                 )
-            return decode_header(header, record.key, record.size)
+            return header
 
         if record.header_size > BOUNDS.size:
             what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
             raise CheckpointError(Problem(record.key, what, _ADVICE))
-        return CheckpointFile(record, _get_checked(store, record.key, 0, record.header_size, check))
+        header = _get_checked(store, record.key, 0, record.header_size, check)
+        return CheckpointFile(record, decode_header(header, record.key, record.size))
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, commit.objects))
