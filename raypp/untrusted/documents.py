@@ -25,6 +25,9 @@ Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 Time = Annotated[float, Ge(0), Lt(253_402_300_800)]
 """Seconds since 1970, before the year 10000: a date that can be shown."""
 
+Seconds = Annotated[float, Ge(0), Le(1e10)]
+"""A duration, of three centuries at most."""
+
 _SHOWN_PROBLEMS = 3
 _LONGEST_VALUE = 60
 
