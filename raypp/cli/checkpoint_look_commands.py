@@ -9,15 +9,17 @@ from typing import Any
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
+from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text, wide_console
 from raypp.cli.render import date_and_clock, mesh_text
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
 from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
 
 _SHOWN = 20
 
@@ -31,8 +33,8 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
 
     Reads and checks headers, but not the tensors' data.
     """
-    store, commit = open_checkpoint(run)
-    tensors = SavedTensors(store, commit).infos
+    store, commit, saved = open_checkpoint(run)
+    tensors = saved.infos
     if as_json:
         click.echo(json.dumps(_facts(store, commit, tensors)))
         return
@@ -61,8 +63,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
     Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
     bits are equal, else with code 1.
     """
-    (store_a, commit_a), (store_b, commit_b) = open_checkpoint(a), open_checkpoint(b)
-    tensors_a, tensors_b = SavedTensors(store_a, commit_a), SavedTensors(store_b, commit_b)
+    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a), open_checkpoint(b)
     with progress_bar("comparing", commit_a.size) as advance:
         found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
     if as_json:
@@ -111,7 +112,7 @@ def _table(tensors: list[TensorInfo]) -> Table:
     table.add_column("on ranks")
     for info in tensors:
         shape = " × ".join(map(str, info.shape)) or "scalar"
-        table.add_row(info.name, info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
+        table.add_row(Text(visible(info.name)), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
     return table
 
 

@@ -15,7 +15,7 @@ from tests.fuzz import Target, all_targets, mutations, runner
 from tests.fuzz.__main__ import main
 
 TARGETS = all_targets()
-_MUTATIONS = 30
+_MUTATIONS = 10
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
