@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from rich.table import Table
-from rich.text import Text
 
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
@@ -22,6 +21,7 @@ from raypp.storage import ObjectStore
 from raypp.untrusted.text import visible
 
 _SHOWN = 20
+_WIDEST = 80
 
 
 @click.command("show")
@@ -45,7 +45,7 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
     facts += f"{size_text(commit.size)} in {len(commit.objects)} objects"
     console.print(facts, highlight=False, markup=False)
     shown = [info for info in tensors.values() if everything or not info.name.startswith(OPTIMIZER)]
-    console.print(_table(shown))
+    _print_tensors(shown)
     left = [info for name, info in tensors.items() if name.startswith(OPTIMIZER)]
     if left and not everything:
         size = size_text(sum(info.bytes for info in left))
@@ -103,17 +103,18 @@ def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -
     }
 
 
-def _table(tensors: list[TensorInfo]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    for heading in ("dtype", "shape"):
-        table.add_column(heading)
-    table.add_column("size", justify="right")
-    table.add_column("on ranks")
+def _print_tensors(tensors: list[TensorInfo]) -> None:
+    """Prints one line per tensor. There may be tens of thousands: Rich takes a ms for each."""
+    rows = [("tensor", "dtype", "shape", "size", "on ranks")]
     for info in tensors:
         shape = " × ".join(map(str, info.shape)) or "scalar"
-        table.add_row(Text(visible(info.name)), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
-    return table
+        rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
+    name, dtype, shape, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+    head, *lines = (
+        f"{words[0]:<{name}}  {words[1]:<{dtype}}  {words[2]:<{shape}}  {words[3]:>{size}}  {words[4]}"
+        for words in rows
+    )
+    click.echo("\n".join([click.style(head, bold=True), *lines]))
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
