@@ -109,10 +109,9 @@ def _print_tensors(tensors: list[TensorInfo]) -> None:
     for info in tensors:
         shape = " × ".join(map(str, info.shape)) or "scalar"
         rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
-    name, dtype, shape, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+    name, kind, form, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
     head, *lines = (
-        f"{words[0]:<{name}}  {words[1]:<{dtype}}  {words[2]:<{shape}}  {words[3]:>{size}}  {words[4]}"
-        for words in rows
+        f"{words[0]:<{name}}  {words[1]:<{kind}}  {words[2]:<{form}}  {words[3]:>{size}}  {words[4]}" for words in rows
     )
     click.echo("\n".join([click.style(head, bold=True), *lines]))
 
