@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypp.memory.files import SlotName, keeper, peek
+from raypp.memory.files import SlotName, keeper, parse_control, peek
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
 
@@ -84,7 +84,7 @@ def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName,
         about = peek(path)
         facts = (name.rank, name.step, name.attempt, tier.life.job, True)
         keys = ("rank", "step", "attempt", "job", "complete")
-        if about is not None and tuple(about.get(key) for key in keys) == facts:
+        if about is not None and "committed" in about and tuple(about.get(key) for key in keys) == facts:
             found.append((name, path, about))
     return found
 
@@ -177,7 +177,7 @@ def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
     facts = torch.zeros(length, dtype=torch.uint8)
     receive_bytes(facts, source)
     text, _, tail = facts.numpy().tobytes().partition(b"\n")
-    about = {**json.loads(text), "keeper": keeper()}
+    about = {**parse_control(text), "keeper": keeper()}
     name = SlotName(tier.life.run, tier.life.life, best.attempt, tier.seat.rank, "own", _ARRIVED)
     slot, failure = None, ""
     try:
@@ -187,7 +187,7 @@ def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
         failure = f"there is no room for it: {error}"
         data = torch.empty(size, dtype=torch.uint8)  # the holder sends the bytes in any case
     receive_bytes(data, source)
-    if slot is None or failure or checksum(data) != about["data_crc"]:
+    if slot is None or failure or checksum(data) != about.get("data_crc"):
         if slot is not None:
             slot.close(delete=True)
         raise ValueError(failure or "it arrived damaged")

@@ -188,7 +188,7 @@ class PreparedLoad:
         tail = slot.tail(control)
         if tail is None:
             raise ValueError("its tail is corrupt")
-        entries, self.extra = decode_tail(tail)
+        entries, self.extra = decode_tail(tail, control["data_size"])
         self._stages, self._optimizer = stages, optimizer
         self._data = slot.memory(control["data_size"])
         by_name = {entry.name: entry for entry in entries}
