@@ -7,6 +7,7 @@ a number in quotes is no number. Ranges are part of the type (`Count`, `Annotate
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -41,8 +42,9 @@ class Bounds:
 
 
 def parse_json(
-    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
-) -> Any:
+    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
+    objects: Callable[[list[tuple[str, Any]]], Any] | None = None, constants: bool = False,
+) -> Any:  # fmt: skip
     """Parses JSON within bounds.
 
     Args:
@@ -51,13 +53,16 @@ def parse_json(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
+        objects: Converts the keys and values of each object, inner ones first; None: to a dict. A
+            ValueError of it says why the text is refused.
+        constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
         RayppError: Of the given kind. It is no JSON, nested too deeply, or beyond the bounds.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=None if constants else _refuse_constant, object_pairs_hook=objects)
     except RecursionError:
         _fail(error, place, "is nested too deeply", fix)
     except ValueError as cause:  # also of UTF-8, and of numbers with thousands of digits
