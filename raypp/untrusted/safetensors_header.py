@@ -168,7 +168,4 @@ def _tensor(dtype: Any, shape: Any, data_offsets: Any) -> StoredTensor | str:
 
 
 def _are_counts(values: list[Any]) -> bool:
-    for value in values:
-        if type(value) is not int or not 0 <= value <= _LARGEST:
-            return False
-    return True
+    return all(type(value) is int and 0 <= value <= _LARGEST for value in values)
