@@ -40,7 +40,9 @@ def _every(interval: int, layers: int) -> tuple[bool, ...]:
 
 
 def rotary(options: SmolLM3Options, index: int) -> Rotary | None:
-    return whole_heads(options, index) if options.rotates()[index] else None
+    listed = options.rotary_layers
+    rotates = (index + 1) % _INTERVAL != 0 if listed is None else listed[index]
+    return whole_heads(options, index) if rotates else None
 
 
 def layer_weights(options: SmolLM3Options, index: int) -> list[Weight]:

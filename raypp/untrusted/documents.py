@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
@@ -71,9 +71,9 @@ def parse_json(
 
 def parse_as(
     shape: type[T], data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError,
-    fix: str = "",
+    fix: str = "", *, unknown: Literal["forbid", "ignore"] = "forbid",
 ) -> T:  # fmt: skip
-    """Parses JSON of a shape, within bounds. Unknown keys are errors.
+    """Parses JSON of a shape, within bounds.
 
     Args:
         shape: A type that pydantic validates.
@@ -82,16 +82,17 @@ def parse_as(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
+        unknown: Whether keys that the shape lacks are errors. Ignored ones cost little memory.
 
     Raises:
         RayppError: Of the given kind, with a problem per wrong value, the first three.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return _adapter(shape).validate_json(data, strict=True, extra="forbid")
+        return _adapter(shape).validate_json(data, strict=True, extra=unknown)
     except ValidationError as cause:
         found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
-        raise error([Problem(place, _in_words(details), fix) for details in found]) from None
+        raise error([Problem(place, described(details), fix) for details in found]) from None
 
 
 @cache
@@ -107,7 +108,7 @@ def _check_bounds(data: bytes, place: str, bounds: Bounds, error: type[RayppErro
         _fail(error, place, f"has about {values:,} values; at most {bounds.values:,} are read", fix)
 
 
-def _in_words(details: Any) -> str:
+def described(details: Any) -> str:
     """Describes an error of pydantic: `objects[3].size is -1: should be greater than …`."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part)}" for part in details["loc"])
     where = where.removeprefix(".")
