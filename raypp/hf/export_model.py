@@ -206,8 +206,7 @@ def _chunks(
 
 def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, list[str]]:
     """Returns the tokenizer's files, the id of its end-of-text token, and remarks."""
-    data = job.get("data") or {}
-    name = data.get("tokenizer")
+    name = _data(job).get("tokenizer")
     if name is None:
         return {}, None, []
     if name == "bytes":
@@ -227,7 +226,13 @@ def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, li
 
 
 def _context(job: Mapping[str, Any]) -> int:
-    return int((job.get("data") or {}).get("seq_len", 2048))
+    length = _data(job).get("seq_len")
+    return length if isinstance(length, int) and length > 0 else 2048
+
+
+def _data(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    data = job.get("data")
+    return data if isinstance(data, dict) else {}
 
 
 def _put_json(target: ObjectStore, key: str, document: Any) -> str:

@@ -264,11 +264,7 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
     try:
         ids = 1 + max(vocabulary(read_tokenizer(Path(path)), Path(path)).values(), default=-1)
     except DataError as error:
-        for problem in error.problems:
-            what = (
-                problem.what if problem.key == "data.tokenizer" else f"{path} is not a tokenizer.json: {problem.what}"
-            )
-            yield replace(problem, key="data.tokenizer", what=what)
+        yield from error.problems
         return
     if ids > job.model.vocab_size:
         what = f"{job.model.vocab_size} is too small: {path} has ids up to {ids - 1}"

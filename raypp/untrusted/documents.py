@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
@@ -89,10 +89,11 @@ def parse_as(
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return _adapter(shape).validate_json(data, strict=True, extra=unknown)
+        found: T = _adapter(cast(Any, shape)).validate_json(data, strict=True, extra=unknown)
     except ValidationError as cause:
-        found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
-        raise error([Problem(place, described(details), fix) for details in found]) from None
+        first = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
+        raise error([Problem(place, described(details), fix) for details in first]) from None
+    return found
 
 
 @cache
