@@ -94,7 +94,7 @@ class DirectoryStore:
         first = start or 0
         for left in reversed(range(_STALE_TRIES)):
             try:
-                with open(path, "rb", opener=_without_waiting) as file:  # noqa: PTH123 - Path has no opener
+                with open(path, "rb", opener=_without_waiting) as file:
                     file.seek(first)
                     return file.read() if end is None else file.read(max(0, end - first))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
