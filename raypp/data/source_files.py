@@ -14,6 +14,7 @@ from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 from raypp.untrusted.files import open_file, special_kind
 from raypp.untrusted.folders import Search
+from raypp.untrusted.text import visible
 
 MOST_TEXT_BYTES = 512 << 20
 """Longest line, and longest document, in bytes."""
@@ -121,21 +122,21 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
         wanted = f" with the ending {' or '.join(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
-            raise DataError(Problem(place, f"{root} is {kind}", "use a regular file"))
+            raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
         found = [root]
     else:
         found = search.matches(str(root))
     regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
     chosen = sorted(set(islice(regular, MOST_FILES + 1)))
     if len(chosen) > MOST_FILES:
-        raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
+        raise DataError(Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files"))
     files = []
     for file in chosen:
         stat = file.stat()
         files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:
         raise DataError(
-            Problem(place, f"no file{wanted} at {path} on this node", "use a path that exists on every node")
+            Problem(place, f"no file{wanted} at {visible(path)} on this node", "use a path that exists on every node")
         )
     return files
 

@@ -19,6 +19,9 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", 
 """Common end-of-text tokens, in the order of preference."""
 
 
+_SHOWN = 300
+
+
 class NotEncodable(Exception):
     """A tokenizer cannot encode a text; `tokenised` adds which one."""
 
@@ -112,7 +115,7 @@ def _backend(content: bytes, path: Path) -> Any:
         raise DataError(
             Problem(
                 "data.tokenizer",
-                f"{path} is not a tokenizer.json: {visible(in_words(error))}",
+                f"{path} is not a tokenizer.json: {visible(in_words(error)[:_SHOWN])}",
                 "use a file that the tokenizers library can load",
             )
         ) from error

@@ -16,6 +16,7 @@ from raypp.untrusted.documents import described
 
 MOST_LAYERS = 4096
 LARGEST = 2**31 - 1
+_PROBLEMS = 5
 _LEVELS, _ITEMS, _SHOWN = 3, 32, 300
 _FIX = "check that this is the config.json of a language model"
 
@@ -31,6 +32,8 @@ _Indices = Annotated[list[int], MaxLen(MOST_LAYERS)]
 @with_config(ConfigDict(extra="ignore", allow_inf_nan=False))
 class _Config(TypedDict, total=False):
     architectures: list[str] | None
+    head_dim: _Tokens | None
+    num_key_value_heads: _Tokens | None
     rope_theta: _Positive | None
     rope_local_base_freq: _Positive | None
     partial_rotary_factor: _Real | None
@@ -89,7 +92,7 @@ def _errors(shape: Any, value: Mapping[str, Any]) -> list[str]:
     try:
         _adapter(shape).validate_python(dict(value), strict=True)
     except ValidationError as error:
-        return [described(details) for details in error.errors(include_url=False, include_context=False)]
+        return [described(details) for details in error.errors(include_url=False, include_context=False)[:_PROBLEMS]]
     return []
 
 

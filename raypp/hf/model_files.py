@@ -31,6 +31,7 @@ _FIX = "download the model again"
 _CONFIG_BOUNDS = Bounds(size=4 << 20)
 _CONFIG_DEPTH = 16
 _INDEX_BOUNDS = Bounds(size=64 << 20)
+_SHOWN = 300
 _MOST_FILES = 100_000
 _MOST_TENSORS = 300_000
 
@@ -179,7 +180,7 @@ class HfFiles:
                 try:
                     check_key(key)
                 except JobError as error:
-                    raise CheckpointError(Problem(place, error.problems[0].what, _FIX)) from None
+                    raise CheckpointError(Problem(place, error.problems[0].what[:_SHOWN], _FIX)) from None
             return where
         if self.store.head(_SINGLE) is not None:
             return [_SINGLE]

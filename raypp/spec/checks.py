@@ -28,6 +28,7 @@ from raypp.spec.rope import rope_problems
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.untrusted.files import special_kind
 from raypp.untrusted.folders import Search
+from raypp.untrusted.text import visible
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -242,17 +243,17 @@ def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
     if not there:
         noun = "nothing matches" if is_glob(path) else "there is no"
         if Path(path).is_absolute():
-            yield Problem(key, f"{noun} {path}", "check the path")
+            yield Problem(key, f"{noun} {visible(path)}", "check the path")
             return
         places = [str(Path.cwd())] + ([str(directory)] if directory and directory != Path.cwd() else [])
         fix = f"check the path; searched {' and '.join(places)}"
-        yield Problem(key, f"{noun} {path}", fix)
+        yield Problem(key, f"{noun} {visible(path)}", fix)
     elif kind := special_kind(Path(path)):
-        yield Problem(key, f"{path} is {kind}", "name a regular file, or a directory")
+        yield Problem(key, f"{visible(path)} is {kind}", "name a regular file, or a directory")
     elif os.path.isfile(path) and os.path.getsize(path) == 0:  # noqa: PTH113, PTH202 - false where not allowed
-        yield Problem(key, f"{path} is empty", "name a file that contains text")
+        yield Problem(key, f"{visible(path)} is empty", "name a file that contains text")
     elif os.path.isdir(path) and not any(map(os.path.isfile, Search(key, error=JobError).below(Path(path)))):  # noqa: PTH112
-        yield Problem(key, f"the directory {path} contains no files", "name a directory that contains files")
+        yield Problem(key, f"the directory {visible(path)} contains no files", "name a directory that contains files")
 
 
 def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:

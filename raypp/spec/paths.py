@@ -57,6 +57,8 @@ def resolve_path(path: str, directory: Path) -> str:
     if is_remote(path):
         return path
     expanded = Path(os.path.expanduser(path))  # noqa: PTH111 - leaves unknown users as they are
+    if expanded.is_absolute():
+        return str(expanded)
     for start in (Path.cwd(), directory):
         candidate = start / expanded
         with contextlib.suppress(JobError):  # spec.checks searches again, and reports it

@@ -12,8 +12,8 @@ from raypp.errors import DataError, Problem
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
 
-BOUNDS = Bounds(size=256 << 20, values=10_000_000)
-"""Limits of the file. Vocabularies of 260,000 tokens have 35 MB."""
+BOUNDS = Bounds(size=256 << 20, values=4_000_000)
+"""Limits of the file. One with 260,000 tokens has 35 MB and 2 million values."""
 _KEY = "data.tokenizer"
 _FIX = "name a tokenizer.json of the tokenizers library, or use `tokenizer: bytes`"
 

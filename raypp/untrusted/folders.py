@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raypp.errors import DataError, Problem, RayppError
 
-MOST_ENTRIES = 1_000_000
+MOST_ENTRIES = 500_000
 """Most files and folders that one search looks at."""
 
 _Folder = tuple[int, int]

@@ -189,7 +189,13 @@ def model_cases() -> Iterator[tuple[str, Case]]:
     bases |= {"qwen2 with windows": {**CONFIG, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}}
     bases |= {"gpt_oss": {**MOE, "model_type": "gpt_oss", "num_local_experts": 2}}
     more = ("layer_types", "rope_scaling", "rope_parameters", "quantization_config", "partial_rotary_factor")
-    more += ("no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern", "sliding_window", "max_window_layers")
+    more += (
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "sliding_window_pattern",
+        "sliding_window",
+        "max_window_layers",
+    )
     more += ("head_dim", "original_max_position_embeddings", "mlp_only_layers", "rope_local_base_freq")
     for kind, base in bases.items():
         for key in dict.fromkeys((*base, *more)):
@@ -204,8 +210,9 @@ def model_cases() -> Iterator[tuple[str, Case]]:
     yield "10^9 layers with windows", _config_with(bases["gemma2"], num_hidden_layers=10**9)
     yield "10^9 experts", _config_with(MOE, num_experts=10**9)
     yield "10^5 layers with 10^5 experts", _config_with(MOE, num_experts=10**5, num_hidden_layers=10**5)
-    yield "many layers without experts", _config_with(
-        MOE, num_hidden_layers=4096, mlp_only_layers=list(range(4096, 8192))[:4096]
+    yield (
+        "many layers without experts",
+        _config_with(MOE, num_hidden_layers=4096, mlp_only_layers=list(range(4096, 8192))[:4096]),
     )
     yield from _weight_cases()
 
@@ -232,11 +239,12 @@ def _weight_cases() -> Iterator[tuple[str, Case]]:
     many = b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number for number in range(1_000_000))
     yield "a million tensors", _model_with("model.safetensors", header(b"{" + many + b"}"))
     where = b",".join(b'"%d":"model.safetensors"' % number for number in range(1_000_000))
-    yield "an index of a million tensors", _model_with(
-        "model.safetensors.index.json", b'{"weight_map":{' + where + b"}}"
+    yield (
+        "an index of a million tensors",
+        _model_with("model.safetensors.index.json", b'{"weight_map":{' + where + b"}}"),
     )
     for key in ("../../etc/passwd", "/etc/passwd", "a/../../b", "", ".", "\0", "a\\b", "\x1b[2J", "x" * 5000, "none"):
-        index = json.dumps({"weight_map": {name: key for name in model_tensors(LLAMA)}}).encode()
+        index = json.dumps({"weight_map": dict.fromkeys(model_tensors(LLAMA), key)}).encode()
         yield f"an index that names {key[:20]!r}", _model_with("model.safetensors.index.json", index)
 
 
@@ -269,7 +277,7 @@ def document_cases() -> Iterator[tuple[str, Case]]:
     """Cases of the files that hold one JSON document."""
     kinds: list[tuple[str, dict[str, Any], Callable[[Path], object]]] = [
         ("links.json", LINKS, read_machines),
-        ("costs.json", _costs(), lambda path: read_costs(path, job(kind="synthetic"))),
+        ("costs.json", costs_document(), lambda path: read_costs(path, job(kind="synthetic"))),
         ("tokenizer.json", TOKENIZER, use_tokenizer),
         ("runs/run.json", PLACE, lambda _: known_runs()),
         ("local/state.json", STATE, lambda _: local.find()),
@@ -295,7 +303,8 @@ def document_cases() -> Iterator[tuple[str, Case]]:
     yield "links of 40,000 nodes", _file_with("links.json", json.dumps(many).encode(), read_machines)
 
 
-def _costs() -> dict[str, Any]:
+def costs_document() -> dict[str, Any]:
+    """Returns what `raypp plan --measure` writes."""
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"raypp-costs-{os.getpid()}.json"
     try:
         write_costs(path, Costs(Part(1, 2), Part(0, 1), Part(1, 2)), job(kind="synthetic"), "a device", "today")
@@ -317,8 +326,11 @@ def data_cases() -> Iterator[tuple[str, Case]]:
     for number, value in enumerate(ODD):
         line = json.dumps({"text": value}).encode()
         yield f"a text {number}", _file_with("a.jsonl", line, lambda path: use_data("jsonl", str(path)))
-    yield "a line of many lists", _file_with(
-        "a.jsonl", b'{"text": "a", "b": [' + b"[]," * 5_000_000 + b"[]]}", lambda path: use_data("jsonl", str(path))
+    yield (
+        "a line of many lists",
+        _file_with(
+            "a.jsonl", b'{"text": "a", "b": [' + b"[]," * 5_000_000 + b"[]]}", lambda path: use_data("jsonl", str(path))
+        ),
     )
     magic = b"\x93NUMPY\x01\x00"
     for number, text in enumerate(
@@ -338,7 +350,7 @@ def data_cases() -> Iterator[tuple[str, Case]]:
     yield "a header of 4 GB", _file_with("a.npy", wide, lambda path: use_data("tokens", str(path)))
     yield "a zip", _file_with("a.npy", b"PK\x03\x04" + bytes(100), lambda path: use_data("tokens", str(path)))
     yield "a path with a NUL", lambda folder: use_data("text", f"{folder}/a\0b")
-    yield "a long path", lambda folder: use_data("text", f"{folder}/{'x' * 5000}")
+    yield "a long path", lambda folder: use_data("text", f"{folder}/{'x' * 2500}")
     yield "nobody's home", lambda _: use_data("text", "~nobody-has-this-name/x")
     yield "a glob over loops", _loops
     yield "a glob over all files", lambda _: use_data("text", "/**/*.no-such-ending")
@@ -366,6 +378,4 @@ def _specials(folder: Path) -> None:
     use_data("text", str(folder))
 
 
-CASES: dict[str, Case] = {
-    name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()
-}
+CASES: dict[str, Case] = {name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()}
