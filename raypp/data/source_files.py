@@ -129,7 +129,9 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
     chosen = sorted(set(islice(regular, MOST_FILES + 1)))
     if len(chosen) > MOST_FILES:
-        raise DataError(Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files"))
+        raise DataError(
+            Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files")
+        )
     files = []
     for file in chosen:
         stat = file.stat()
