@@ -34,6 +34,7 @@ _RANDOM = 32
 _PROOF = 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sQ{_RANDOM}s{_PROOF}s")
 """magic, number, random bytes, proof"""
+GREETING_BYTES = _HELLO.size
 _PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _JOIN_S = 5.0
@@ -162,7 +163,7 @@ class Listener:
 
     def _hear(self, selector: selectors.BaseSelector, one: _Unproven) -> None:
         try:
-            part = one.connection.recv(_HELLO.size - len(one.heard))
+            part = one.connection.recv(GREETING_BYTES - len(one.heard))
         except BlockingIOError:
             return
         except OSError:
@@ -172,8 +173,8 @@ class Listener:
             self._refuse(selector, one, "")
         elif not greeting_fits(one.heard):
             self._refuse(selector, one, "it does not speak raypp's protocol")
-        elif len(one.heard) == _HELLO.size:
-            number, theirs, fits = checked_hello(one.heard, self._secret, one.random)
+        elif len(one.heard) == GREETING_BYTES:
+            number, theirs, fits = checked_greeting(one.heard, self._secret, one.random)
             if fits:
                 self._welcome(selector, one, number, theirs)
             else:
@@ -225,15 +226,27 @@ def greeting_fits(heard: bytes) -> bool:
     return heard[: len(_MAGIC)] == _MAGIC[: len(heard)]
 
 
-def checked_hello(hello: bytes, secret: bytes, random: bytes) -> tuple[int, bytes, bool]:
+def greeting(secret: bytes, number: int, listener: bytes, caller: bytes) -> bytes:
+    """Returns what a peer sends first: its number, its random bytes, and the proof.
+
+    Args:
+        secret: The secret.
+        number: Less than 2^64.
+        listener: The listener's random bytes.
+        caller: The peer's own.
+    """
+    return _HELLO.pack(_MAGIC, number, caller, _proof(secret, b"caller", listener, caller, number))
+
+
+def checked_greeting(data: bytes, secret: bytes, random: bytes) -> tuple[int, bytes, bool]:
     """Returns the peer's number, its random bytes, and whether it proved that it knows the secret.
 
     Args:
-        hello: All the bytes that a peer sends first.
+        data: All the bytes that a peer sends first.
         secret: The secret.
         random: The random bytes that it received.
     """
-    magic, number, theirs, proof = _HELLO.unpack(hello)
+    magic, number, theirs, proof = _HELLO.unpack(data)
     fits = hmac.compare_digest(proof, _proof(secret, b"caller", random, theirs, number))
     return number, theirs, magic == _MAGIC and fits
 
@@ -254,7 +267,7 @@ def introduce(connection: socket.socket, secret: bytes, number: int, patience_s:
     end = time.monotonic() + patience_s
     theirs = receive(connection, _RANDOM, end - time.monotonic())
     mine = secrets.token_bytes(_RANDOM)
-    connection.sendall(_HELLO.pack(_MAGIC, number, mine, _proof(secret, b"caller", theirs, mine, number)))
+    connection.sendall(greeting(secret, number, theirs, mine))
     proof = receive(connection, _PROOF, end - time.monotonic())
     if not hmac.compare_digest(proof, _proof(secret, b"listener", theirs, mine, number)):
         raise UnprovenError("the two sides do not have the same secret")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 12
 PAGE = Path(__file__).parents[2] / "docs" / "ports.md"
-OVER = "RAYPP_TEST_SIEGE_IS_OVER"
+SIEGE = "RAYPP_TEST_SIEGE"
+"""Environment variable with the folder of two files: `begun`, which the run makes, and `over`."""
 
 
 def job(**checkpoint: Any) -> dict[str, Any]:
@@ -34,14 +37,16 @@ def job(**checkpoint: Any) -> dict[str, Any]:
 
 
 def train_until_the_siege_is_over(_rank: int, _world: int, _port: int) -> None:
-    """Makes steps slow, and the last one wait for the file that `OVER` names."""
-    over, phase = Path(os.environ[OVER]), _Speaker.phase
+    """Makes steps slow, and the last one wait."""
+    folder, phase = Path(os.environ[SIEGE]), _Speaker.phase
 
     def slow(self: _Speaker, name: str, detail: str = "") -> None:
         if detail.endswith(" read"):
             time.sleep(0.1)
-            end = time.monotonic() + 60
-            while self._step == STEPS - 1 and not over.exists() and time.monotonic() < end:
+            if detail == "4 read":
+                (folder / "begun").touch()
+            end = time.monotonic() + 90
+            while detail == f"{STEPS} read" and not (folder / "over").exists() and time.monotonic() < end:
                 time.sleep(0.05)
         phase(self, name, detail)
 
@@ -56,11 +61,11 @@ class Observer:
         error: What went wrong.
     """
 
-    def __init__(self, lives: Lives, over: Path) -> None:
+    def __init__(self, lives: Lives, folder: Path) -> None:
         self.found: dict[int, dict[Address, str]] = {}
         self.connections = 0
         self.error: BaseException | None = None
-        self._lives, self._over = lives, over
+        self._lives, self._folder = lives, folder
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -72,33 +77,35 @@ class Observer:
     def _run(self) -> None:
         try:
             self._look()
-            siege = Siege([address for ports in self.found.values() for address in ports], 100, 2)
+            siege = Siege([address for ports in self.found.values() for address in ports], 100)
             siege.wait()
             self.connections = siege.connections
         except BaseException as error:  # noqa: BLE001 - raised again by `wait`
             self.error = error
         finally:
-            self._over.touch()
+            (self._folder / "over").touch()
 
     def _look(self) -> None:
-        """Waits until the ports are open, and asks each what it is."""
-        end, ports = time.monotonic() + 60, {}
-        while time.monotonic() < end and sorted(map(len, ports.values())) != [2, 3]:
+        """Waits until the run trains, then asks each of its ports what it is."""
+        end = time.monotonic() + 60
+        while not (self._folder / "begun").exists():
+            assert time.monotonic() < end, "the run does not begin"
             time.sleep(0.05)
-            ranks = {rank: psutil.Process(one.pid) for rank, (one, _) in list(self._lives._processes.items())}
-            ports = {rank: [one.laddr for one in process.net_connections("tcp") if one.status == "LISTEN"]
-                     for rank, process in ranks.items()}  # fmt: skip
-        for rank, addresses in ports.items():
-            self.found[rank] = {(one[0], one[1]): self._what(rank, (one[0], one[1])) for one in addresses}
-
-    def _what(self, rank: int, address: Address) -> str:
-        with socket.create_connection(address, 5) as one:
-            one.settimeout(3)
-            try:
-                return "copies of snapshots" if len(one.recv(100)) == 32 else "?"
-            except TimeoutError:
-                pass
-        return "rendezvous" if address[1] == self._lives.port else "gloo"
+        with ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for rank, (process, _) in list(self._lives._processes.items()):
+                self.found[rank] = {}
+                for one in psutil.Process(process.pid).net_connections("tcp"):
+                    if one.status == "LISTEN":
+                        self.found[rank][one.laddr] = "rendezvous" if one.laddr[1] == self._lives.port else "gloo"
+                        link = stack.enter_context(socket.create_connection(one.laddr, 5))
+                        selector.register(link, selectors.EVENT_READ, (rank, one.laddr))
+            end = time.monotonic() + 5  # raypp's own ports speak first
+            while time.monotonic() < end:
+                for key, _ in selector.select(0.1):
+                    rank, address = key.data
+                    assert len(key.fileobj.recv(100)) == 32, f"port {address} says something"  # type: ignore[union-attr]
+                    self.found[rank][address] = "copies of snapshots"
+                    selector.unregister(key.fileobj)
 
 
 def documented(*opened: str) -> dict[str, str]:
@@ -114,12 +121,11 @@ def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
 ) -> None:
     reference = Lives(job(memory_tier=False), tmp_path / "reference", [tmp_path] * 2, [0, 0])
     losses = reference.attempt_once().losses
-    over = tmp_path / "over"
     lives = Lives(
-        job(), tmp_path / "lives", [shared_memory(), shared_memory()], [0, 1], {OVER: str(over)},
+        job(), tmp_path / "lives", [shared_memory(), shared_memory()], [0, 1], {SIEGE: str(tmp_path)},
         prepare=train_until_the_siege_is_over,
     )  # fmt: skip
-    observer = Observer(lives, over)
+    observer = Observer(lives, tmp_path)
     told = lives.attempt_once()
     observer.wait()
     assert sorted(losses) == list(range(1, STEPS + 1))

@@ -59,14 +59,14 @@ def say(address: Address, message: bytes, *, half: bool = False, patience_s: flo
     raise TimeoutError(f"{address} does not close a connection that sent {message[:20]!r}")
 
 
-def guess(address: Address, secret: bytes = b"guess") -> None:
+def guess(address: Address, patience_s: float = 5.0) -> None:
     """Speaks the protocol with a secret of its own.
 
     Raises:
         UnprovenError: As it should.
     """
     with socket.create_connection(address, 5) as one:
-        introduce(one, secret, 0, patience_s=1.0)
+        introduce(one, b"guess", 0, patience_s)
 
 
 @contextmanager
@@ -81,20 +81,19 @@ def silent(address: Address, count: int) -> Iterator[list[socket.socket]]:
 
 
 class Siege:
-    """Attacks ports with everything in a thread, some rounds long.
+    """Attacks ports with everything, one after another, in a thread.
 
     Args:
         addresses: The ports.
         at_once: Silent connections to each port at the same time.
-        rounds: How often each port is attacked.
 
     Attributes:
         connections: How many the ports have accepted so far.
     """
 
-    def __init__(self, addresses: list[Address], at_once: int, rounds: int) -> None:
+    def __init__(self, addresses: list[Address], at_once: int) -> None:
         self.connections = 0
-        self._addresses, self._at_once, self._rounds = addresses, at_once, rounds
+        self._addresses, self._at_once = addresses, at_once
         self._thread = threading.Thread(target=self._attack, daemon=True)
         self._thread.start()
 
@@ -104,13 +103,13 @@ class Siege:
         assert not self._thread.is_alive()
 
     def _attack(self) -> None:
-        for address in self._addresses * self._rounds:
+        for address in self._addresses:
             with silent(address, self._at_once) as held:
                 self.connections += len(held)
                 for message in MESSAGES.values():
                     self._one(address, message)
                 with contextlib.suppress(OSError):
-                    guess(address)
+                    guess(address, 0.3)
                 for number, one in enumerate(held):  # slow ones: a byte from time to time
                     with contextlib.suppress(OSError):
                         one.send(b"R" if number % 2 else b"\xff")

@@ -177,7 +177,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
     _refused_or(UnreachableError, lambda: parse_place(data, "preflight/1"), "preflight/1")
     _refused_or(CheckpointError, lambda: parse_facts(data, 5, 7, 1, "rank 1"), "rank 1")
     hello = data[:80].ljust(80)
-    assert not sockets.checked_hello(hello, SECRET, bytes(32))[2]
+    assert not sockets.checked_greeting(hello, SECRET, bytes(32))[2]
 
 
 def _refused_or(error: type[RayppError], parse: Any, place: str) -> None:
