@@ -97,7 +97,7 @@ class Seat:
     """The addresses of all nodes of the attempt, by node_rank; empty if unknown."""
     secret: str = field(default="", repr=False)
     """64 hex digits that only the attempt's ranks know; never written. Empty without a
-    controller."""
+    controller, and then `nodes` is empty too."""
 
     @property
     def label(self) -> str:

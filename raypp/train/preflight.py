@@ -5,8 +5,7 @@ rank of each node listens on the interface its traffic takes, publishes the addr
 every later node. Both directions carry more bytes than one packet holds, which also exposes a wrong
 MTU. No torch.
 
-The listener answers only nodes that know the attempt's secret (`Seat.secret`). Without a controller
-each listener has its own, which it publishes in the store that the ranks meet at.
+The listener answers only nodes that know the attempt's secret (`Seat.secret`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import contextlib
 import errno
 import json
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ from functools import partial
 from typing import Annotated, Protocol
 
 from annotated_types import Ge, Le, Len
-from pydantic import StringConstraints
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
@@ -47,7 +44,6 @@ _PAYLOAD_S = 60.0
 _SHOWN_IN_FULL = 3
 _STRANGER = "another process answers at this address"
 _Text = Annotated[str, Len(0, 512)]
-_Secret = Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")]
 _PLACE_BOUNDS = Bounds(8192, 32)
 
 
@@ -123,7 +119,6 @@ class Place:
         interface: Name of the interface there.
         why: Why it chose that interface.
         identity: What it answers with: the run, the attempt and the node's number.
-        secret: The listener's secret in hex digits; empty: the attempt's.
     """
 
     node: _Text
@@ -132,7 +127,6 @@ class Place:
     interface: _Text
     why: _Text
     identity: _Text
-    secret: _Secret = ""
 
 
 def parse_place(data: bytes, key: str) -> Place:
@@ -156,7 +150,7 @@ def check_links(
     Does nothing if there is only one node.
 
     Args:
-        seat: This rank's seat.
+        seat: This rank's seat, with a secret.
         chosen: The interface of this rank's traffic.
         store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
         patience_s: How long to wait for the other nodes.
@@ -173,11 +167,10 @@ def check_links(
         return []
     identity = f"{seat.run}/{seat.attempt}/{seat.node_rank}"
     payload = _PAYLOAD if count <= _MANY_NODES else _SMALL_PAYLOAD
-    drawn = "" if seat.secret else secrets.token_hex(32)
     answer = partial(_answer, identity=identity, payload=payload)
     address = chosen.interface.address
-    with Listener(address, bytes.fromhex(seat.secret or drawn), answer, "preflight", tell) as listener:
-        mine = Place(seat.node, address, listener.port, chosen.interface.name, chosen.why, identity, drawn)
+    with Listener(address, bytes.fromhex(seat.secret), answer, "preflight", tell) as listener:
+        mine = Place(seat.node, address, listener.port, chosen.interface.name, chosen.why, identity)
         store.set(f"preflight/{seat.node_rank}", json.dumps(asdict(mine)))
         places = {
             number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
@@ -210,9 +203,8 @@ def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
 
 
 def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int) -> LinkReport:
-    secret = bytes.fromhex(place.secret or seat.secret)
     try:
-        with connect(place.address, place.port, secret, timeout_s=_CONNECT_S) as link:
+        with connect(place.address, place.port, bytes.fromhex(seat.secret), timeout_s=_CONNECT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             start = time.perf_counter()
             link.sendall(_hello(place.identity))

@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ _CONNECTIONS = "32"
 """Hardware queues of a GPU, the most there are. Streams that share one wait for each other's heads;
 a receive that is posted early must not stop the compute, or the send that its peer waits for."""
 _BACKLOG = 2048
+_DESCRIPTORS = 65_536
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 
 
@@ -134,6 +136,17 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
         pause_s = min(_ASK_SELDOM_S, 1.5 * pause_s)  # each try briefly takes a port, which could be the server's
 
 
+def _allow_descriptors() -> None:
+    """Lets this process open as many files and connections as Ray lets its workers open.
+
+    gloo keeps the connections of strangers, and ends the process when it can accept no more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 @contextmanager
 def joined(
     seat: Seat,
@@ -178,6 +191,7 @@ def joined(
     # After a join that failed half-way this process would use group names that new ones do not.
     restart_group_names()
     before_join()
+    _allow_descriptors()
     dist.init_process_group(
         backend,
         store=attempt_store,

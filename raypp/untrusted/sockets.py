@@ -71,6 +71,7 @@ class Listener:
 
     Raises:
         OSError: The address is not one of this machine.
+        ValueError: The secret is empty.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Listener:
         what: str,
         tell: Callable[[str], None] = log.warning,
     ) -> None:
+        if not secret:
+            raise ValueError("a listener needs a secret")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)

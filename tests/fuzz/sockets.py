@@ -24,7 +24,7 @@ CONTROL = json.dumps(
 PLACE = json.dumps(
     {
         "node": "10.0.0.1", "address": "10.0.0.1", "port": 4000, "interface": "eth0", "why": "on the route to 10.0.0.2",
-        "identity": "run/1/0", "secret": "0" * 64,
+        "identity": "run/1/0",
     }
 ).encode()  # fmt: skip
 

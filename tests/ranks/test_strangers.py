@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import selectors
 import socket
 import threading
@@ -37,7 +38,8 @@ def job(**checkpoint: Any) -> dict[str, Any]:
 
 
 def train_until_the_siege_is_over(_rank: int, _world: int, _port: int) -> None:
-    """Makes steps slow, and the last one wait."""
+    """Makes steps slow, and the last one wait. The process may open few descriptors at first."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     folder, phase = Path(os.environ[SIEGE]), _Speaker.phase
 
     def slow(self: _Speaker, name: str, detail: str = "") -> None:
@@ -144,7 +146,7 @@ def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
         assert re.match("a connection from 127.0.0.1 to the port for copies was refused: ", message)
 
 
-# A hostile partner ----------------------------------------------------------------------------------
+# A hostile partner --------------------------------------------------------------------------------
 
 
 def give_sizes(sizes: list[int]) -> Callable[..., None]:

@@ -38,7 +38,7 @@ CONTROL: dict[str, Any] = {
 }  # fmt: skip
 PLACE = {
     "node": "10.0.0.1", "address": "10.0.0.1", "port": 4000, "interface": "eth0", "why": "on the route to 10.0.0.2",
-    "identity": "run/1/0", "secret": "0" * 64,
+    "identity": "run/1/0",
 }  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

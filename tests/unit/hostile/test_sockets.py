@@ -8,9 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,9 @@ from raypp.doctor.node import NodeProbe
 from raypp.errors import UnreachableError
 from raypp.memory.peer import CopyReceiver
 from raypp.ports import free_port
-from raypp.train.preflight import _answer
+from raypp.records import Coordinates, Seat
+from raypp.train.network import Chosen, Interface
+from raypp.train.preflight import LinkReport, _answer, check_links, parse_place
 from raypp.train.process_group import _listening, connect
 from raypp.untrusted import sockets
 from raypp.untrusted.sockets import MOST_UNPROVEN, Listener, UnprovenError, introduce, receive
@@ -200,7 +201,7 @@ def test_a_closed_listener_leaves_no_thread_and_no_connection(told: list[str]) -
     assert eventually(lambda: threading.active_count() == before) and not told
 
 
-# A false listener -----------------------------------------------------------------------------------
+# A false listener ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -215,10 +216,8 @@ def false_listener(serve: Callable[[socket.socket], None]) -> Iterator[int]:
                 except OSError:
                     return
                 with link:
-                    try:
+                    with suppress(OSError):
                         serve(link)
-                    except OSError:
-                        pass
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -253,7 +252,55 @@ def test_a_false_listener_is_noticed_in_time(serve: Callable[[socket.socket], No
         sockets.connect(HERE, port, SECRET, timeout_s=0.5)
 
 
-# The rendezvous -------------------------------------------------------------------------------------
+# The preflight ------------------------------------------------------------------------------------
+
+
+class Rendezvous(dict[str, bytes]):
+    """The methods of torch's store that the preflight uses."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_links_are_tried_while_strangers_are_at_the_port(told: list[str]) -> None:
+    nodes, store = ("127.0.0.1", "127.0.0.2"), Rendezvous()
+    reports: dict[int, list[LinkReport]] = {}
+
+    def node(number: int) -> None:
+        seat = Seat(
+            "run", 1, number, 2, Coordinates(pp=number), Coordinates(2, 1, 1, 1), node_rank=number,
+            node=nodes[number], nodes=nodes, secret=SECRET.hex(),
+        )  # fmt: skip
+        chosen = Chosen(Interface("lo", nodes[number], 0, True), "on the route")
+        reports[number] = check_links(seat, chosen, store, 30, told.append)
+
+    threads = [threading.Thread(target=node, args=(number,)) for number in (1, 0)]
+    threads[0].start()
+    assert eventually(lambda: "preflight/1" in store)
+    port = parse_place(store["preflight/1"], "preflight/1").port
+    with silent((nodes[1], port), 200):
+        with pytest.raises(UnprovenError):
+            guess((nodes[1], port))
+        assert say((nodes[1], port), MESSAGES["http"])
+        threads[1].start()
+        for thread in threads:
+            thread.join(30)
+    assert [(one.node, one.peer) for one in reports[0]] == [nodes] and reports[1] == []
+    assert len(told) == 1 and "the port for preflight was refused" in told[0]
+
+
+def test_a_listener_without_a_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a secret"):
+        Listener(HERE, b"", echo, "tests")
+
+
+# The rendezvous -----------------------------------------------------------------------------------
 
 
 def test_the_rendezvous_listens_on_its_address_only() -> None:
@@ -275,8 +322,6 @@ def test_a_port_that_was_taken_is_named() -> None:
         connect(HERE, taken.getsockname()[1], 2, serve=True, timeout_s=5)
 
 
-def test_the_secret_of_a_seat_is_not_shown(tmp_path: Path) -> None:
-    from raypp.records import Coordinates, Seat
-
+def test_the_secret_of_a_seat_is_not_shown() -> None:
     seat = Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1), secret="ab" * 32)
     assert "ab" * 32 not in f"{seat} {seat!r}"

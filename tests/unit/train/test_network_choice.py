@@ -26,6 +26,7 @@ SEAT = Seat(
     node="127.0.0.1",
     nodes=("127.0.0.1", "127.0.0.9"),
     interface="lo",
+    secret="5e" * 32,
 )
 
 
