@@ -215,9 +215,8 @@ def false_listener(serve: Callable[[socket.socket], None]) -> Iterator[int]:
                     link, _ = server.accept()
                 except OSError:
                     return
-                with link:
-                    with suppress(OSError):
-                        serve(link)
+                with link, suppress(OSError):
+                    serve(link)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
