@@ -88,7 +88,7 @@ class Listener:
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)
         self._secret, self._serve, self._what, self._tell = secret, serve, what, tell
-        self._closed = False
+        self._closed = self._told = False
         self._unproven: dict[socket.socket, _Unproven] = {}  # oldest first
         self._proven: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -195,9 +195,9 @@ class Listener:
         """Ends a connection. Without `why` nobody is told: the peer may have died."""
         self._forget(selector, one).close()
         self.refused += 1
-        if why and self._tell is not _told:
-            tell, self._tell = self._tell, _told
-            tell(f"a connection from {one.address} to the port for {self._what} was refused: {why}")
+        if why and not self._told:
+            self._told = True
+            self._tell(f"a connection from {one.address} to the port for {self._what} was refused: {why}")
 
     def _forget(self, selector: selectors.BaseSelector, one: _Unproven) -> socket.socket:
         selector.unregister(one.connection)
@@ -218,10 +218,6 @@ class Listener:
                 log.info("a connection for %s ended: %s", self._what, error)
         finally:
             self._proven.discard(connection)
-
-
-def _told(_message: str) -> None:
-    """Stands for a `tell` that was called."""
 
 
 def greeting_fits(heard: bytes) -> bool:
