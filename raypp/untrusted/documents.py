@@ -97,8 +97,7 @@ def parse_as(
         fix: What the user can do; follows each problem.
         kind: What the document should be, with its article; each problem then begins with `is not
             KIND: `.
-        unknown: Whether keys that the shape does not name are errors, left out (at little memory), or
-            kept.
+        unknown: Whether keys that the shape does not name are errors, left out, or kept.
 
     Raises:
         RayppError: Of the given kind, with a problem per wrong value, the first three.
