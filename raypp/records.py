@@ -96,6 +96,9 @@ class Seat:
     device_index: int = 0
     nodes: tuple[str, ...] = ()
     """The addresses of all nodes of the attempt, by node_rank; empty if unknown."""
+    secret: str = field(default="", repr=False)
+    """64 hex digits that only the attempt's ranks know; never written. Empty without a
+    controller, and then `nodes` is empty too."""
 
     @property
     def label(self) -> str:

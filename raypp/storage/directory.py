@@ -94,7 +94,7 @@ class DirectoryStore:
         first = start or 0
         for left in reversed(range(_STALE_TRIES)):
             try:
-                with path.open("rb") as file:
+                with open(path, "rb", opener=_without_waiting) as file:
                     file.seek(first)
                     return file.read() if end is None else file.read(max(0, end - first))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -297,6 +297,11 @@ class DirectoryStore:
                 )
             )
         return StoreError(Problem(place, f"{error}", "check that this machine can reach the directory"))
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a FIFO has no bytes then, instead of a wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _quoted(key: str) -> str:

@@ -7,6 +7,7 @@ a number in quotes is no number. Ranges are part of the type (`Count`, `Annotate
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
@@ -47,8 +48,9 @@ class Bounds:
 
 
 def parse_json(
-    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
-) -> Any:
+    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
+    objects: Callable[[list[tuple[str, Any]]], Any] | None = None, constants: bool = False,
+) -> Any:  # fmt: skip
     """Parses JSON within bounds.
 
     Args:
@@ -57,13 +59,16 @@ def parse_json(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
+        objects: Converts the keys and values of each object, inner ones first; None: to a dict. A
+            ValueError of it says why the text is refused.
+        constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
         RayppError: Of the given kind. It is no JSON, nested too deeply, or beyond the bounds.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=None if constants else _refuse_constant, object_pairs_hook=objects)
     except RecursionError:
         _fail(error, place, "is nested too deeply", fix)
     except ValueError as cause:  # also of UTF-8, and of numbers with thousands of digits
@@ -104,7 +109,7 @@ def parse_as(
     except ValidationError as cause:
         found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
         start = f"is not {kind}: " if kind else ""
-        raise error([Problem(place, start + _in_words(details), fix) for details in found]) from None
+        raise error([Problem(place, start + described(details), fix) for details in found]) from None
 
 
 @cache
@@ -120,7 +125,7 @@ def _check_bounds(data: bytes, place: str, bounds: Bounds, error: type[RayppErro
         _fail(error, place, f"has about {values:,} values; at most {bounds.values:,} are read", fix)
 
 
-def _in_words(details: Any) -> str:
+def described(details: Any) -> str:
     """Describes an error of pydantic: `objects[3].size is -1: should be greater than …`."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part)}" for part in details["loc"])
     where = where.removeprefix(".")
