@@ -193,7 +193,7 @@ class _Control(TypedDict, total=False):
     tail_crc: _Crc
 
 
-def parse_control(text: bytes) -> dict[str, Any]:
+def decode_control(text: bytes) -> dict[str, Any]:
     """Decodes the JSON of a control block.
 
     Raises:
@@ -214,7 +214,7 @@ def read_control(descriptor: int) -> dict[str, Any] | None:
     if block[:8] != _MAGIC or len(text) != length or zlib.crc32(text) != crc:
         return None
     try:
-        return parse_control(text)
+        return decode_control(text)
     except ValueError:
         return None
 

@@ -10,7 +10,7 @@ from raypp.checkpoint.run_spec import read_spec
 from raypp.control import run_events
 from raypp.control.run_record import RunRecord
 from raypp.errors import CheckpointError
-from raypp.memory.files import parse_control
+from raypp.memory.files import decode_control
 from raypp.memory.slot import decode_tail
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
@@ -115,7 +115,7 @@ def announcement(data: bytes) -> None:
 @target(_CONTROL)
 def memory_control(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        parse_control(data)
+        decode_control(data)
 
 
 @target(_TAIL)

@@ -20,7 +20,7 @@ from raypp.checkpoint.tensor_file import TensorEntry, decode_header, encode_head
 from raypp.cli.main import run
 from raypp.control import run_events
 from raypp.errors import CheckpointError
-from raypp.memory.files import parse_control
+from raypp.memory.files import decode_control
 from raypp.memory.slot import decode_tail
 from raypp.observe.append_log import LONGEST_LINE
 from raypp.observe.reader import RunReader
@@ -334,7 +334,7 @@ def test_damaged_snapshots_in_memory_are_told() -> None:
         b'{"keeper": [1e99, 0]}',
     ):
         with pytest.raises(ValueError, match="control block"):
-            parse_control(control)
+            decode_control(control)
 
 
 def test_names_that_are_no_steps_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
