@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Len, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import CheckpointError
@@ -45,6 +45,7 @@ _FORGET_S = 3600.0
 (the raylet, the torchrun agent) lives: the run may be between two attempts."""
 _YOUNG_S = 60.0
 _Crc = Annotated[int, Ge(0), Lt(1 << 32)]
+_Figure = Annotated[float, Ge(0), Lt(1e12)]
 _LOOKS = 5
 _NAME = re.compile(
     r"raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>[0-9]{1,9})"
@@ -184,7 +185,7 @@ class _Control(TypedDict, total=False):
     rank: Count
     step: Count
     committed: Annotated[int, Ge(-1)]
-    keeper: tuple[Annotated[int, Ge(0), Lt(1 << 31)], float]
+    keeper: Annotated[list[_Figure], Len(2, 2)]
     format: Count
     complete: bool
     data_size: Count
@@ -339,7 +340,7 @@ def _is_dead(path: Path) -> bool:
 def _lives(keeper_of: Any) -> bool:
     try:
         pid, started = keeper_of
-        process = psutil.Process(pid)
+        process = psutil.Process(int(pid))
         return bool(abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, TypeError):  # TypeError: it names none
+    except (psutil.Error, OverflowError, TypeError):  # TypeError: it names none
         return False
