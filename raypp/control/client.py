@@ -29,6 +29,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
+from raypp.untrusted.text import shell_word
 
 log = logging.getLogger(__name__)
 
@@ -282,5 +283,5 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
 
 def no_such_controller(run: str, state: str) -> JobError:
     """Returns the error of a command for a run that has ended."""
-    fix = f"`raypp submit JOB --resume --set name={run}` resumes it"
+    fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

@@ -16,6 +16,7 @@ from raypp.planning.flops import layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.untrusted.text import shell_word
 
 GIB = 1024**3
 
@@ -175,13 +176,13 @@ def read_costs(path: Path, job: Job) -> Costs:
         JobError: The file cannot be read, or was measured for another model or for other
             microbatches.
     """
-    fix = f"measure again: raypp plan JOB --measure {path}"
+    fix = f"measure again: raypp plan JOB --measure {shell_word(path)}"
     try:
         found = json.loads(path.read_text())
         parts: dict[str, Any] = {name: Part(**found[name]) for name in ("layer", "first", "last")}
         identity = found["identity"]
     except FileNotFoundError:
-        raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {path}") from None
+        raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {shell_word(path)}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobError(f"{path} does not contain measured costs: {in_words(error)}", fix) from error
     wanted = cost_identity(job)
