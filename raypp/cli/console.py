@@ -39,6 +39,9 @@ class Text(rich.text.Text):
         """Adds text; a string as the constructor takes it."""
         return super().append(self.show(text) if isinstance(text, str) else text, style)
 
+    def __add__(self, other: Any) -> rich.text.Text:
+        return super().__add__(self.show(other) if isinstance(other, str) else other)
+
 
 class Lines(Text):
     """Styled text of several lines. Only for places where no line can pose as another."""

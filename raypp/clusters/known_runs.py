@@ -90,7 +90,7 @@ def controller_alive(place: RunPlace) -> bool | None:
     """Returns whether the run's controller is alive; None if its cluster cannot be asked."""
     try:
         dashboard = cluster_of(place, _QUICK_S).dashboard
-        name = urllib.parse.quote(f"raypp/{place.name}", safe="")
+        name = urllib.parse.quote(f"raypp/{place.name}", safe="", errors="replace")
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
         if any(actor["state"] != "DEAD" for actor in actors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from pathlib import Path
 
 from raypp.spec.job import Job
@@ -62,6 +63,6 @@ def resolve_path(path: str, directory: Path) -> str:
 
 def exists(path: str) -> bool:
     """Whether the local path exists, or the glob matches something."""
-    if Path(path).exists():
+    if os.path.exists(path):  # noqa: PTH110 - Path.exists raises an error for a path that is too long
         return True
     return is_glob(path) and next(glob.iglob(path, recursive=True), None) is not None  # noqa: PTH207 - absolute globs
