@@ -52,6 +52,11 @@ class Lines(Text):
 class Table(rich.table.Table):
     """A table whose cells are lines of limited length."""
 
+    @classmethod
+    def grid(cls, *headers: Any, **options: Any) -> rich.table.Table:
+        """Returns a layout without borders, whose cells are not truncated."""
+        return rich.table.Table.grid(*headers, **options)
+
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Adds a row. Cells that are strings, or text in one style, are truncated with `…`."""
         super().add_row(*(_cell(cell) for cell in cells), **options)

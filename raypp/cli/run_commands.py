@@ -148,7 +148,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
         )
         raise JobError(file.locate(problem))
     if resume and not exists:
-        hint = known_runs.hint_of_names(name, runs_below(store), "`--set name={}`")
+        hint = known_runs.hint_of_names(name, [shell_word(one) for one in runs_below(store)], "`--set name={}`")
         fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
         problem = Problem("name", f"there is no run named {name!r} at {store.url} to resume", fix)
         raise JobError(file.locate(problem))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -263,7 +264,8 @@ def answer_in(output: str, errors: str) -> dict[str, Any]:
     """
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
-            return dict(json.loads(line))
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
     tail = "\n".join((errors or output).splitlines()[-5:])
     raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}"))
 

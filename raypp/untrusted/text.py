@@ -33,10 +33,10 @@ def shell_word(text: object) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats log records for a terminal."""
+    """Formats log records for a terminal. Further lines of a record are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible_lines(super().format(record))
+        return visible_lines(super().format(record)).replace("\n", "\n    ")
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Commands as processes on a pseudo-terminal and in a pipe: text of others cannot control either."""
+"""Commands as processes, on a pseudo-terminal and in a pipe: text of others controls neither."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 COMMANDS = [
     ["logs", "a"],
     ["status", "a"],
+    ["status", "a", "--watch"],
     ["checkpoints", "diff", "s/a/step-3", "s/b/step-3"],
     ["checkpoints", "show", "s/a/step-3"],
 ]

@@ -154,7 +154,7 @@ def write_world(folder: Path, home: Path, text: str) -> None:
 def commands(text: str) -> list[list[str]]:
     """Returns the commands that read a world in the working directory."""
     given = os.fsdecode(text.replace("\0", "")[:3000].encode("utf-8", "surrogatepass"))
-    plain = [
+    return [
         ["status", "a"], ["status", "s/b"], ["events", "a"], ["logs", "a"], ["list"], ["status", f"s/{given}"],
         ["checkpoints", "list", "s/a"], ["checkpoints", "show", "s/a"], ["checkpoints", "show", "--all", "s/a/step-3"],
         ["checkpoints", "diff", "s/a/step-3", "s/b/step-3"], ["checkpoints", "verify", "s/a"],
@@ -168,7 +168,6 @@ def commands(text: str) -> list[list[str]]:
         ["submit", "good.yaml", "--dry-run", "--address", given], ["explain", given], ["list-kinds", given],
         ["init", given], [given], ["status", f"--{given}"], ["save", given], ["stop", given], ["doctor", given],
     ]  # fmt: skip
-    return plain
 
 
 def json_commands(text: str) -> list[list[str]]:

@@ -20,6 +20,7 @@ from raypp.cli.main import run
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
+from raypp.control.client import answer_in
 from raypp.doctor.findings import Finding, Severity
 from raypp.errors import Problem
 from raypp.observe.reader import RunReader
@@ -86,6 +87,13 @@ def test_json_commands_print_json(text: str, coloured: bool, capsys: pytest.Capt
         lines = told.out.splitlines()
         assert lines and all(json.loads(line) is not None for line in lines), arguments
         assert len(lines) == (2 if arguments[0] == "history" else 1)
+
+
+def test_tracebacks_show_text_of_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "values.yaml", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and nasty.MARK in told
+    assert nasty.faults(told.replace("Traceback", "").replace("FORGED", "")) == []
 
 
 def test_every_line_of_a_log_has_a_short_tag(text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +194,10 @@ def test_the_log_of_a_ray_job_is_shown(text: str, capsys: pytest.CaptureFixture[
     assert nasty.faults(told.replace("FORGED", "")) == []
 
 
+def test_a_line_that_is_no_answer_is_passed_over() -> None:
+    assert answer_in('{"found": true}\n{broken', "") == {"found": True}
+
+
 def s3_error(text: str) -> bytes:
     told = "".join(f"&#{ord(one)};" if one in "<>&" else one for one in text)
     return f"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>{told}</Message></Error>".encode(
@@ -218,4 +230,4 @@ def test_commands_to_paste_are_words(text: str) -> None:
 
 def test_a_warning_of_a_library_is_shown(text: str) -> None:
     record = logging.LogRecord("botocore", logging.WARNING, "", 1, "said %s", (text,), None)
-    assert nasty.faults(VisibleFormatter().format(record).replace("FORGED", "")) == []
+    assert nasty.faults(VisibleFormatter().format(record)) == []
