@@ -17,7 +17,7 @@ from raypp.checkpoint.verify import verify_checkpoint
 from raypp.cli.checkpoint_hf_commands import export_command, import_command
 from raypp.cli.checkpoint_look_commands import diff_command, show_command
 from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_run, progress_bar
-from raypp.cli.console import Table, Text, wide_console
+from raypp.cli.console import Lines, Table, wide_console
 from raypp.cli.output import echo, echo_json
 from raypp.cli.render import date_and_clock, duration, mesh_text
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
@@ -176,7 +176,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading)
     for row in rows:
         if "error" in row:
-            table.add_row(str(row["step"]), "–", "–", "–", Text(f"COMMIT {row['error']}", "red"), "")
+            table.add_row(str(row["step"]), "–", "–", "–", Lines(f"COMMIT {row['error']}", "red"), "")
             continue
         written = f"{date_and_clock(row['created'])} ({duration(time.time() - row['created'])} ago)"
         size = f"{row['bytes'] / 1e6:.1f} MB"

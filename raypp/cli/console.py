@@ -44,7 +44,7 @@ class Text(rich.text.Text):
 
 
 class Lines(Text):
-    """Styled text of several lines. Only for places where no line can pose as another."""
+    """Styled text of any length and of several lines; for places where none can pose as another."""
 
     show = staticmethod(visible_lines)
 

@@ -222,7 +222,7 @@ def search_view(found: Found, job: Job) -> RenderableType:
             time_text(cast.step_s),
             count_text(cast.tokens_per_s),
             size_text(cast.peak_memory),
-            Text(settings),
+            Lines(settings),
         )
     best = found.best[0]
     said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
