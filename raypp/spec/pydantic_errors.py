@@ -61,7 +61,7 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
 
     Suggests the closest key, the section that has it, or lists the known keys.
     """
-    name, section = str(path[-1]), type_names.section_at(path[:-1], document)
+    name, section = str(path[-1]) if path else "", type_names.section_at(path[:-1], document)
     known = type_names.known_keys(section) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     homes = [f"{key}.{name}" if key else name for key, other in type_names.all_sections() if name in other.model_fields]
@@ -97,7 +97,7 @@ def _expected(path: KeyPath, document: Any) -> str:
 
 
 def _fix(path: KeyPath, value: Any, document: Any) -> str:
-    expected, name = _expected(path, document), str(path[-1])
+    expected, name = _expected(path, document), str(path[-1]) if path else ""
     info = type_names.field_at(path, document)
     literals = type_names.literals_of(info.annotation) if info else []
     if literals and isinstance(value, str):

@@ -21,7 +21,7 @@ Data: TypeAlias = bytes | bytearray | memoryview
 """What can be stored. A memoryview must be contiguous and of bytes (`memoryview(x).cast("B")`)."""
 
 _LONGEST_KEY = 900
-_UNWELCOME = re.compile(r"[\x00-\x1f\x7f\\]")
+_UNWELCOME = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 
 
 class AlreadyExists(RayppError):
@@ -171,7 +171,7 @@ def check_key(key: str) -> str:
     problem = ""
     if not key:
         problem = "is empty"
-    elif len(key.encode()) > _LONGEST_KEY:
+    elif len(key.encode(errors="surrogatepass")) > _LONGEST_KEY:
         problem = f"is longer than {_LONGEST_KEY} bytes"
     elif _UNWELCOME.search(key):
         problem = "holds a backslash or a control character"
