@@ -13,6 +13,7 @@ import raypp
 from raypp.cli.error_view import show_error
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, in_words
 from raypp.registry import load_object
+from raypp.storage.store_retry import bounded_command
 
 COMMANDS = {
     # command: (its function, one line of help); imported on first use, so that `raypp --help` is
@@ -109,7 +110,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     arguments, debug = _take_debug(arguments)
     try:
-        result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
+        with bounded_command():
+            result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
     except RayppError as error:
         if debug:

@@ -18,6 +18,11 @@ _KINDS = (
 )
 
 
+def kind_of(mode: int) -> str:
+    """Returns in words what a file is that is not regular, from its `st_mode`."""
+    return next((name for test, name in _KINDS if test(mode)), "no regular file")
+
+
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
     """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would.
 
@@ -44,8 +49,7 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
-        raise error(Problem(where, f"{named}is {kind}", fix or "use a regular file"))
+        raise error(Problem(where, f"{named}is {kind_of(mode)}", fix or "use a regular file"))
     return os.fdopen(descriptor, "rb")
 
 
