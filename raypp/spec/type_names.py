@@ -53,9 +53,13 @@ def literals_of(annotation: Any) -> list[str]:
     return [word for member in get_args(annotation) for word in literals_of(member)]
 
 
-@functools.cache
 def section_of(annotation: Any) -> type[Section] | None:
     """Returns the (first) section class of an annotation; None for a plain value."""
+    return _section_of(annotation)
+
+
+@functools.cache
+def _section_of(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation if issubclass(annotation, Section) else None
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
