@@ -107,8 +107,10 @@ class DirectoryStore:
                     most = size - first if end is None else min(end, size) - first
                     if end is None and most > MOST_WHOLE_BYTES:
                         raise too_large(f"{self.url}/{key}", most)
+                    if most <= 0:
+                        return b""
                     file.seek(first)
-                    return file.read(max(0, most))
+                    return file.read(most)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
             except OSError as error:
@@ -241,7 +243,12 @@ class DirectoryStore:
 
     def _opened(self, path: Path, key: str) -> BinaryIO:
         """Opens a regular file; never waits, as opening a FIFO would."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # a socket
+                raise
+            raise self._no_file(path.stat().st_mode, key) from None
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
             return os.fdopen(descriptor, "rb")
