@@ -90,9 +90,9 @@ def test_names_that_no_store_holds_are_passed_over(store: DirectoryStore, caplog
 
 def test_folders_may_be_as_deep_as_keys_may_be_long(store: DirectoryStore, caplog: pytest.LogCaptureFixture) -> None:
     here = os.open(store.root, os.O_RDONLY)
-    for _ in range(3000):  # deeper than any path
-        os.mkdir("d", dir_fd=here)
-        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+    for _ in range(480):  # deeper than a key is long
+        os.mkdir("dd", dir_fd=here)
+        inner = os.open("dd", os.O_RDONLY, dir_fd=here)
         os.close(here)
         here = inner
     os.close(here)
