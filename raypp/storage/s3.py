@@ -363,12 +363,13 @@ class S3Store:
                 budget.end()
 
     def _read(self, key: str, request: Callable[[S3Client], T]) -> T:
-        """Sends a request that changes nothing, like `ask`; does not wait for a trickle."""
+        """Sends a request that changes nothing, like `ask`; a command does not wait for a trickle."""
+        budget = self.patience.budget
+        if budget is None:
+            return self.ask(key, request)
 
         def read(client: S3Client) -> T:
-            limit = self._clients.timeout_s + CONNECT_S
-            if self.patience.budget is not None:
-                limit = min(limit, max(_LEAST_S, self.patience.budget.left_s))
+            limit = min(self._clients.timeout_s + CONNECT_S, max(_LEAST_S, budget.left_s))
             return watched(lambda: request(client), limit)
 
         return self.ask(key, read)

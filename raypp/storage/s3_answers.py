@@ -7,6 +7,7 @@ error) to be short and without a DOCTYPE, a number to be the size of an object.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_DOCUMENT_BYTES = 4 << 20
 """A listing of 1000 keys, each with the longest name and every attribute, is shorter."""
+_LARGEST_PIECE = 1 << 20
+_FAST_S = 0.2
 _MOST_TAGS = 100_000
 _LARGEST_OBJECT = 1 << 50
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
@@ -162,13 +165,17 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
 
 
 def _pieces(body: Any, most: int) -> Iterator[bytes]:
-    """Yields the next `most` bytes of a body, or what there is."""
+    """Yields the next `most` bytes of a body, or fewer. Pieces grow while they come fast."""
+    size = PIECE_BYTES
     while most > 0:
-        piece = body.read(min(PIECE_BYTES, most))
+        begun = time.monotonic()
+        piece = body.read(min(size, most))
         if not piece:
             return
         arrived()
         most -= len(piece)
+        fast = time.monotonic() - begun < _FAST_S
+        size = min(2 * size, _LARGEST_PIECE) if fast else PIECE_BYTES
         yield piece
 
 
