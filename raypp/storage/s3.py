@@ -363,7 +363,7 @@ class S3Store:
                 budget.end()
 
     def _read(self, key: str, request: Callable[[S3Client], T]) -> T:
-        """Sends a request that changes nothing, like `ask`; a command does not wait for a trickle."""
+        """Sends a request that changes nothing, like `ask`. A command waits for no trickle."""
         budget = self.patience.budget
         if budget is None:
             return self.ask(key, request)
