@@ -16,6 +16,7 @@ from raypp.cli.error_view import show_error
 from raypp.cli.output import echo, echo_lines
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, in_words
 from raypp.registry import load_object
+from raypp.storage.store_retry import bounded_command
 from raypp.untrusted.text import VisibleFormatter
 
 COMMANDS = {
@@ -118,7 +119,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     arguments, debug = _take_debug(arguments)
     try:
-        result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
+        with bounded_command():
+            result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
     except RayppError as error:
         if debug:
