@@ -107,12 +107,11 @@ def _print_tensors(tensors: list[TensorInfo]) -> None:
     """Prints one line per tensor. There may be tens of thousands: Rich takes a ms for each."""
     rows = [("tensor", "dtype", "shape", "size", "on ranks")]
     for info in tensors:
-        extents = " × ".join(map(str, info.shape)) or "scalar"
-        rows.append((visible(info.name), info.dtype.lower(), extents, size_text(info.bytes), _ranges(info.ranks)))
-    name, dtype, shape, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+        shape = " × ".join(map(str, info.shape)) or "scalar"
+        rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
+    name, kind, form, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
     head, *lines = (
-        f"{words[0]:<{name}}  {words[1]:<{dtype}}  {words[2]:<{shape}}  {words[3]:>{size}}  {words[4]}"
-        for words in rows
+        f"{words[0]:<{name}}  {words[1]:<{kind}}  {words[2]:<{form}}  {words[3]:>{size}}  {words[4]}" for words in rows
     )
     echo(styled(head, bold=True))
     echo_lines("\n".join(lines), nl=bool(lines))
