@@ -5,7 +5,8 @@
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs bench chaos clean
+# make fuzz        damaged input for every parser, for MINUTES=10
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs bench chaos fuzz clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -124,6 +125,11 @@ ifdef MINUTES
 else
 	$(BIN)/python -m pytest tests/chaos
 endif
+
+# Every target of tests/fuzz in turns, for so many minutes; the same SEED gives the same inputs.
+fuzz: MINUTES ?= 10
+fuzz: venv
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(filter command% environment%,$(origin SEED)),--seed $(SEED)) $(TESTS)
 
 clean:
 	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down; fi

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import step_folder
@@ -22,6 +23,7 @@ from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_
 from raypp.cli.render import date_and_clock, duration, mesh_text
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
 from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
 
 
 @click.group("checkpoints")
@@ -176,7 +178,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading)
     for row in rows:
         if "error" in row:
-            table.add_row(str(row["step"]), "–", "–", "–", f"[red]COMMIT {row['error']}[/red]", "")
+            table.add_row(str(row["step"]), "–", "–", "–", Text(f"COMMIT {visible(row['error'])}", "red"), "")
             continue
         written = f"{date_and_clock(row['created'])} ({duration(time.time() - row['created'])} ago)"
         size = f"{row['bytes'] / 1e6:.1f} MB"
@@ -207,9 +209,13 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
     A job without keep_every keeps no extra steps.
     """
     try:
-        section = read_spec(store, name)["checkpoint"]
-        return keep or int(section["keep"]), int(section.get("keep_every", 0)) if keep_every is None else keep_every
-    except (CheckpointError, LookupError, TypeError, ValueError):
+        section = read_spec(store, name).get("checkpoint") or {}
+        wanted = section.get("keep") if keep is None else keep
+        every = section.get("keep_every", 0) if keep_every is None else keep_every
+        if type(wanted) is int and wanted > 0 and type(every) is int and every >= 0:
+            return wanted, every
+        raise CheckpointError("its checkpoint.keep and keep_every are no numbers")
+    except CheckpointError:
         if keep is not None:
             return keep, keep_every or 0
         raise JobError(

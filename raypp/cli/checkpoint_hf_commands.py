@@ -52,7 +52,7 @@ def export_command(
     transformers' from_pretrained loads them. Tensors are copied a few rows at a time, and every
     byte read is checked.
     """
-    store, commit = open_checkpoint(run)
+    store, commit, _ = open_checkpoint(run)
     _check_form(commit, adapter, merged, dtype)
     lend_store_settings()
     there = open_store(target)

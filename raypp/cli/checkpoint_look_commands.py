@@ -13,13 +13,15 @@ from rich.table import Table
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
+from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text, wide_console
 from raypp.cli.render import date_and_clock, mesh_text
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
 from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
 
 _SHOWN = 20
+_WIDEST = 80
 
 
 @click.command("show")
@@ -31,8 +33,8 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
 
     Reads and checks headers, but not the tensors' data.
     """
-    store, commit = open_checkpoint(run)
-    tensors = SavedTensors(store, commit).infos
+    store, commit, saved = open_checkpoint(run)
+    tensors = saved.infos
     if as_json:
         click.echo(json.dumps(_facts(store, commit, tensors)))
         return
@@ -43,7 +45,7 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
     facts += f"{size_text(commit.size)} in {len(commit.objects)} objects"
     console.print(facts, highlight=False, markup=False)
     shown = [info for info in tensors.values() if everything or not info.name.startswith(OPTIMIZER)]
-    console.print(_table(shown))
+    _print_tensors(shown)
     left = [info for name, info in tensors.items() if name.startswith(OPTIMIZER)]
     if left and not everything:
         size = size_text(sum(info.bytes for info in left))
@@ -61,8 +63,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
     Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
     bits are equal, else with code 1.
     """
-    (store_a, commit_a), (store_b, commit_b) = open_checkpoint(a), open_checkpoint(b)
-    tensors_a, tensors_b = SavedTensors(store_a, commit_a), SavedTensors(store_b, commit_b)
+    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a), open_checkpoint(b)
     with progress_bar("comparing", commit_a.size) as advance:
         found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
     if as_json:
@@ -102,17 +103,18 @@ def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -
     }
 
 
-def _table(tensors: list[TensorInfo]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    for heading in ("dtype", "shape"):
-        table.add_column(heading)
-    table.add_column("size", justify="right")
-    table.add_column("on ranks")
+def _print_tensors(tensors: list[TensorInfo]) -> None:
+    """Prints one line per tensor. There may be tens of thousands: Rich takes a ms for each."""
+    rows = [("tensor", "dtype", "shape", "size", "on ranks")]
     for info in tensors:
         shape = " × ".join(map(str, info.shape)) or "scalar"
-        table.add_row(info.name, info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
-    return table
+        rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
+    name, dtype, shape, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+    head, *lines = (
+        f"{words[0]:<{name}}  {words[1]:<{dtype}}  {words[2]:<{shape}}  {words[3]:>{size}}  {words[4]}"
+        for words in rows
+    )
+    click.echo("\n".join([click.style(head, bold=True), *lines]))
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:

@@ -261,7 +261,7 @@ def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
     found = [event for event in events if event.kind == "evaluated"]
     if not found:
         return []
-    return [("held-out loss", f"{loss_text(found[-1].details.get('loss'))}  (step {found[-1].step})")]
+    return [("held-out loss", f"{loss_text(found[-1].number('loss'))}  (step {found[-1].step})")]
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:

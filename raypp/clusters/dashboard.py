@@ -17,8 +17,10 @@ from typing import Any
 
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 from raypp.retry import Backoff
+from raypp.untrusted.files import read_file
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
+_TOKEN_BYTES = 64 << 10
 _AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
 
 
@@ -95,8 +97,8 @@ def token_from_environment() -> str | None:
         return token.strip()
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     try:
-        return path.read_text().strip() or None
-    except OSError:
+        return read_file(path, _TOKEN_BYTES).decode(errors="replace").strip() or None
+    except RayppError:
         return None
 
 

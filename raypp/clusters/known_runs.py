@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from raypp.clusters.dashboard import FINAL_JOB_STATES, Dashboard
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.errors import JobError, Problem, RayppError
+from raypp.untrusted.documents import parse_as
+from raypp.untrusted.files import read_file
 
 _QUICK_S = 3.0
 _MAX_NAMES = 8
+_MOST_BYTES = 64 << 10
+_MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def known_runs() -> list[RunPlace]:
     with contextlib.suppress(RayppError):
         for place in _of_cluster(find_cluster(timeout_s=_QUICK_S)):
             found[place.url, place.name] = place
-    for path in (raypp_home() / "runs").glob("*.json"):
+    for path in islice((raypp_home() / "runs").glob("*.json"), _MOST_RUNS):
         remembered = _read(path)
         if remembered is not None:
             found.setdefault((remembered.url, remembered.name), remembered)
@@ -127,8 +132,8 @@ def _file(name: str) -> Path:
 
 def _read(path: Path) -> RunPlace | None:
     try:
-        return RunPlace(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return parse_as(RunPlace, read_file(path, _MOST_BYTES), str(path))
+    except RayppError:
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 import shutil
@@ -17,7 +18,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.processes import OwnProcess
@@ -26,11 +26,15 @@ from raypp.clusters.user_folder import locked, private_directory, raypp_home, wr
 from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.memory.files import remove_dead
 from raypp.ports import free_ports, port_is_free
+from raypp.untrusted.documents import parse_as
+from raypp.untrusted.files import read_file
 
 BUCKET = "raypp"
 # Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
 # addresses.
 _NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
+_STATE_BYTES = 64 << 10
+_RAY_PARENT, _RAY_PREFIX = "/tmp", "raypp-"
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
 _RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
@@ -61,7 +65,10 @@ class LocalCluster:
     python: str
 
     def token(self) -> str:
-        return Path(self.token_path).read_text().strip()
+        fix = "restart the embedded cluster: raypp local down, then raypp local up"
+        return (
+            read_file(Path(self.token_path), _STATE_BYTES, UnreachableError, fix=fix).decode(errors="replace").strip()
+        )
 
     def client(self) -> Dashboard:
         return Dashboard(self.dashboard, self.token())
@@ -127,13 +134,16 @@ def down(*, delete_data: bool = False) -> bool:
 
 
 def _read_state() -> LocalCluster | None:
+    path = directory() / "state.json"
     try:
-        document: dict[str, Any] = json.loads((directory() / "state.json").read_text())
-        document["ray"] = OwnProcess(**document["ray"])
-        document["s3"] = SeaweedServer.from_dict(document["s3"])
-        return LocalCluster(**document)
-    except (OSError, ValueError, TypeError, KeyError):
+        found = parse_as(LocalCluster, read_file(path, _STATE_BYTES), str(path))
+    except RayppError:
         return None
+    pids, times = (found.ray.pid, found.s3.pid), (found.ray.started, found.s3.started)
+    ours = Path(found.ray_dir).parent == Path(_RAY_PARENT) and Path(found.ray_dir).name.startswith(_RAY_PREFIX)
+    if not ours or not all(0 < pid < 2**31 for pid in pids) or not all(map(math.isfinite, times)):
+        return None  # `down` ends these processes and removes this folder
+    return found
 
 
 def _end_leftovers() -> bool:
@@ -153,7 +163,7 @@ def _start(num_cpus: int) -> LocalCluster:
     home = private_directory(directory())
     write_private(home / "token", secrets.token_hex(32))
     # A short path: Ray creates sockets in it, whose paths may not exceed 107 bytes.
-    ray_dir = tempfile.mkdtemp(prefix="raypp-", dir="/tmp")
+    ray_dir = tempfile.mkdtemp(prefix=_RAY_PREFIX, dir=_RAY_PARENT)
     (gcs_port, client_port, dashboard_port) = free_ports(3)
     if port_is_free(8265):
         dashboard_port = 8265

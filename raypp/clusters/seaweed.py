@@ -17,12 +17,15 @@ from typing import Any
 
 import psutil
 
-from raypp.errors import Problem, UnreachableError
+from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
+from raypp.untrusted.documents import parse_json
+from raypp.untrusted.files import read_file
 
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 _MORE_PORTS = ("filer.port", "filer.port.grpc")
+_KEYS_BYTES = 64 << 10
 _START_S = 60.0
 _STOP_S = 10.0
 _GRACE_S = 1.0
@@ -218,8 +221,8 @@ def find_weed() -> Path:
 def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[str, str]:
     """Returns the keys of the server's only identity; reads or creates its private file."""
     if path.is_file() and access_key is None:
-        with contextlib.suppress(ValueError, LookupError):
-            kept = json.loads(path.read_text())["identities"][0]["credentials"][0]
+        with contextlib.suppress(RayppError, LookupError, TypeError):
+            kept = parse_json(read_file(path, _KEYS_BYTES), str(path))["identities"][0]["credentials"][0]
             return str(kept["accessKey"]), str(kept["secretKey"])
     access_key = access_key or f"raypp{secrets.token_hex(6)}"
     secret_key = secret_key or secrets.token_hex(20)

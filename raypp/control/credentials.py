@@ -7,11 +7,13 @@ process of the run calls `load_private_environment` before it opens a store.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
+from raypp.errors import JobError
 from raypp.kinds import STORES
+from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.files import read_file
 
 FILE = "raypp-private.json"
 SECRETS = (*(name for store in STORES for name in store.secrets), "HF_TOKEN")
@@ -30,6 +32,7 @@ PROFILE = tuple(name for store in STORES for name in store.files)
 """Variables that name files of the submitter's machine; they are passed on when the ranks run on
 that machine."""
 
+_BOUNDS = Bounds(size=1 << 20)
 _SHORTEST = 6
 """Values shorter than this are not masked: they occur in ordinary words."""
 _values: set[str] = set()
@@ -43,13 +46,12 @@ def load_private_environment(directory: Path | None = None) -> None:
     keys).
     """
     path = (directory or Path.cwd()) / FILE
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
+    if not path.exists():
         return
+    text = read_file(path, _BOUNDS.size, JobError)
     with contextlib.suppress(OSError):
         path.chmod(0o600)
-    values = {str(key): str(value) for key, value in json.loads(text).items()}
+    values = parse_as(dict[str, str], text, str(path), _BOUNDS, JobError)
     os.environ.update(values)
     _values.update(value for value in values.values() if len(value) >= _SHORTEST)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 
 from raypp.data.corpus import Corpus
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
+from raypp.untrusted.text import visible
 
 KIND = SourceKind(
     "jsonl",
@@ -18,6 +20,11 @@ KIND = SourceKind(
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("text_key",),
 )
+
+_LONG = 1 << 20
+_MOST_VALUES = 8_000_000
+"""Values of a line, and commas and brackets in its texts."""
+_SHOWN, _LONGEST_KEY = 8, 60
 
 
 def read(request: Request) -> Corpus:
@@ -39,21 +46,29 @@ def _documents(file: SourceFile, request: Request) -> Iterator[Text]:
 
 def _text(line: str, place: str, request: Request) -> str:
     key = request.data.text_key
+    if len(line) > _LONG and (values := sum(map(line.count, ",[{"))) > _MOST_VALUES:
+        what = f"{place} has about {values:,} values; at most {_MOST_VALUES:,} are read"
+        raise DataError(Problem(request.place, what, "keep only the text"))
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(Problem(request.place, f"{place} is not JSON: {error}", "repair or remove the line")) from error
+        raise DataError(
+            Problem(request.place, f"{place} is not JSON: {visible(error)}", "repair or remove the line")
+        ) from error
     if not isinstance(entry, dict):
         raise DataError(Problem(request.place, f"{place} is not a JSON object", "each line must be {…} with a text"))
     text = entry.get(key)
     if not isinstance(text, str):
-        has = f"it has {', '.join(map(repr, entry))}" if key not in entry else f"it is {type(text).__name__}"
+        keys = ", ".join(repr(name[:_LONGEST_KEY]) for name in islice(entry, _SHOWN))
+        has = f"it has {keys or 'no keys'}" if key not in entry else f"it is {type(text).__name__}"
         what = f"{place} has no text under {key!r} ({has})"
         raise DataError(Problem(request.place, what, "set data.text_key to the field that holds the text"))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            Problem(request.place, f"{place}: the text is not valid Unicode: {error}", "repair the line")
+            Problem(
+                request.place, f"{place}: the text is not valid Unicode: {visible(error.reason)}", "repair the line"
+            )
         ) from error
     return text

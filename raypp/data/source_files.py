@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from raypp.errors import DataError, Problem
 from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
+from raypp.untrusted.files import open_file, special_kind
+from raypp.untrusted.folders import Search
+from raypp.untrusted.text import visible
 
+MOST_TEXT_BYTES = 512 << 20
+"""Longest line, and longest document, in bytes."""
+MOST_FILES = 200_000
 _CHUNK = 16 << 20
 
 
@@ -43,7 +50,7 @@ class SourceFile:
         """
         try:
             if self.store is None:
-                with Path(self.key).open("rb") as file:
+                with open_file(Path(self.key), place=self.place) as file:
                     while chunk := file.read(_CHUNK):
                         yield chunk
             else:
@@ -58,7 +65,7 @@ class SourceFile:
         """Yields the number (from 1) and text of each line, without its line end.
 
         Raises:
-            DataError: It cannot be read, or a line is not UTF-8.
+            DataError: It cannot be read, or a line is not UTF-8 or longer than `MOST_TEXT_BYTES`.
         """
         for number, line in enumerate(self._raw_lines(), start=1):
             try:
@@ -72,10 +79,15 @@ class SourceFile:
 
     def _raw_lines(self) -> Iterator[bytes]:
         begun: list[bytes] = []
+        size, number = 0, 1
         for chunk in self.chunks():
             first, *others = chunk.split(b"\n")
             begun.append(first)
+            size += len(first)
+            if size > MOST_TEXT_BYTES:
+                raise too_long(self.place, f"{self.name}:{number}", "line")
             if others:
+                size, number = len(others[-1]), number + len(others)
                 yield b"".join(begun)
                 yield from others[:-1]
                 begun = [others[-1]]
@@ -92,7 +104,7 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
         place: The key of the job file, for errors.
 
     Raises:
-        DataError: There are no files, or all are empty.
+        DataError: There are no files, all are empty, or there are too many to look at.
         StoreError: The store does not answer or denies access.
     """
     files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
@@ -102,23 +114,31 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
 
 
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    root = Path(path).expanduser()
+    root, search = Path(os.path.expanduser(path)), Search(place)  # noqa: PTH111 - leaves unknown users as they are
     wanted = ""
-    if root.is_dir():
-        found = [file for file in root.rglob("*") if file.suffix.lower() in endings]
+    found: Iterable[Path]
+    if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
+        found = (file for file in search.below(root) if file.suffix.lower() in endings)
         wanted = f" with the ending {' or '.join(endings)}"
-    elif root.exists():
+    elif os.path.lexists(root):
+        if kind := special_kind(root):
+            raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
         found = [root]
     else:
-        found = [Path(name) for name in glob.glob(str(root), recursive=True)]  # noqa: PTH207 - absolute globs
+        found = search.matches(str(root))
+    regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
+    chosen = sorted(set(islice(regular, MOST_FILES + 1)))
+    if len(chosen) > MOST_FILES:
+        raise DataError(
+            Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files")
+        )
     files = []
-    for file in sorted(found):
-        if file.is_file():
-            stat = file.stat()
-            files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
+    for file in chosen:
+        stat = file.stat()
+        files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:
         raise DataError(
-            Problem(place, f"no file{wanted} at {path} on this node", "use a path that exists on every node")
+            Problem(place, f"no file{wanted} at {visible(path)} on this node", "use a path that exists on every node")
         )
     return files
 
@@ -128,9 +148,14 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
     root, _, name = rest.strip("/").partition("/")
     with _named(place):
         store = open_store(f"{scheme}://{root}")
-        infos = sorted(store.list(name), key=lambda info: info.key)
-    folder = f"{name}/" if name else ""
-    found = [i for i in infos if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))]
+        folder = f"{name}/" if name else ""
+        wanted = (
+            i for i in store.list(name)
+            if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))
+        )  # fmt: skip
+        found = sorted(islice(wanted, MOST_FILES + 1), key=lambda info: info.key)
+    if len(found) > MOST_FILES:
+        raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
     if not found:
         what = f"no object at {path}, nor below it with the ending {' or '.join(endings)}"
         raise DataError(Problem(place, what, "use the URL of an object, or of a prefix with objects below it"))
@@ -146,6 +171,12 @@ def _named(place: str) -> Iterator[None]:
         raise type(error)(
             [replace(p, key=place, what=f"{p.key}: {p.what}" if p.key else p.what) for p in error.problems]
         ) from error
+
+
+def too_long(place: str, where: str, noun: str) -> DataError:
+    """Returns the error for a line or a document, beginning at `file:line`, that is too long."""
+    what = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
+    return DataError(Problem(place, what, f"split it into several {noun}s"))
 
 
 def unreadable(place: str, name: str, error: Exception) -> DataError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypp.data.corpus import Corpus
-from raypp.data.source_files import SourceFile, find_files
+from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.kinds import SourceKind
 
@@ -21,7 +21,7 @@ def read(request: Request) -> Corpus:
     """Reads all paragraphs of all files, in order of file name.
 
     Raises:
-        DataError: No file, no paragraph, or a line that is not UTF-8.
+        DataError: No file, no paragraph, one that is too long, or a line that is not UTF-8.
     """
     files = find_files(request.path, KIND.endings, request.place)
     return tokenise(request, files, lambda: (text for file in files for text in paragraphs(file)))
@@ -30,11 +30,15 @@ def read(request: Request) -> Corpus:
 def paragraphs(file: SourceFile) -> Iterator[Text]:
     """Yields a file's paragraphs, their lines joined by `\\n`. A line of spaces counts as blank."""
     lines: list[str] = []
-    first = 0
+    first = size = 0
     for number, line in file.lines():
         if line.strip():
-            first = first if lines else number
+            if not lines:
+                first, size = number, 0
             lines.append(line)
+            size += len(line) + 1
+            if size > MOST_TEXT_BYTES:
+                raise too_long(file.place, f"{file.name}:{first}", "paragraph")
         elif lines:
             yield Text(f"{file.name}:{first}", "\n".join(lines))
             lines = []

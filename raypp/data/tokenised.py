@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
+from raypp.data.stored_arrays import read_meta, read_offsets
 from raypp.data.tokenizer import NotEncodable, Tokenizer
-from raypp.errors import DataError, Problem, in_words
+from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
+from raypp.untrusted.files import open_file
 
 FORMAT = 1
 """Version of the cache's entries; part of their name."""
@@ -93,15 +95,16 @@ def entry_name(request: Request, files: Sequence[SourceFile]) -> str:
 
 
 def _open(entry: Path, request: Request) -> Corpus:
-    try:
-        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-        offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
-        tokens = np.memmap(entry / "tokens", dtype=meta["dtype"], mode="r", shape=(meta["tokens"],))
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            Problem(request.place, f"its tokens in the cache cannot be read: {in_words(error)}", f"delete {entry}")
-        ) from error
-    return Corpus((tokens,), offsets, meta["digest"])
+    meta, path = read_meta(entry, request.place), entry / "tokens"
+    dtype = np.dtype(meta.get("dtype", "uint8"))
+    count = meta.get("tokens", 0)
+    with open_file(path, place=request.place, fix=f"delete {entry}") as file:
+        size = path.stat().st_size
+        if not count or size != count * dtype.itemsize:
+            what = f"{path} has {size} bytes, not {count} tokens of {dtype}"
+            raise DataError(Problem(request.place, what, f"delete {entry}"))
+        tokens = np.memmap(file, dtype=dtype, mode="r", shape=(count,))
+    return Corpus((tokens,), read_offsets(entry, count, request.place), meta["digest"])
 
 
 def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple[np.ndarray[Any, Any], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.errors import DataError, Problem, in_words
+from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.untrusted.text import visible
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
 """Common end-of-text tokens, in the order of preference."""
+
+
+_SHOWN = 300
 
 
 class NotEncodable(Exception):
@@ -70,21 +76,12 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                Problem(
-                    "data.tokenizer",
-                    f"cannot read {path}: {error.strerror}",
-                    "use `bytes`, or the path of a tokenizer.json that exists on every node",
-                )
-            ) from error
+        content = read_tokenizer(path)
         self._backend = _backend(content, path)
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(ids.values(), default=-1)
         self.identity = hashlib.sha256(content).hexdigest()[:16]
-        end = next((name for name in END_NAMES if name in vocabulary), None)
+        end = next((name for name in END_NAMES if name in ids), None)
         if end is None:
             raise DataError(
                 Problem(
@@ -93,7 +90,7 @@ class FileTokenizer:
                     f"add one of {', '.join(END_NAMES)} to its special tokens",
                 )
             )
-        self.eos_id = int(vocabulary[end])
+        self.eos_id = int(ids[end])
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return self.encode_batch([text])[0]
@@ -109,13 +106,16 @@ class FileTokenizer:
 def _backend(content: bytes, path: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
+    vocabulary(content, path)  # within limits that the library does not have
     try:
         backend = Backend.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises no narrower type
+    except BaseException as error:  # the library raises no narrower type, and a panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise DataError(
             Problem(
                 "data.tokenizer",
-                f"{path} is not a tokenizer.json: {in_words(error)}",
+                f"{path} is not a tokenizer.json: {visible(in_words(error)[:_SHOWN])}",
                 "use a file that the tokenizers library can load",
             )
         ) from error
@@ -130,7 +130,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
         DataError: The file is missing or invalid, or has no end-of-text token.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))  # noqa: PTH111
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:

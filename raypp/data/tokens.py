@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, Ids
 from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.source_files import SourceFile, find_files, unreadable
+from raypp.data.source_files import SourceFile, find_files
+from raypp.data.stored_arrays import map_array, read_meta, read_offsets
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
-from raypp.errors import DataError, Problem, in_words
+from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
 KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy",), ids="tokenizer")
@@ -47,30 +48,16 @@ def read(request: Request) -> Corpus:
 
     name = f"{entry_name(request, files)}-{request.tokenizer.eos_id}-{request.vocab_size}"
     entry = made_once(cache_directory() / "tokens" / name, make)
-    try:
-        offsets = np.load(entry / "offsets.npy", mmap_mode="r", allow_pickle=False)
-        digest = json.loads((entry / "meta.json").read_text(encoding="utf-8"))["digest"]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            Problem(request.place, f"its index cannot be read: {in_words(error)}", f"delete {entry}")
-        ) from error
-    return Corpus(tuple(shards), offsets, digest)
+    digest = read_meta(entry, request.place)["digest"]
+    return Corpus(tuple(shards), read_offsets(entry, sum(map(len, shards)), request.place), digest)
 
 
 def _mapped(file: SourceFile, request: Request) -> Ids:
-    path = _fetched(file) if file.store is not None else Path(file.key)
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise unreadable(request.place, file.name, error) from error
-    except (ValueError, EOFError) as error:
-        raise DataError(
-            Problem(request.place, f"{file.name} is not a .npy array: {error}", "write it with numpy.save")
-        ) from error
+    ids = map_array(_fetched(file) if file.store is not None else Path(file.key), request.place, file.name)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
         what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
         raise DataError(Problem(request.place, what, "use a one-dimensional, non-empty array of integers"))
-    return ids  # type: ignore[no-any-return]
+    return ids
 
 
 def _fetched(file: SourceFile) -> Path:

@@ -22,7 +22,8 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     window = config.get("sliding_window", _WINDOW) if config.get("use_sliding_window") else None
     kinds, count = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None and window is not None:
-        full = config.get("max_window_layers", _FULL_LAYERS)
+        full = config.get("max_window_layers")
+        full = _FULL_LAYERS if full is None else full
         kinds = [SLIDING if index >= full else FULL for index in range(count)]
     if kinds is not None and window is None:
         if SLIDING in kinds:

@@ -40,7 +40,9 @@ def _every(interval: int, layers: int) -> tuple[bool, ...]:
 
 
 def rotary(options: SmolLM3Options, index: int) -> Rotary | None:
-    return whole_heads(options, index) if options.rotates()[index] else None
+    listed = options.rotary_layers
+    rotates = (index + 1) % _INTERVAL != 0 if listed is None else listed[index]
+    return whole_heads(options, index) if rotates else None
 
 
 def layer_weights(options: SmolLM3Options, index: int) -> list[Weight]:
@@ -61,7 +63,7 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns which layers have the rotary encoding; null where they follow the usual pattern."""
     layers = config["num_hidden_layers"]
     listed = config.get("no_rope_layers")
-    found = _every(config.get("no_rope_layer_interval", _INTERVAL), layers) if listed is None else map(bool, listed)
+    found = _every(config.get("no_rope_layer_interval") or _INTERVAL, layers) if listed is None else map(bool, listed)
     rotates = tuple(found)[:layers]
     return {"rotary_layers": None if rotates == _every(_INTERVAL, layers) else rotates}
 

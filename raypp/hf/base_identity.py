@@ -31,7 +31,7 @@ def base_identity(files: HfFiles) -> str | None:
     Raises:
         StoreError: The store does not answer.
     """
-    here = [info for info in files.store.list() if "/" not in info.key and info.key.endswith(".safetensors")]
+    here = [info for info in files.listed() if info.key.endswith(".safetensors")]
 
     def sampled(key: str, size: int) -> bytes:
         digest = hashlib.sha256(size.to_bytes(8, "little"))

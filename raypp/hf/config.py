@@ -14,15 +14,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
+from raypp.hf.config_shape import LARGEST, MOST_LAYERS, brief, shape_problems
 from raypp.hf.rope import as_version_4, scaling_of, source_of, written_scaling
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.family import HfFormat
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import rope_problems
+from raypp.untrusted.text import visible
 
 KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora")
 """Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
+_SHOWN = 200
 
 
 def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place: str) -> DecoderOptions:
@@ -37,13 +40,15 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
         JobError: Lists everything that is missing, unsupported or contradicted by the section.
     """
     model_type = config.get("model_type")
+    if problems := list(shape_problems(config, place)):
+        raise JobError(problems)
     family = next((family for family in FAMILIES.values() if family.hf.model_type == model_type), None)
     if family is None:
-        named = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
-        what = f"{place}: model_type {model_type!r} ({named}) is not supported"
+        named = visible(", ".join(config.get("architectures") or [])[:_SHOWN]) or "no architecture"
+        what = f"{place}: model_type {brief(model_type)} ({named}) is not supported"
         raise JobError(Problem(KEY, what, f"use a model of one of these families: {', '.join(FAMILIES)}"))
     rope_key = source_of(config)
-    refused = f"{place}: {rope_key} {config.get(rope_key)!r}"
+    refused = f"{place}: {rope_key} {brief(config.get(rope_key))}"
     lifted = as_version_4(config, family.hf)
     moved = {key: f"{rope_key} {key}" for key in lifted.keys() - config.keys()}
     config = lifted | {key: config[newer] for key, newer in family.hf.newer.items() if newer in config}
@@ -125,8 +130,11 @@ def _invalid(error: ValidationError, form: HfFormat, place: str) -> Iterator[Pro
     """Describes values that the section does not take, by the keys of config.json."""
     keys = {**form.sizes, **form.settings}
     for details in error.errors(include_url=False):
+        if not details["loc"]:  # the values contradict each other
+            yield Problem(KEY, f"{place}: {details['msg']}", "check that this is the config.json of a language model")
+            continue
         name = str(details["loc"][0])
-        what = f"{place}: {keys.get(name, name)} {details['input']!r} is not supported: {details['msg']}"
+        what = f"{place}: {keys.get(name, name)} {brief(details['input'])} is not supported: {details['msg']}"
         yield Problem(KEY, what, "check that this is the config.json of a language model")
 
 
@@ -134,17 +142,21 @@ def _unsupported(config: Mapping[str, Any], form: HfFormat, moved: Mapping[str, 
     fix = "use a model without it; raypp would compute something else"
     for key, only in form.exact.items():
         if config.get(key) not in only.values:
-            yield Problem(KEY, f"{place}: {moved.get(key, key)} {config.get(key)!r} is not supported", fix)
+            yield Problem(KEY, f"{place}: {moved.get(key, key)} {brief(config.get(key))} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
     if others and "layer_types" not in form.own:
-        yield Problem(KEY, f"{place}: layer_types {', '.join(others)} is not supported", fix)
+        yield Problem(KEY, f"{place}: layer_types {visible(', '.join(others)[:_SHOWN])} is not supported", fix)
 
 
 def _missing(config: Mapping[str, Any], form: HfFormat, place: str) -> Iterator[Problem]:
-    for key in dict.fromkeys(form.sizes.values()):
+    for key, name in {key: name for name, key in form.sizes.items()}.items():
         value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            said = "is missing" if key not in config else f"is {value!r}, not a positive integer"
+        most = MOST_LAYERS if name == "num_layers" else LARGEST
+        if isinstance(value, int) and value > most:
+            what = f"{place}: {key} is {brief(value)}; at most {most:,} are supported"
+            yield Problem(KEY, what, "check that this is the config.json of a language model")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            said = "is missing" if key not in config else f"is {brief(value)}, not a positive integer"
             yield Problem(KEY, f"{place}: {key} {said}", "check that this is the config.json of a language model")
 
 
@@ -157,6 +169,6 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
         if said != meant:
             yield Problem(
                 f"model.{name}",
-                f"is {said!r}, but {place} says {meant!r}",
-                f"remove the key (from_hf sets it), or write {meant!r}",
+                f"is {brief(said)}, but {place} says {brief(meant)}",
+                f"remove the key (from_hf sets it), or write {brief(meant)}",
             )

@@ -16,13 +16,15 @@ from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer
-from raypp.errors import CheckpointError, JobError, Problem, in_words
+from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.config import config_from_options
 from raypp.hf.merged_tensors import MergedTensors
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
+from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
 
 PIECE_BYTES = 32 << 20
 """Bytes per copied piece; about twice as much is in memory at once."""
@@ -204,35 +206,33 @@ def _chunks(
 
 def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, list[str]]:
     """Returns the tokenizer's files, the id of its end-of-text token, and remarks."""
-    data = job.get("data") or {}
-    name = data.get("tokenizer")
+    name = _data(job).get("tokenizer")
     if name is None:
         return {}, None, []
     if name == "bytes":
         return {}, ByteTokenizer.eos_id, ["the bytes tokenizer has no files: a token is a byte, 256 ends a document"]
     try:
-        content = Path(name).read_bytes()
-        document = json.loads(content)
-        vocabulary = dict(_vocabulary(document))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return {}, None, [f"the tokenizer was not exported: {name} cannot be read ({in_words(error)})"]
-    end = next((word for word in END_NAMES if word in vocabulary), None)
+        content = read_tokenizer(Path(str(name)))
+        ids = vocabulary(content, Path(str(name)))
+    except DataError as error:
+        why = "; ".join(problem.what for problem in error.problems)
+        return {}, None, [f"the tokenizer was not exported: {visible(name)} cannot be read ({why})"]
+    end = next((word for word in END_NAMES if word in ids), None)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _context(job)}
     if end is not None:
         config["eos_token"] = end
     files = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
-    return files, None if end is None else vocabulary[end], []
-
-
-def _vocabulary(document: Any) -> Iterator[tuple[str, int]]:
-    words = document["model"].get("vocab", {})
-    yield from words.items() if isinstance(words, dict) else ((word[0], index) for index, word in enumerate(words))
-    for token in document.get("added_tokens") or ():
-        yield token["content"], int(token["id"])
+    return files, None if end is None else ids[end], []
 
 
 def _context(job: Mapping[str, Any]) -> int:
-    return int((job.get("data") or {}).get("seq_len", 2048))
+    length = _data(job).get("seq_len")
+    return length if isinstance(length, int) and length > 0 else 2048
+
+
+def _data(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    data = job.get("data")
+    return data if isinstance(data, dict) else {}
 
 
 def _put_json(target: ObjectStore, key: str, document: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
@@ -16,6 +17,7 @@ from raypp.spec.load import JobFile
 from raypp.spec.models import DecoderOptions
 
 _SHOWN = 8
+_MOST_PARTS = 300_000
 
 
 def with_hf_sizes(file: JobFile) -> JobFile:
@@ -68,7 +70,10 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
     Raises:
         CheckpointError: Tensors are missing or have other shapes; names them.
     """
-    parts = [part for name, shape in wanted.items() for part in hf_parts(name, shape)]
+    parts = list(islice((part for name, shape in wanted.items() for part in hf_parts(name, shape)), _MOST_PARTS + 1))
+    if len(parts) > _MOST_PARTS:
+        what = f"has more than {_MOST_PARTS:,} tensors, with one for each expert of a layer"
+        raise CheckpointError(Problem(files.store.url, what, "check the sizes of the model"))
     there = files.tensors(part.name for part in parts)
     problems = []
     for part in parts:

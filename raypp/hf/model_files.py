@@ -5,26 +5,41 @@ Only safetensors are accepted: a pickle can run arbitrary code when it is loaded
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
-from raypp.checkpoint.tensor_file import ELEMENT_BYTES
-from raypp.errors import CheckpointError, JobError, Problem, in_words
+from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.hf.config import KEY
-from raypp.storage import NotFound, ObjectStore, open_store
+from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
+from raypp.storage.store import check_key
+from raypp.untrusted.documents import Bounds, parse_as, parse_json
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, header_length, parse_header
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_HEADER_LIMIT = 100 << 20
 _READERS = 8
+_FIX = "download the model again"
+_CONFIG_BOUNDS = Bounds(size=4 << 20)
+_CONFIG_DEPTH = 16
+_INDEX_BOUNDS = Bounds(size=64 << 20)
+_SHOWN = 300
+_MOST_FILES = 100_000
+_MOST_TENSORS = 300_000
+
+
+class _Index(TypedDict):
+    """The index of a model in several files: each tensor's file."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -79,16 +94,31 @@ class HfFiles:
         Raises:
             JobError: It is missing, or is not a JSON object.
         """
+        place = self.place(_CONFIG)
         try:
-            config = json.loads(self.store.get(_CONFIG))
+            text = self._whole(_CONFIG, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
             fix = "name a directory or an S3 URL that contains config.json and safetensors files"
-            raise JobError(Problem(KEY, f"there is no {self.place(_CONFIG)}", fix)) from None
-        except ValueError as error:
-            raise JobError(Problem(KEY, f"{self.place(_CONFIG)} is not JSON: {error}")) from None
+            raise JobError(Problem(KEY, f"there is no {place}", fix)) from None
+        config = parse_json(text, place, _CONFIG_BOUNDS, JobError, _FIX, constants=True)
         if not isinstance(config, dict):
-            raise JobError(Problem(KEY, f"{self.place(_CONFIG)} is not a JSON object"))
+            raise JobError(Problem(KEY, f"{place} is not a JSON object"))
+        if _depth(config) > _CONFIG_DEPTH:
+            raise JobError(Problem(KEY, f"{place} is nested more than {_CONFIG_DEPTH} levels deep", _FIX))
         return config
+
+    def listed(self) -> list[ObjectInfo]:
+        """Returns the files of the model's folder, without those in folders below.
+
+        Raises:
+            CheckpointError: There are too many to be a model.
+        """
+        found = list(islice(self.store.list(), _MOST_FILES + 1))
+        if len(found) > _MOST_FILES:
+            raise CheckpointError(
+                Problem(self.store.url, f"has more than {_MOST_FILES:,} files", "name a model's folder")
+            )
+        return [info for info in found if "/" not in info.key]
 
     def tensors(self, wanted: Iterable[str] | None = None) -> dict[str, HfTensor]:
         """Reads the headers of the files that hold the wanted tensors (None: of all files).
@@ -105,9 +135,21 @@ class HfFiles:
             keys = sorted({where[name] for name in names})
         else:
             keys = where
+        found: dict[str, HfTensor] = {}
         with ThreadPoolExecutor(_READERS) as pool:
-            found = [tensor for tensors in pool.map(self._header, keys) for tensor in tensors]
-        return {tensor.name: tensor for tensor in found}
+            spans = list(pool.map(self._span, keys))
+            if (total := sum(length for length, _ in spans)) > MOST_BYTES:
+                what = f"the headers of its files have {total:,} bytes together; at most {MOST_BYTES:,} are read"
+                raise CheckpointError(Problem(self.store.url, what, _FIX))
+            texts = pool.map(lambda key, span: self._get(key, LENGTH_BYTES, LENGTH_BYTES + span[0]), keys, spans)
+            for key, (length, data_bytes), text in zip(keys, spans, texts, strict=True):
+                header = parse_header(text, data_bytes, self.place(key), fix=_FIX)
+                data = LENGTH_BYTES + length
+                for name, tensor in header.tensors.items():
+                    found[name] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
+                if len(found) > _MOST_TENSORS:
+                    raise CheckpointError(Problem(self.store.url, f"has more than {_MOST_TENSORS:,} tensors", _FIX))
+        return found
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
         """Reads the bytes of the rows `[first, last)`.
@@ -127,18 +169,22 @@ class HfFiles:
 
     def _weight_map(self) -> dict[str, str] | list[str]:
         """Returns each tensor's file if there is an index, else the files' names."""
+        place = self.place(_INDEX)
         try:
-            index = json.loads(self.store.get(_INDEX))["weight_map"]
-            return {str(name): str(key) for name, key in index.items()}
+            text = self._whole(_INDEX, _INDEX_BOUNDS.size, CheckpointError)
         except NotFound:
             pass
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                Problem(self.place(_INDEX), f"is not an index of safetensors: {in_words(error)}")
-            ) from error
+        else:
+            where = parse_as(_Index, text, place, _INDEX_BOUNDS, fix=_FIX, unknown="ignore")["weight_map"]
+            for key in set(where.values()):
+                try:
+                    check_key(key)
+                except JobError as error:
+                    raise CheckpointError(Problem(place, error.problems[0].what[:_SHOWN], _FIX)) from None
+            return where
         if self.store.head(_SINGLE) is not None:
             return [_SINGLE]
-        here = [info.key for info in self.store.list() if "/" not in info.key]
+        here = [info.key for info in self.listed()]
         keys = sorted(key for key in here if key.endswith(".safetensors"))
         if keys:
             return keys
@@ -149,41 +195,42 @@ class HfFiles:
             fix = "convert the model: load it with transformers, then save_pretrained(…, safe_serialization=True)"
         raise CheckpointError(Problem(self.store.url, what, fix))
 
-    def _header(self, key: str) -> list[HfTensor]:
-        """Reads one file's header.
+    def _span(self, key: str) -> tuple[int, int]:
+        """Returns the bytes of a file's header and those after it.
 
         Raises:
             CheckpointError: See `tensors`.
         """
-        length = int.from_bytes(self._get(key, 0, 8), "little")
-        try:
-            if length > _HEADER_LIMIT:
-                raise ValueError(f"a header of {length} bytes")
-            document = json.loads(self._get(key, 8, 8 + length))
-            document.pop("__metadata__", None)
-            tensors, end = [], 0
-            for name, saved in document.items():
-                begin, stop = saved["data_offsets"]
-                tensor = HfTensor(name, saved["dtype"], tuple(saved["shape"]), key, 8 + length + begin)
-                if tensor.dtype not in ELEMENT_BYTES:
-                    raise ValueError(f"{name} has dtype {tensor.dtype}, which raypp cannot read")
-                if stop - begin != prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]:
-                    raise ValueError(f"the byte count of {name} does not match its shape")
-                tensors.append(tensor)
-                end = max(end, stop)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(Problem(self.place(key), f"is not a safetensors file: {in_words(error)}")) from error
         info = self.store.head(key)
-        if info is None or info.size < 8 + length + end:
-            have = 0 if info is None else info.size
-            raise CheckpointError(Problem(self.place(key), f"is torn: {have} of {8 + length + end} bytes are there"))
-        return tensors
+        if info is None:
+            raise self._missing(key)
+        length = header_length(self._get(key, 0, LENGTH_BYTES), info.size, self.place(key), fix=_FIX)
+        return length, info.size - LENGTH_BYTES - length
+
+    def _whole(self, key: str, most: int, error: type[RayppError]) -> bytes:
+        """Reads a whole file of at most `most` bytes."""
+        data = self.store.get(key, 0, most + 1)
+        if len(data) > most:
+            raise error(Problem(self.place(key), f"has more than {most:,} bytes", _FIX))
+        return data
+
+    def _missing(self, key: str) -> CheckpointError:
+        return CheckpointError(Problem(self.place(key), "is missing", _FIX))
 
     def _get(self, key: str, begin: int, end: int) -> bytes:
         try:
             data = self.store.get(key, begin, end)
         except NotFound:
-            raise CheckpointError(Problem(self.place(key), "is missing", "download the model again")) from None
+            raise self._missing(key) from None
         if len(data) != end - begin:
             raise CheckpointError(Problem(self.place(key), f"is torn: it ends before byte {end}"))
         return data
+
+
+def _depth(value: Any) -> int:
+    """Returns the number of nested objects and lists."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth

@@ -13,9 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
+from raypp.hf.config_shape import scaling_errors
 from raypp.spec.family import HfFormat
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import NEEDED, TAKEN, RopeOptions
+from raypp.untrusted.documents import described
+from raypp.untrusted.text import visible
 
 _KEYS = {
     "factor": "factor",
@@ -30,6 +33,7 @@ _KEYS = {
 }  # fmt: skip
 """Keys of the scaling and their fields."""
 _MSCALE = ("mscale", "mscale_all_dim")
+_SHOWN = 200
 
 
 def source_of(config: Mapping[str, Any]) -> str:
@@ -86,10 +90,12 @@ def scaling_of(config: Mapping[str, Any], refused: str) -> RopeOptions | None:
         return None
     if not isinstance(given, Mapping):
         raise _refusal(refused, "it is not a mapping")
+    if told := scaling_errors(given):
+        raise _refusal(refused, told[0])
     kind = _kind(given)
     unknown = sorted(given.keys() - {*_KEYS, *_MSCALE, "rope_type", "type"})
     if unknown:
-        raise _refusal(refused, f"raypp does not know {', '.join(unknown)}")
+        raise _refusal(refused, f"raypp does not know {visible(', '.join(unknown)[:_SHOWN])}")
     if kind == "default":
         return None
     if kind not in NEEDED:
@@ -108,15 +114,15 @@ def scaling_of(config: Mapping[str, Any], refused: str) -> RopeOptions | None:
     implied = kind == "longrope" or (kind == "yarn" and "factor" in given)
     if "factor" not in values and implied and context and original:
         values["factor"] = context / original
-    if kind == "yarn" and "attention_factor" not in values and all(given.get(name) for name in _MSCALE):
-        of_all, of_others = (0.1 * given[name] * math.log(values["factor"]) + 1 for name in _MSCALE)
-        values["attention_factor"] = of_all / of_others if values["factor"] > 1 else 1.0
+    factor = values.get("factor")
+    if kind == "yarn" and factor and "attention_factor" not in values and all(given.get(name) for name in _MSCALE):
+        of_all, of_others = (0.1 * given[name] * math.log(max(factor, 1.0)) + 1 for name in _MSCALE)
+        values["attention_factor"] = of_all / of_others if factor > 1 else 1.0
     used = {name: values[name] for name in (*NEEDED[kind], *TAKEN.get(kind, ())) if name in values}
     try:
         return RopeOptions.model_validate({"kind": kind, **used})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise _refusal(refused, f"{first['loc'][0]}: {first['msg']}") from None
+        raise _refusal(refused, described(error.errors(include_url=False)[0])) from None
 
 
 def _refusal(refused: str, why: str) -> JobError:

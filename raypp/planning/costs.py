@@ -8,14 +8,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from raypp.errors import JobError, in_words
+from annotated_types import Ge, Le, MaxLen
+from typing_extensions import TypedDict
+
+from raypp.errors import JobError
 from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.files import read_file
+from raypp.untrusted.text import visible
 
 GIB = 1024**3
 
@@ -83,6 +89,34 @@ class Part:
 
 NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
 """The costs that are plain numbers. The others are parts."""
+_SHOWN = 8
+_BOUNDS = Bounds(size=4 << 20, values=100_000)
+_Seconds = Annotated[float, Ge(0), Le(1e9)]
+_Share = Annotated[float, Ge(0), Le(1e3)]
+_Label = Annotated[str, MaxLen(200)]
+
+
+class _Part(TypedDict):
+    forward: _Seconds
+    backward: _Seconds
+
+
+class _File(TypedDict):
+    identity: dict[str, Any]
+    layer: _Part
+    first: _Part
+    last: _Part
+    measured: NotRequired[_Label]
+    device: NotRequired[_Label]
+    optimizer_s: NotRequired[_Seconds]
+    step_s: NotRequired[_Seconds]
+    copy_s: NotRequired[_Seconds]
+    gather_s: NotRequired[_Seconds]
+    sum_s: NotRequired[_Seconds]
+    input_share: NotRequired[_Share]
+    weight_share: NotRequired[_Share]
+
+
 _ADDED = {
     "input_share": "; without the split of a backward into halves: the halves are assumed to add up to the whole",
     "gather_s": "; without FSDP's copies on CPUs: they are not counted",
@@ -176,26 +210,20 @@ def read_costs(path: Path, job: Job) -> Costs:
             microbatches.
     """
     fix = f"measure again: raypp plan JOB --measure {path}"
-    try:
-        found = json.loads(path.read_text())
-        parts: dict[str, Any] = {name: Part(**found[name]) for name in ("layer", "first", "last")}
-        identity = found["identity"]
-    except FileNotFoundError:
-        raise JobError(f"{path} does not exist", f"measure: raypp plan JOB --measure {path}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} does not contain measured costs: {in_words(error)}", fix) from error
-    wanted = cost_identity(job)
-    if identity != wanted:
-        differs = ", ".join(sorted(_differences(identity, wanted)))
-        raise JobError(f"{path} was measured for another job: {differs} differ", fix)
-    lacks = [said for name, said in _ADDED.items() if name not in found]
-    numbers: dict[str, Any] = {name: float(found[name]) for name in NUMBERS if name in found}
-    return Costs(
-        **parts,
-        **numbers,
-        measured=True,
-        source=f"costs measured {found.get('measured', '')} on {found.get('device', 'a device')}{''.join(lacks)}",
+    found = parse_as(
+        _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
+    identity, wanted = found["identity"], cost_identity(job)
+    if identity != wanted:
+        differs = sorted(_differences(identity, wanted))
+        shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
+        raise JobError(f"{path} was measured for another job: {shown} differ", fix)
+    document: Mapping[str, Any] = found
+    lacks = [said for name, said in _ADDED.items() if name not in document]
+    parts: dict[str, Any] = {name: Part(**document[name]) for name in ("layer", "first", "last")}
+    numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
+    where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"
+    return Costs(**parts, **numbers, measured=True, source=f"costs measured {where}{''.join(lacks)}")
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
@@ -216,6 +244,7 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
 
 
 def _differences(found: Any, wanted: Any, prefix: str = "") -> list[str]:
+    """Returns the keys that differ, as deep as the wanted ones go."""
     if not isinstance(found, dict) or not isinstance(wanted, dict):
         return [] if found == wanted else [prefix]
     names = found.keys() | wanted.keys()

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NotRequired
 
-from raypp.errors import JobError, ResourcesError, in_words
+from annotated_types import Ge, Le, MaxLen
+from typing_extensions import TypedDict
+
+from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
 from raypp.records import NodeFacts
+from raypp.untrusted.documents import Bounds, Count, parse_as
+from raypp.untrusted.files import read_file
+from raypp.untrusted.text import visible
 
 INSIDE_GBPS = 100.0
 """Rate between two devices of one node if nothing else is known: PCIe, or a CPU's memory."""
+
+
+_BOUNDS = Bounds(size=16 << 20)
+_Name = Annotated[str, MaxLen(256)]
+_Ratio = Annotated[float, Ge(0), Le(1e6)]
+_Rate = Annotated[float, Ge(0), Le(1e9)]
+
+
+class _Host(TypedDict):
+    node: _Name
+
+
+class _Device(TypedDict):
+    node: _Name
+    flops_rel: NotRequired[_Ratio | None]
+
+
+_Link = TypedDict("_Link", {"from": _Name, "to": _Name, "gbps": _Rate, "latency_ms": NotRequired[_Rate]})
+
+
+class _File(TypedDict):
+    nodes: list[_Name | _Host]
+    devices: NotRequired[list[_Device]]
+    links: NotRequired[list[_Link]]
+    memory: NotRequired[dict[_Name, Count]]
+    measured: NotRequired[_Name]
 
 
 @dataclass(frozen=True)
@@ -137,32 +169,33 @@ def read_machines(path: Path) -> Machines:
         JobError: The file cannot be read, or `links` names a node that `nodes` does not contain.
     """
     fix = "write it with: raypp doctor --out FILE"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        names = [node if isinstance(node, str) else str(node["node"]) for node in found["nodes"]]
-        memory = found.get("memory", {})
-        nodes = tuple(_node(name, found.get("devices", []), int(memory.get(name, 0))) for name in names)
-        links: dict[frozenset[str], Link] = {}
-        for entry in found.get("links", []):
-            pair = frozenset((str(entry["from"]), str(entry["to"])))
-            link = Link(float(entry["gbps"]), float(entry.get("latency_ms", 0.0)) / 1e3)
-            links[pair] = min(link, links.get(pair, link), key=lambda one: one.gbps)
-    except FileNotFoundError:
-        raise JobError(f"{path} does not exist", fix) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JobError(f"{path} does not describe machines: {in_words(error)}", fix) from error
+    found = parse_as(
+        _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
+    )
+    names = [node if isinstance(node, str) else node["node"] for node in found["nodes"]]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise JobError(f"{path} names {visible(twice)!r} twice in nodes", fix)
+    speeds: dict[str, list[float]] = {}
+    for device in found.get("devices", []):
+        speeds.setdefault(device["node"], []).append(device.get("flops_rel") or 1.0)
+    memory = found.get("memory", {})
+    nodes = tuple(_node(name, speeds.get(name, []), memory.get(name, 0)) for name in names)
+    links: dict[frozenset[str], Link] = {}
+    for entry in found.get("links", []):
+        pair = frozenset((entry["from"], entry["to"]))
+        link = Link(entry["gbps"], entry.get("latency_ms", 0.0) / 1e3)
+        links[pair] = min(link, links.get(pair, link), key=lambda one: one.gbps)
     unknown = sorted({name for pair in links for name in pair} - set(names))
     if not nodes or unknown:
-        what = f"names {unknown[0]!r} in links, but not in nodes" if unknown else "has no nodes"
+        what = f"names {visible(unknown[0])!r} in links, but not in nodes" if unknown else "has no nodes"
         raise JobError(f"{path} {what}", fix)
     slow = [pair for pair, link in links.items() if link.gbps <= 0]
     if slow:
-        raise JobError(f"{path}: the link between {' and '.join(sorted(slow[0]))} has no rate", fix)
-    source = f"links measured {found.get('measured', '')} ({path})".replace("  ", " ")
+        raise JobError(f"{path}: the link between {visible(' and '.join(sorted(slow[0])))} has no rate", fix)
+    source = f"links measured {visible(found.get('measured', ''))} ({path})".replace("  ", " ")
     return Machines(nodes, links=links, measured=True, source=source)
 
 
-def _node(name: str, devices: Sequence[Mapping[str, Any]], memory: int) -> Node:
-    own = [device for device in devices if str(device["node"]) == name]
-    speeds = [float(device.get("flops_rel") or 1.0) for device in own]
-    return Node(name, max(1, len(own)), min(speeds, default=1.0), memory)
+def _node(name: str, speeds: Sequence[float], memory: int) -> Node:
+    return Node(name, max(1, len(speeds)), min(speeds, default=1.0), memory)

@@ -7,12 +7,13 @@ microbatches).
 from __future__ import annotations
 
 import difflib
-import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raypp.errors import JobError, Problem
+from raypp.errors import DataError, JobError, Problem
 from raypp.kinds import OPTIMIZERS, SOURCES, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
 from raypp.spec.availability import CHOICES
@@ -24,6 +25,10 @@ from raypp.spec.paths import exists, is_glob, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import rope_problems
+from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.untrusted.files import special_kind
+from raypp.untrusted.folders import Search
+from raypp.untrusted.text import visible
 
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
@@ -230,18 +235,25 @@ def _source(job: Job) -> SourceKind | None:
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
     if is_remote(path):
         return
-    if not exists(path):
+    try:
+        there = exists(path)
+    except JobError as error:
+        yield from (replace(problem, key=key) for problem in error.problems)
+        return
+    if not there:
         noun = "nothing matches" if is_glob(path) else "there is no"
         if Path(path).is_absolute():
-            yield Problem(key, f"{noun} {path}", "check the path")
+            yield Problem(key, f"{noun} {visible(path)}", "check the path")
             return
         places = [str(Path.cwd())] + ([str(directory)] if directory and directory != Path.cwd() else [])
         fix = f"check the path; searched {' and '.join(places)}"
-        yield Problem(key, f"{noun} {path}", fix)
-    elif Path(path).is_file() and Path(path).stat().st_size == 0:
-        yield Problem(key, f"{path} is empty", "name a file that contains text")
-    elif Path(path).is_dir() and not any(entry.is_file() for entry in Path(path).rglob("*")):
-        yield Problem(key, f"the directory {path} contains no files", "name a directory that contains files")
+        yield Problem(key, f"{noun} {visible(path)}", fix)
+    elif kind := special_kind(Path(path)):
+        yield Problem(key, f"{visible(path)} is {kind}", "name a regular file, or a directory")
+    elif os.path.isfile(path) and os.path.getsize(path) == 0:  # noqa: PTH113, PTH202 - false where not allowed
+        yield Problem(key, f"{visible(path)} is empty", "name a file that contains text")
+    elif os.path.isdir(path) and not any(map(os.path.isfile, Search(key, error=JobError).below(Path(path)))):  # noqa: PTH112
+        yield Problem(key, f"the directory {visible(path)} contains no files", "name a directory that contains files")
 
 
 def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
@@ -251,26 +263,13 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
         yield from missing
         return
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        ids = _tokenizer_ids(document)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        fix = "name a tokenizer.json of the tokenizers library, or use `tokenizer: bytes`"
-        yield Problem("data.tokenizer", f"{path} is not a tokenizer.json: {error or type(error).__name__}", fix)
+        ids = 1 + max(vocabulary(read_tokenizer(Path(path)), Path(path)).values(), default=-1)
+    except DataError as error:
+        yield from error.problems
         return
     if ids > job.model.vocab_size:
         what = f"{job.model.vocab_size} is too small: {path} has ids up to {ids - 1}"
         yield Problem("model.vocab_size", what, f"use at least {ids}")
-
-
-def _tokenizer_ids(document: Any) -> int:
-    """Returns the largest id of a tokenizer.json plus 1.
-
-    Its vocabulary is a mapping or a list of [token, score].
-    """
-    vocabulary = document["model"].get("vocab", {})
-    known = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    added = (int(token["id"]) for token in document.get("added_tokens") or ())
-    return 1 + max((*known, *added), default=-1)
 
 
 def value_at(job: Job, key: str) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import os
 from pathlib import Path
 
+from raypp.errors import JobError
 from raypp.spec.job import Job
+from raypp.untrusted.folders import Search
 
 
 def is_remote(path: str) -> bool:
@@ -37,7 +41,7 @@ def resolve_paths(job: Job, directory: Path) -> Job:
         pipeline = pipeline.model_copy(update={"schedule": resolve_path(pipeline.schedule, directory)})
     url = job.checkpoint.url
     if not is_remote(url):
-        url = str(Path(url).expanduser().absolute())
+        url = str(Path(os.path.expanduser(url)).absolute())  # noqa: PTH111
     return job.model_copy(
         update={
             "data": data.model_copy(update=paths),
@@ -52,16 +56,23 @@ def resolve_path(path: str, directory: Path) -> str:
     """Returns the absolute path of an existing file, directory or glob, else the expanded path."""
     if is_remote(path):
         return path
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))  # noqa: PTH111 - leaves unknown users as they are
+    if expanded.is_absolute():
+        return str(expanded)
     for start in (Path.cwd(), directory):
         candidate = start / expanded
-        if exists(str(candidate)):
-            return str(candidate)
+        with contextlib.suppress(JobError):  # spec.checks searches again, and reports it
+            if exists(str(candidate)):
+                return str(candidate)
     return str(expanded)
 
 
 def exists(path: str) -> bool:
-    """Whether the local path exists, or the glob matches something."""
-    if Path(path).exists():
+    """Whether the local path exists, or the glob matches something.
+
+    Raises:
+        JobError: The search for matches looked at too many files.
+    """
+    if os.path.lexists(path):
         return True
-    return is_glob(path) and next(glob.iglob(path, recursive=True), None) is not None  # noqa: PTH207 - absolute globs
+    return is_glob(path) and next(Search(path, error=JobError).matches(path), None) is not None

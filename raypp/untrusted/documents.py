@@ -7,11 +7,12 @@ a number in quotes is no number. Ranges are part of the type (`Count`, `Annotate
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt
 from pydantic import TypeAdapter, ValidationError
 
 from raypp.errors import CheckpointError, Problem, RayppError
@@ -21,6 +22,12 @@ T = TypeVar("T")
 
 Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 """A whole number of things or bytes."""
+
+Time = Annotated[float, Ge(0), Lt(253_402_300_800)]
+"""Seconds since 1970, before the year 10000: a date that can be shown."""
+
+Seconds = Annotated[float, Ge(0), Le(1e10)]
+"""A duration, of three centuries at most."""
 
 _SHOWN_PROBLEMS = 3
 _LONGEST_VALUE = 60
@@ -41,8 +48,9 @@ class Bounds:
 
 
 def parse_json(
-    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
-) -> Any:
+    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
+    objects: Callable[[list[tuple[str, Any]]], Any] | None = None, constants: bool = False,
+) -> Any:  # fmt: skip
     """Parses JSON within bounds.
 
     Args:
@@ -51,13 +59,16 @@ def parse_json(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
+        objects: Converts the keys and values of each object, inner ones first; None: to a dict. A
+            ValueError of it says why the text is refused.
+        constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
         RayppError: Of the given kind. It is no JSON, nested too deeply, or beyond the bounds.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=None if constants else _refuse_constant, object_pairs_hook=objects)
     except RecursionError:
         _fail(error, place, "is nested too deeply", fix)
     except ValueError as cause:  # also of UTF-8, and of numbers with thousands of digits
@@ -65,10 +76,17 @@ def parse_json(
 
 
 def parse_as(
-    shape: type[T], data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError,
+    shape: type[T],
+    data: bytes,
+    place: str,
+    bounds: Bounds = Bounds(),
+    error: type[RayppError] = CheckpointError,
     fix: str = "",
-) -> T:  # fmt: skip
-    """Parses JSON of a shape, within bounds. Unknown keys are errors.
+    *,
+    kind: str = "",
+    unknown: Literal["forbid", "ignore", "allow"] = "forbid",
+) -> T:
+    """Parses JSON of a shape, within bounds.
 
     Args:
         shape: A type that pydantic validates.
@@ -77,16 +95,21 @@ def parse_as(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
+        kind: What the document should be, with its article; each problem then begins with `is not
+            KIND: `.
+        unknown: Whether keys that the shape does not name are errors, left out, or kept.
 
     Raises:
         RayppError: Of the given kind, with a problem per wrong value, the first three.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return _adapter(shape).validate_json(data, strict=True, extra="forbid")
+        adapter: TypeAdapter[T] = _adapter(cast(Any, shape))
+        return adapter.validate_json(data, strict=True, extra=unknown)
     except ValidationError as cause:
         found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
-        raise error([Problem(place, _in_words(details), fix) for details in found]) from None
+        start = f"is not {kind}: " if kind else ""
+        raise error([Problem(place, start + described(details), fix) for details in found]) from None
 
 
 @cache
@@ -102,7 +125,7 @@ def _check_bounds(data: bytes, place: str, bounds: Bounds, error: type[RayppErro
         _fail(error, place, f"has about {values:,} values; at most {bounds.values:,} are read", fix)
 
 
-def _in_words(details: Any) -> str:
+def described(details: Any) -> str:
     """Describes an error of pydantic: `objects[3].size is -1: should be greater than …`."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part)}" for part in details["loc"])
     where = where.removeprefix(".")

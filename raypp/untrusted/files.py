@@ -23,6 +23,20 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in _KINDS if test(mode)), "no regular file")
 
 
+def special_kind(path: Path) -> str | None:
+    """Returns in words what kind of file a path is; None for regular files and folders.
+
+    A link is followed; one that leads nowhere is special, too.
+    """
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except (OSError, ValueError) as cause:
+        return f"a link that cannot be followed ({getattr(cause, 'strerror', cause)})" if path.is_symlink() else None
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return kind_of(mode)
+
+
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
     """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would.
 

@@ -227,7 +227,7 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text(json.dumps({"model": {}}))
     data = {"kind": "text", "path": "jobs/data"}
     assert "is not a tokenizer.json" in refused(**data, tokenizer=f"{tmp_path}/broken.json")
-    assert "cannot read" in refused(**data, tokenizer=f"{tmp_path}/none.json")
+    assert "does not exist" in refused(**data, tokenizer=f"{tmp_path}/none.json")
     file = Path(a_tokenizer(tmp_path))
     file.write_text(file.read_text().replace("<eos>", "four"))
     assert "has no end-of-text token" in refused(**data, tokenizer=str(file))

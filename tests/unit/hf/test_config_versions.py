@@ -155,7 +155,7 @@ def test_values_that_transformers_derives_are_derived(scaling: dict[str, Any], e
         ({"rope_type": "proportional"}, "raypp has no such scaling; it has linear, dynamic"),
         ({"rope_type": "linear"}, "is not supported: factor is missing: kind linear needs it"),
         ({"rope_type": "linear", "factor": "four"}, "is not supported: factor"),
-        ({"rope_type": "linear", "factor": -1.0}, "is not supported: factor: Input should be greater than 0"),
+        ({"rope_type": "linear", "factor": -1.0}, "is not supported: factor is -1.0: should be greater than 0"),
         (
             {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
             "transformers takes max_position_embeddings for the original context",

@@ -156,7 +156,7 @@ def test_links_as_the_doctor_writes_them(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "does not describe machines"),
+        ("{", "is not JSON"),
         ('{"nodes": []}', "has no nodes"),
         ('{"nodes": ["a"], "links": [{"from": "a", "to": "c", "gbps": 1}]}', "names 'c' in links"),
         ('{"nodes": ["a", "b"], "links": [{"from": "a", "to": "b", "gbps": 0}]}', "no rate"),

@@ -1,0 +1,75 @@
+"""Fuzzes whatever reads input of others: `make fuzz MINUTES=10`, or `python -m tests.fuzz --help`.
+
+A target is a function `bytes -> None` in a file of this folder, `tests/fuzz/SUBJECT.py`:
+
+```python
+from tests.fuzz import target
+
+
+@target(b'{"size": 3}', b'{"size": 4, "extra": {}}')
+def commit(data: bytes) -> None:
+    Commit.from_bytes(data, "run/step-1/COMMIT")
+```
+
+The arguments are valid samples, small ones: the target must accept each of them, without an error,
+and the runner mutates them. It recognises JSON, lines of JSON, and JSON behind a length of 8 bytes
+(safetensors); it changes their values, keys and structure. It changes the bytes of every sample.
+`words=(b"&a", b"*a")` are pieces that it inserts and that the format gives a meaning.
+
+A target fails when it raises anything but a `RayppError`, takes more than 2 s of CPU or 20 s in
+all, or adds more than 200 MB to the process. It returns, or raises a `RayppError`, for any other
+input. What it opens, it closes; what it writes goes to a `tempfile.TemporaryDirectory`. It must not
+depend on what came before, otherwise a failure cannot be replayed.
+
+`tests/unit/hostile/test_fuzz_targets.py` gives every target its samples and a few mutations.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Run = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to fuzz.
+
+    Attributes:
+        name: `SUBJECT.FUNCTION`.
+        run: The function.
+        samples: Inputs that it accepts.
+        words: Pieces with a meaning in its format.
+    """
+
+    name: str
+    run: Run
+    samples: Sequence[bytes]
+    words: Sequence[bytes]
+
+
+_found: dict[str, Target] = {}
+
+
+def target(
+    *samples: bytes, words: Sequence[bytes] = ()
+) -> Callable[[Callable[[bytes], None]], Callable[[bytes], None]]:
+    """Registers the decorated function as a target with these samples and words."""
+
+    def register(run: Run) -> Run:
+        name = f"{run.__module__.rpartition('.')[2]}.{run.__name__}"
+        _found[name] = Target(name, run, samples, words)
+        return run
+
+    return register
+
+
+def all_targets() -> list[Target]:
+    """Imports every file of this folder, and returns the targets by name."""
+    for module in pkgutil.iter_modules(__path__):
+        if module.name not in ("__main__", "mutations", "runner"):
+            importlib.import_module(f"{__name__}.{module.name}")
+    return [_found[name] for name in sorted(_found)]

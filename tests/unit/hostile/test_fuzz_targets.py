@@ -1,0 +1,87 @@
+"""The targets of `make fuzz` accept their samples, and the runner finds and keeps what fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+
+from raypp.errors import CheckpointError
+from tests.fuzz import Target, all_targets, mutations, runner
+from tests.fuzz.__main__ import main
+
+TARGETS = all_targets()
+_MUTATIONS = 10
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_target_accepts_its_samples_and_survives_mutations(target: Target) -> None:
+    for number in range(len(target.samples) + _MUTATIONS):
+        one = runner.execute(target, runner.input_of(target, 1, number))
+        assert one.failure is None, one.failure
+        assert number >= len(target.samples) or one.refused is None, f"a sample is refused: {one.refused}"
+
+
+def _fails(data: bytes) -> None:
+    if json.loads(data)["a"] == -1:
+        raise KeyError("a")
+
+
+def _waits(data: bytes) -> None:
+    time.sleep(60)
+
+
+def _computes(data: bytes) -> None:
+    try:
+        while True:
+            pass
+    except Exception:  # noqa: BLE001  even this may not hide it
+        pass
+
+
+def _refuses(data: bytes) -> None:
+    raise CheckpointError("this is no document")
+
+
+def _takes_memory(data: bytes) -> None:
+    assert len(b"x" * (250 << 20)) > 0
+
+
+def test_what_fails_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CPU_S", 0.1)
+    for run, said, wall_s in (
+        (_fails, "KeyError: 'a'", 20.0),
+        (_computes, "0.1 s of CPU", 20.0),
+        (_waits, "0.2 s in all", 0.2),
+    ):
+        monkeypatch.setattr(runner, "WALL_S", wall_s)
+        one = runner.execute(Target("x.y", run, [b"{}"], ()), b'{"a": -1}')
+        assert one.failure is not None and said in one.failure
+    refused = runner.execute(Target("x.y", _refuses, [b"{}"], ()), b"{}")
+    assert (refused.failure, refused.refused) == (None, "this is no document")
+
+
+def test_too_much_memory_is_found() -> None:
+    one = runner.execute(Target("x.y", _takes_memory, [b"{}"], ()), b"{}")
+    assert one.failure is not None and "MB, more than 200 MB" in one.failure
+
+
+def test_mutations_come_again_and_differ() -> None:
+    samples = [json.dumps({"a": [1, {"b": "c"}], "d": 2.5, "e": json.dumps({"f": 1})}).encode()]
+    header = b'{"a": {"shape": [1]}}'
+    samples.append(len(header).to_bytes(8, "little") + header + b"\x00" * 16)
+    samples.append(b'{"a": 1}\n{"b": 2}\n')
+    once, again = ([mutations.mutated(Random(f"1/{n}"), samples) for n in range(300)] for _ in range(2))
+    assert once == again
+    assert len(set(once)) > 200
+
+
+def test_a_saved_input_is_given_to_its_target_again(tmp_path: Path) -> None:
+    path = tmp_path / "documents.json-1-5"
+    path.write_bytes(b"[")
+    answer = CliRunner().invoke(main, ["--replay", str(path)])
+    assert answer.exit_code == 0 and "refused: " in answer.output
