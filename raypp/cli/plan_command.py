@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,22 @@ from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.torch_process import ask
 from raypp.errors import EXIT_RESOURCES, JobError, RunFailedError
+from raypp.spec.limits import RANKS, RATE
 
 if TYPE_CHECKING:
     from raypp.planning.predict import Grounds
     from raypp.spec.job import Job
+
+
+class _Finite(click.FloatRange):
+    """A range of numbers, without NaN, which every comparison lets pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return found
+
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -24,13 +37,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @job_argument
 @click.option(
     "--link-gbps",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Finite(1e-6, RATE),
     metavar="X",
     help="Speed of the link between two nodes, in Gbit/s. Adds the time of messages and affects the step time.",
 )
 @click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links measured by `raypp doctor --out FILE`.")
 @click.option("--device", metavar="NAME", help="Device to predict for, e.g. rtx4090.")
-@click.option("--per-node", type=click.IntRange(1), metavar="N", help="Devices per node, with --link-gbps.")
+@click.option("--per-node", type=click.IntRange(1, RANKS), metavar="N", help="Devices per node, with --link-gbps.")
 @click.option("--costs", type=_FILE, metavar="FILE", help="Costs of the model's parts, measured by --measure.")
 @click.option(
     "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, save and use them."
@@ -41,7 +54,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--fit", is_flag=True, help="Find what must change for the job to fit into --device, fastest first.")
 @click.option(
     "--search-time",
-    type=click.FloatRange(1),
+    type=_Finite(1, 86_400),
     default=60,
     show_default=True,
     metavar="S",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -78,8 +79,8 @@ def _lines(plan: Plan) -> Iterable[Sequence[PlannedRank]]:
     if plan.world <= MOST_RANKS:
         yield from ([rank] for rank in plan.ranks)
         return
-    for pp in range(plan.axes["pp"]):
-        yield [rank for rank in plan.ranks if rank.coordinates.pp == pp]
+    for _, ranks in groupby(plan.ranks, key=lambda rank: rank.coordinates.pp):
+        yield list(ranks)
 
 
 def _layers(rank: PlannedRank, num_stages: int) -> str:

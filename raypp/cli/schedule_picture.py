@@ -34,7 +34,7 @@ def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
     scale = longest + 2 if end * (longest + 2) <= room else longest + 1
     text = Lines(no_wrap=True)
     for rank, row in rows.items():
-        line = _line(row, round(end * scale), scale)
+        line = _line(row, min(round(end * scale), room + 1), scale)  # one more column shows that it is truncated
         shown = line if len(line) <= room else Text.assemble(line[: room - 1], "…")
         text.append_text(Lines.assemble((f"{f'pp{rank}':<{head}}", "bold"), shown, "\n"))
     text.append(" " * head)
@@ -55,6 +55,8 @@ def _line(row: Sequence[tuple[Slot, str]], columns: int, scale: int) -> Text:
     line = Text()
     for slot, label in row:
         start, end = round(slot.start * scale), round(slot.end * scale)
+        if start >= columns:
+            break
         line.append(_idle(len(line), start, scale), style="dim")
         fill = FILLS[slot.action.kind]
         cell = label.ljust(end - start - 1, fill) if fill else label
