@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import click
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.cli.console import Console
+from raypp.cli.output import echo_lines
 from raypp.clusters import known_runs
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.storage import ObjectStore, open_store
@@ -75,7 +75,7 @@ def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit, SavedTensors]:
             continue
         if unusable:
             told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
-            click.echo(f"step {found} is used, because newer checkpoints cannot be read:\n{told}", err=True)
+            echo_lines(f"step {found} is used, because newer checkpoints cannot be read:\n{told}", err=True)
         return store, commit, tensors
     raise CheckpointError(unusable[:_SHOWN])
 
@@ -88,17 +88,11 @@ def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
 @contextmanager
 def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """Shows progress in bytes on stderr, if it is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=size)
         yield lambda count: progress.advance(task, count)
-
-
-def wide_console() -> Console:
-    """Returns a console for the terminal; 120 columns wide without one."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def size_text(size: int) -> str:
