@@ -219,7 +219,6 @@ GROUPS = {
     "markup": _joined("markup", "broken markup", "html", "format"),
     "wide": _joined("wide", "combining"),
     "long": TEXTS["long"],
-    "surrogate": TEXTS["surrogate"],
     "shell": TEXTS["shell"],
 }
 """The same texts in fewer runs of the commands."""
