@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks.surroundings import describe
+from raypp.checkpoint.announce import Announcement
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
@@ -53,14 +54,12 @@ class Alone:
     """The announcements of a single rank to itself."""
 
     def __init__(self) -> None:
-        self.said: dict[int, dict[int, dict[str, object]]] = {}
+        self.said: dict[int, dict[int, Announcement]] = {}
 
-    def announce(self, step: int, rank: int, message: dict[str, object]) -> None:
+    def announce(self, step: int, rank: int, message: Announcement) -> None:
         self.said.setdefault(step, {})[rank] = message
 
-    def wait_all(
-        self, step: int, ranks: object, timeout_s: float, stopped: object = None
-    ) -> dict[int, dict[str, object]]:
+    def wait_all(self, step: int, ranks: object, timeout_s: float, stopped: object = None) -> dict[int, Announcement]:
         return {0: self.said[step][0]}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +13,9 @@ _LOWEST = 20_000
 """Ray's workers listen on 10002 to 19999."""
 _TRIES = 50
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MOST_CLAIMS = 512
+_claims: deque[socket.socket] = deque()
+"""Names of ports that this process has chosen, newest last; the kernel frees them at its end."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -19,10 +24,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     The kernel may assign an ephemeral port to any outgoing connection before the server listens on
     it. If there are no such ports below that range, or too few are free, the kernel chooses the
     rest.
+
+    No other process of this host gets one of them from here while this process lives, or until it
+    has chosen 512 others.
     """
-    room = _room()
-    tried = random.SystemRandom().sample(room, k=min(_TRIES + count, len(room)))
-    found = [port for port in tried if port_is_free(port, host)][:count]
+    room, found = _room(), list[int]()
+    for port in random.SystemRandom().sample(room, k=min(_TRIES + count, len(room))):
+        if len(found) < count and port_is_free(port, host) and _claim(port):
+            found.append(port)
     return found + _ephemeral_ports(count - len(found), host)
 
 
@@ -39,6 +48,23 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
             probe.bind((host, port))
         except OSError:
             return False
+    return True
+
+
+def _claim(port: int) -> bool:
+    """Takes the name of a port; False if another process has it.
+
+    The name is an abstract Unix socket: it belongs to one network namespace, and is no file.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0raypp-port-{port}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE  # other systems have no such names
+    _claims.append(claim)
+    if len(_claims) > _MOST_CLAIMS:
+        _claims.popleft().close()
     return True
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from raypp.failure_kinds import FailureKind
+from raypp.untrusted.documents import Count, Seconds, Time
 
 
 class RunState(StrEnum):
@@ -30,10 +31,10 @@ class RunState(StrEnum):
 class Coordinates:
     """A rank's place in the mesh, one index per axis."""
 
-    pp: int = 0
-    dp_replicate: int = 0
-    fsdp: int = 0
-    cp: int = 0
+    pp: Count = 0
+    dp_replicate: Count = 0
+    fsdp: Count = 0
+    cp: Count = 0
 
     def label(self, sizes: Coordinates) -> str:
         """Returns a short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
@@ -95,6 +96,9 @@ class Seat:
     device_index: int = 0
     nodes: tuple[str, ...] = ()
     """The addresses of all nodes of the attempt, by node_rank; empty if unknown."""
+    secret: str = field(default="", repr=False)
+    """64 hex digits that only the attempt's ranks know; never written. Empty without a
+    controller, and then `nodes` is empty too."""
 
     @property
     def label(self) -> str:
@@ -110,14 +114,14 @@ class Seat:
 class StepReport:
     """One finished optimizer step, as rank 0 sees it (all values are global)."""
 
-    step: int
+    step: Count
     loss: float
     grad_norm: float
-    tokens: int
-    seq_len: int
-    step_s: float
+    tokens: Count
+    seq_len: Count
+    step_s: Seconds
     tokens_per_s: float
-    attempt: int
+    attempt: Count
     lr: float = 0.0
     parts_s: dict[str, float] = field(default_factory=dict)
     """Seconds of this step by part: data, negotiate, pipeline, reduce, optimizer, save.
@@ -126,7 +130,7 @@ class StepReport:
     """
     extras: dict[str, float] = field(default_factory=dict)
     """Values that only some models have: aux_loss and z_loss with experts."""
-    wire_bytes: int = 0
+    wire_bytes: Count = 0
     """Bytes sent between stages in this step, by all ranks."""
     compressed: bool = False
     """Whether messages are compressed; only then is `wire_bytes` in the history."""
@@ -158,12 +162,24 @@ class Event:
 
     kind: str
     message: str
-    time: float = field(default_factory=time.time)
-    attempt: int = 0
-    step: int | None = None
-    rank: int | None = None
+    time: Time = field(default_factory=time.time)
+    attempt: Count = 0
+    step: Count | None = None
+    rank: Count | None = None
     node: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+
+    def whole(self, key: str) -> int | None:
+        """Returns a whole number ≥ 0 of the details; None for any other value: they are free."""
+        value = self.details.get(key)
+        return value if type(value) is int and value >= 0 else None
+
+    def number(self, key: str) -> float | None:
+        """Returns a number of the details; None for any other value."""
+        value = self.details.get(key)
+        if type(value) is int and abs(value) < 1 << 63:
+            value = float(value)
+        return value if isinstance(value, float) else None
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def is_module(name: str) -> bool:
 def _spec(module: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except (ImportError, ValueError, TypeError):  # the last two: of names that no module can have
         return None
 
 
@@ -264,10 +264,11 @@ def load_object(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError) as error:  # the last two: of names that no module can have
         what = f"cannot import {module_name!r} (from {path!r}): {error}"
         raise JobError(Problem("", what, "install it on every node, or put it on PYTHONPATH")) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise JobError(Problem("", f"module {module_name!r} has no {attribute!r} (from {path!r})")) from None
+        what = f"module {module_name!r} has no {attribute!r} (from {path!r})"
+        raise JobError(Problem("", what, "check the name after the colon")) from None

@@ -9,24 +9,61 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing_extensions import TypedDict
+
+from raypp.checkpoint.commit import ObjectRecord
+from raypp.untrusted.documents import Bounds, Seconds, parse_as
 
 _POLL_S = 0.02
+
+
+class Facts(TypedDict):
+    """Seconds of a save on one rank."""
+
+    stall_s: Seconds
+    upload_s: Seconds
+
+
+class Announcement(TypedDict, total=False):
+    """What a rank, or the committing rank about the commit, says about a step.
+
+    Attributes:
+        object: The object that the rank stored; None if other ranks hold all of its state.
+        facts: How long it took.
+        error: Why it could not store its part; instead of the other two.
+        committed: Whether the commit succeeded.
+    """
+
+    object: ObjectRecord | None
+    facts: Facts
+    error: str
+    committed: bool
+
+
+def read_announcement(data: bytes, step: int, rank: int) -> Announcement:
+    """Decodes a message.
+
+    Raises:
+        CheckpointError: It is no announcement.
+    """
+    return parse_as(Announcement, data, f"rank {rank}'s message about step {step}", Bounds(1 << 20))
 
 
 class Announcements(Protocol):
     """Small messages between the ranks of one attempt, each under (step, rank)."""
 
-    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
+    def announce(self, step: int, rank: int, message: Announcement) -> None:
         """Publishes a message, once. Never waits for other ranks."""
         ...
 
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, Announcement]:
         """Waits for the messages of these ranks about a step.
 
         Args:
@@ -37,6 +74,7 @@ class Announcements(Protocol):
 
         Raises:
             TimeoutError: Some ranks sent nothing in time, or `stopped`; the message names them.
+            CheckpointError: A message is not an announcement.
         """
         ...
 
@@ -55,14 +93,14 @@ class StoreAnnouncements:
             store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
 
-    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self._store.set(self._key(step, rank), json.dumps(message))
+    def announce(self, step: int, rank: int, message: Announcement) -> None:
+        self._store.set(self._key(step, rank), json.dumps(message, default=asdict))
 
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, Announcement]:
         deadline = time.monotonic() + timeout_s
-        messages: dict[int, dict[str, Any]] = {}
+        messages: dict[int, Announcement] = {}
         for rank in ranks:
             key = self._key(step, rank)
             while not self._store.check([key]):
@@ -72,7 +110,7 @@ class StoreAnnouncements:
                         f"ranks {silent} did not report in time that their part of step {step} is stored"
                     )
                 time.sleep(_POLL_S)
-            messages[rank] = json.loads(self._store.get(key))
+            messages[rank] = read_announcement(self._store.get(key), step, rank)
         return messages
 
     def _key(self, step: int, rank: int) -> str:

@@ -12,15 +12,27 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MaxLen
+from pydantic import FailFast
+from typing_extensions import TypedDict
 
 from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
-from raypp.errors import CheckpointError, Problem, in_words
+from raypp.errors import CheckpointError, Problem
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
+from raypp.untrusted.documents import Bounds, Count, Time, parse_as, shown
 
 FORMAT = 1
+BOUNDS = Bounds()
+"""40,000 objects at most."""
 COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
+
+
+_ADVICE = "use an older checkpoint (a resume does so by itself)"
+Sum = Annotated[str, MaxLen(64)]
+"""A SHA-256 in hex digits; empty if the writer was too old to record it."""
 
 
 class StaleAttemptError(CheckpointError):
@@ -41,11 +53,11 @@ class ObjectRecord:
     """
 
     key: str
-    size: int
-    sha256: str
-    rank: int
-    header_size: int = 0
-    header_sha256: str = ""
+    size: Count
+    sha256: Sum
+    rank: Count
+    header_size: Count = 0
+    header_sha256: Sum = ""
 
 
 @dataclass(frozen=True)
@@ -67,15 +79,15 @@ class Commit:
     """
 
     run: str
-    step: int
-    attempt: int
-    mesh: dict[str, int]
+    step: Count
+    attempt: Count
+    mesh: dict[str, Count]
     job: dict[str, Any]
     extra: dict[str, Any]
-    objects: tuple[ObjectRecord, ...]
-    created: float = field(default_factory=time.time)
+    objects: Annotated[tuple[ObjectRecord, ...], FailFast()]
+    created: Time = field(default_factory=time.time)
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    format: int = FORMAT
+    format: Count = FORMAT
 
     @property
     def size(self) -> int:
@@ -93,21 +105,24 @@ class Commit:
             CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
         try:
-            document = json.loads(data)
-            if document["format"] > FORMAT:
-                raise CheckpointError(
-                    Problem(key, f"has format {document['format']}, but this raypp reads {FORMAT}", "use a newer raypp")
-                )
-            records = tuple(ObjectRecord(**record) for record in document.pop("objects"))
-            return cls(objects=records, **document)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                Problem(
-                    key,
-                    f"is not a valid COMMIT: {in_words(error)}",
-                    "use an older checkpoint (a resume does so by itself)",
-                )
-            ) from error
+            commit = parse_as(cls, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT")
+        except CheckpointError:
+            _check_format(data, key)
+            raise
+        _check_format(data, key)
+        _check_records(commit, key)
+        return commit
+
+
+class _Format(TypedDict):
+    format: int
+
+
+def _check_format(data: bytes, key: str) -> None:
+    """Raises if the document has a newer format, or none."""
+    found = parse_as(_Format, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
+    if found > FORMAT:
+        raise CheckpointError(Problem(key, f"has format {found}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
 
 @dataclass(frozen=True)
@@ -174,8 +189,8 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
                 commit_key(commit.run, commit.step), f"attempt {commit.attempt} is over: attempt {newest} has begun"
             )
         )
-    _check_records(commit)
     key = commit_key(commit.run, commit.step)
+    _check_records(commit, key)
     try:
         store.put(key, commit.to_bytes(), if_absent=True)
     except AlreadyExists:
@@ -196,7 +211,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
     """
     key = commit_key(run, step)
     try:
-        data = store.get(key)
+        data = store.get(key, 0, BOUNDS.size + 1)
     except NotFound:
         raise CheckpointError(
             Problem(
@@ -207,7 +222,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
         ) from None
     commit = Commit.from_bytes(data, key)
     if (commit.run, commit.step) != (run, step):
-        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {commit.run}"))
+        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", _ADVICE))
     return commit
 
 
@@ -221,18 +236,26 @@ def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _check_records(commit: Commit) -> None:
-    """Raises CheckpointError unless all objects lie in this attempt's own folder."""
-    for record in commit.objects:
-        if record.key != rank_key(commit.run, commit.step, commit.attempt, record.rank):
-            raise CheckpointError(
-                Problem(record.key, f"is not an object of attempt {commit.attempt} at step {commit.step}")
-            )
+def _check_records(commit: Commit, key: str) -> None:
+    """Raises CheckpointError unless each object lies in this attempt's own folder, once."""
+    ranks: set[int] = set()
+    for index, record in enumerate(commit.objects):
+        place = rank_key(commit.run, commit.step, commit.attempt, record.rank)
+        what = ""
+        if record.key != place:
+            what = f"key is {shown(record.key)}: it is not an object of attempt {commit.attempt}, {place}"
+        elif record.rank in ranks:
+            what = f"rank is {record.rank}, which has another object"
+        elif record.header_size > record.size:
+            what = f"header_size is {record.header_size}, but the object has {record.size} bytes"
+        if what:
+            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{what}", _ADVICE))
+        ranks.add(record.rank)
 
 
 def _try_read(store: ObjectStore, key: str) -> Commit | None:
     """Reads a COMMIT; None if it cannot be read."""
     try:
-        return Commit.from_bytes(store.get(key), key)
+        return Commit.from_bytes(store.get(key, 0, BOUNDS.size + 1), key)
     except (CheckpointError, NotFound):
         return None

@@ -7,12 +7,16 @@ their meaning may not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from raypp.errors import Problem
 from raypp.spec.job import Job
+from raypp.untrusted.text import visible
 
 _ABSENT = object()
+_PROBLEMS_SHOWN = 20
+_LONGEST_VALUE = 200
 
 
 def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
@@ -48,7 +52,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     if was != now and _at(old_job, ("train", "optimizer")) is not _ABSENT:
         problems.append(_changed(".".join(state), was, now))
     problems.extend(_rows_per_step(old_job, new))
-    return problems
+    left = len(problems) - _PROBLEMS_SHOWN
+    return [*problems[:_PROBLEMS_SHOWN], *([Problem("", f"and {left} more keys")] if left > 0 else [])]
 
 
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -59,7 +64,8 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     meaning = dict(job.get(section) or {})
     meaning.pop("from_hf", None)
     if "eval" in meaning:
-        fraction = (meaning["eval"] or {}).get("fraction")
+        held_out = meaning["eval"]
+        fraction = held_out.get("fraction") if isinstance(held_out, Mapping) else held_out
         meaning["eval"] = {"fraction": fraction} if fraction else None
     return meaning
 
@@ -87,10 +93,9 @@ def _rows(job: Mapping[str, Any]) -> tuple[int, str] | None:
     factors = [_at(job, path) for path in paths]
     if _ABSENT in factors:
         return None
-    product = 1
-    for factor in factors:
-        product *= factor
-    return product, " × ".join(str(factor) for factor in factors)
+    # Damaged factors have no product; they differ from any others.
+    product = prod(factors) if all(isinstance(factor, int) for factor in factors) else -1
+    return product, " × ".join(_short(str(factor)) for factor in factors)
 
 
 def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
@@ -115,13 +120,18 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _short(text: str) -> str:
+    return visible(text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…")
+
+
 def _changed(key: str, before: Any, after: Any) -> Problem:
     if key == "model.lora.base_id":
+        after, before = _short(str(after)), _short(str(before))
         what = f"names other weights ({after}) than those the run's adapters belong to ({before})"
         return Problem("model.from_hf", what, "name the model that the run began with, or start a new run")
 
     def shown(value: Any) -> str:
-        return "not set" if value is _ABSENT or value is None else repr(value)
+        return "not set" if value is _ABSENT or value is None else _short(repr(value))
 
     return Problem(
         key,

@@ -7,8 +7,8 @@ import re
 from raypp.errors import JobError, Problem
 from raypp.spec.job import RUN_NAME
 
-_STEP = re.compile(r"^step-(\d{1,12})$")
-_ATTEMPT = re.compile(r"^attempt-(\d{1,9})$")
+_STEP = re.compile(r"step-([0-9]{1,12})")
+_ATTEMPT = re.compile(r"attempt-([0-9]{1,9})")
 
 
 def check_run(run: str) -> str:
@@ -31,8 +31,9 @@ def spec_key(run: str, number: int = 1) -> str:
 
 def spec_number(run: str, key: str) -> int | None:
     """Returns the number in a spec's key; None for any other key."""
-    match = re.match(rf"^{re.escape(run)}/spec(?:-(\d+))?\.json$", key)
-    return None if match is None else int(match[1] or 1)
+    match = re.fullmatch(rf"{re.escape(run)}/spec(?:-([0-9]{{1,9}}))?\.json", key)
+    number = None if match is None else int(match[1] or 1)
+    return number if number is not None and key == spec_key(run, number) else None
 
 
 def attempt_key(run: str, attempt: int) -> str:
@@ -41,7 +42,7 @@ def attempt_key(run: str, attempt: int) -> str:
 
 
 def attempt_number(key: str) -> int | None:
-    match = _ATTEMPT.match(key.rpartition("/")[2])
+    match = _ATTEMPT.fullmatch(key.rpartition("/")[2])
     return None if match is None else int(match[1])
 
 
@@ -68,7 +69,7 @@ def step_of(run: str, key: str) -> int | None:
     """Returns the step whose checkpoint an object belongs to; None if it belongs to none."""
     if not key.startswith(f"{run}/"):
         return None
-    match = _STEP.match(key[len(run) + 1 :].split("/")[0])
+    match = _STEP.fullmatch(key[len(run) + 1 :].split("/")[0])
     return None if match is None else int(match[1])
 
 
@@ -84,7 +85,7 @@ def split_location(text: str) -> tuple[str | None, str, int | None]:
     step = None
     place = text.rstrip("/")
     head, _, last = place.rpartition("/")
-    match = _STEP.match(last)
+    match = _STEP.fullmatch(last)
     if match is not None and head:
         step, place = int(match[1]), head
     url, slash, run = place.rpartition("/")

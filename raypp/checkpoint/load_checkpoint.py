@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypp.checkpoint.boxes import Box, cover_once, volume
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
@@ -21,8 +22,6 @@ from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 
-Box = tuple[tuple[int, int], ...]
-"""Begin and end per dimension, in the global tensor."""
 _PROBLEMS_SHOWN = 8
 
 
@@ -176,20 +175,13 @@ def _overlaps(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]
         # Two ranks may have written the same slice (a tied weight): use the first.
         if all(begin < end for begin, end in box):
             pieces.setdefault(box, _Piece(target, file, entry, box))
-    covered = sum(_volume(box) for box in pieces)
-    if covered != target.tensor.numel():
-        return (
-            [],
-            f"is incomplete: the checkpoint has {covered} of {target.tensor.numel()} elements of this rank's part",
-        )
+    size, covered = target.tensor.numel(), sum(volume(box) for box in pieces)
+    if covered != size:
+        return [], f"is incomplete: the checkpoint has {covered} of {size} elements of this rank's part"
+    whole = tuple((a, a + n) for a, n in zip(target.offset, target.tensor.shape, strict=True))
+    if size and not cover_once(list(pieces), whole):
+        return [], "has overlapping slices in the checkpoint"
     return list(pieces.values()), ""
-
-
-def _volume(box: Box) -> int:
-    volume = 1
-    for begin, end in box:
-        volume *= end - begin
-    return volume
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.tensor_file import FileHeader, decode_header
+from raypp.checkpoint.tensor_file import BOUNDS, FileHeader, decode_header
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import NotFound, ObjectStore
 
@@ -64,14 +64,18 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """
 
     def read(record: ObjectRecord) -> CheckpointFile:
-        def check(header: bytes) -> FileHeader:
+        def check(header: bytes) -> bytes:
             if hashlib.sha256(header).hexdigest() != record.header_sha256:
                 raise CheckpointError(
                     Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
                 )
-            return decode_header(header, record.key)
+            return header
 
-        return CheckpointFile(record, _get_checked(store, record.key, 0, record.header_size, check))
+        if record.header_size > BOUNDS.size:
+            what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
+            raise CheckpointError(Problem(record.key, what, _ADVICE))
+        header = _get_checked(store, record.key, 0, record.header_size, check)
+        return CheckpointFile(record, decode_header(header, record.key, record.size))
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, commit.objects))

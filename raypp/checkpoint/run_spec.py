@@ -6,10 +6,28 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from raypp.checkpoint.layout import check_run, spec_key, spec_number
 from raypp.errors import CheckpointError, Problem
 from raypp.spec.secret import without_secrets
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
+from raypp.untrusted.documents import Bounds, parse_as
+
+_BOUNDS = Bounds()
+_Section = dict[str, Any] | None
+
+
+class _Spec(TypedDict, total=False):
+    """The sections that are read without parsing the whole job, which an older raypp may have
+    written."""
+
+    model: _Section
+    data: _Section
+    mesh: _Section
+    pipeline: _Section
+    train: _Section
+    checkpoint: _Section
 
 
 def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
@@ -61,16 +79,14 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
         number = max(_numbers(store, check_run(run)), default=0)
     key = spec_key(run, max(number, 1))
     try:
-        document = json.loads(store.get(key))
-        if not isinstance(document, dict):
-            raise ValueError("it is not a mapping")
-        return document
+        data = store.get(key, 0, _BOUNDS.size + 1)
     except NotFound:
         raise CheckpointError(
             Problem(f"{store.url}/{key}", f"there is no run {run!r} here", "check the URL and the name")
         ) from None
-    except ValueError as error:
-        raise CheckpointError(Problem(f"{store.url}/{key}", f"is not a valid job: {error}")) from error
+    place = f"{store.url}/{key}"
+    fix = "check whether another program wrote it"
+    return dict(parse_as(_Spec, data, place, _BOUNDS, fix=fix, kind="a valid job", unknown="allow"))
 
 
 def _numbers(store: ObjectStore, run: str) -> list[int]:

@@ -11,13 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from raypp.checkpoint.announce import Announcements
+from raypp.checkpoint.announce import Announcement, Announcements, Facts
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit, ObjectRecord, job_identity, read_commit, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
@@ -197,10 +196,8 @@ class CheckpointSaver:
                 record = self._upload(step, snapshot)
             finally:
                 snapshot.release()
-            facts = {"stall_s": stall_s + snapshot.held_s, "upload_s": time.monotonic() - copied}
-            self._announcements.announce(
-                step, rank, {"object": None if record is None else asdict(record), "facts": facts}
-            )
+            facts: Facts = {"stall_s": stall_s + snapshot.held_s, "upload_s": time.monotonic() - copied}
+            self._announcements.announce(step, rank, {"object": record, "facts": facts})
         except Abandoned:
             return
         except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; every failure becomes an event
@@ -238,10 +235,14 @@ class CheckpointSaver:
     def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
         said = self._announcements.wait_all(step, range(seat.world_size), self._timeout_s, self._closed.is_set)
-        failed = {rank: message["error"] for rank, message in said.items() if "error" in message}
+        failed = {
+            rank: message.get("error", "its message has no facts")
+            for rank, message in said.items()
+            if "error" in message or "facts" not in message
+        }
         if failed:
             raise CheckpointError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
-        records = tuple(ObjectRecord(**message["object"]) for message in said.values() if message["object"])
+        records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
         self._committed = step
@@ -252,9 +253,9 @@ class CheckpointSaver:
         except RayppError as error:
             self._report("prune_failed", f"cannot remove old checkpoints: {error}", step)
 
-    def _report_commit(self, commit: Commit, facts: Sequence[Mapping[str, float]], seconds: float) -> None:
+    def _report_commit(self, commit: Commit, facts: Sequence[Facts], seconds: float) -> None:
         """Reports a commit: stall and upload of the slowest rank, the upload rate of all ranks."""
-        stall_s, upload_s = (max(fact[name] for fact in facts) for name in ("stall_s", "upload_s"))
+        stall_s, upload_s = max(fact["stall_s"] for fact in facts), max(fact["upload_s"] for fact in facts)
         rate = commit.size / 1e6 / max(upload_s, 1e-9)
         self._report(
             "committed",
@@ -273,7 +274,7 @@ class CheckpointSaver:
         """Learns how the commit went: from the committing rank, or if it is gone, the store."""
         try:
             said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
-            committed = bool(said[_OUTCOME]["committed"])
+            committed = said[_OUTCOME].get("committed", False)
         except Exception as error:  # noqa: BLE001 - the server ends with the committing rank, so ask the store
             log.debug("no message about the commit of step %d: %s", step, error)
             try:
@@ -283,7 +284,7 @@ class CheckpointSaver:
         if committed:
             self._committed = step
 
-    def _try_announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
+    def _try_announce(self, step: int, rank: int, message: Announcement) -> None:
         try:
             self._announcements.announce(step, rank, message)
         except Exception as error:  # noqa: BLE001 - the other ranks' timeout notices it

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
+from raypp.checkpoint.boxes import cover_once
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files
 from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
@@ -50,7 +51,9 @@ class TensorInfo:
 
     def pieces(self, at_most: int) -> Iterator[tuple[int, int]]:
         """Splits dimension 0 into ranges of at most `at_most` bytes, but at least one row."""
-        step = max(1, at_most // max(1, self.row_bytes))
+        if not self.bytes:
+            return
+        step = max(1, at_most // self.row_bytes)
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
 
@@ -79,6 +82,10 @@ class SavedTensors:
     def _info(self, name: str) -> TensorInfo:
         parts = self._parts[name]
         entry = parts[0][1]
+        for file, other in parts:
+            if (other.dtype, other.global_shape) != (entry.dtype, entry.global_shape):
+                form, here = (f"{one.dtype} {list(one.global_shape)}" for one in (entry, other))
+                raise CheckpointError(Problem(name, f"is {here} in {file.record.key}, but {form} in other objects"))
         ranks = tuple(sorted({file.record.rank for file, _ in parts}))
         return TensorInfo(name, entry.dtype, entry.global_shape, ranks)
 
@@ -90,15 +97,20 @@ class SavedTensors:
                 rows.
         """
         info = self.infos[name]
-        out = np.empty((last - first, *info.shape[1:]) if info.shape else (), numpy_dtype(info.dtype))
-        wanted: dict[tuple[object, tuple[int, ...], int, int], tuple[CheckpointFile, TensorEntry]] = {}
+        wanted: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[CheckpointFile, TensorEntry]] = {}
         for file, entry in self._parts[name]:
             begin, end = _overlap(entry, first, last)
             # Two ranks may have written the same slice (a tied weight): use the first.
             if begin < end and 0 not in entry.shape:
                 wanted.setdefault((entry.offset[1:], entry.shape[1:], begin, end), (file, entry))
-        if sum((end - begin) * prod(shape) for _, shape, begin, end in wanted) != out.size:
-            raise CheckpointError(Problem(name, f"rows {first} to {last} are incomplete in the checkpoint"))
+        boxes = [
+            ((begin, end), *((a, a + n) for a, n in zip(offset, shape, strict=True)))
+            for offset, shape, begin, end in wanted
+        ]
+        # Checked before memory is allocated: a damaged shape may be of any size.
+        if not cover_once(boxes, ((first, last), *((0, n) for n in info.shape[1:]))):
+            raise CheckpointError(Problem(name, f"rows {first} to {last} are not in the checkpoint exactly once"))
+        out = np.empty((last - first, *info.shape[1:]) if info.shape else (), numpy_dtype(info.dtype))
         ranges: dict[str, list[tuple[int, int]]] = {}
         spans = [
             (file, entry, begin, end, *_bytes(entry, begin, end)) for (*_, begin, end), (file, entry) in wanted.items()

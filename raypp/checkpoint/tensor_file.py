@@ -11,9 +11,14 @@ import json
 import zlib
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from math import prod
+from typing import Annotated, Any, NoReturn, NotRequired
 
-from raypp.errors import CheckpointError, Problem, in_words
+from annotated_types import Ge, Le
+from typing_extensions import TypedDict
+
+from raypp.errors import CheckpointError, Problem
+from raypp.untrusted.documents import Bounds, Count, parse_as, shown
 
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
@@ -23,6 +28,11 @@ only has to detect accidents."""
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+BOUNDS = Bounds(size=64 << 20, values=500_000)
+"""Of a header: about 30,000 tensors, and the checksums of half a TB."""
+_ADVICE = "use an older checkpoint (a resume does so by itself)"
+Shape = tuple[Count, ...]
+_PYTHON = ("", "int", "float", "bool")
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,27 @@ class TensorEntry:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    shape: Shape
+    begin: Count
+    end: Count
+    global_shape: Shape
+    offset: Shape
     python: str = ""
+
+    def fault(self) -> str:
+        """Returns what is wrong with the figures; empty if they fit each other."""
+        if self.dtype not in ELEMENT_BYTES or self.python not in _PYTHON:
+            return f"dtype {shown(self.dtype)} and type {shown(self.python)} are not known"
+        if not len(self.shape) == len(self.offset) == len(self.global_shape):
+            return (
+                f"shape, offset and global shape have {len(self.shape)}, {len(self.offset)} and "
+                f"{len(self.global_shape)} dimensions"
+            )
+        if any(first + size > of for first, size, of in zip(self.offset, self.shape, self.global_shape, strict=True)):
+            return f"shape {list(self.shape)} at {list(self.offset)} is not within {list(self.global_shape)}"
+        if self.end - self.begin != prod(self.shape) * ELEMENT_BYTES[self.dtype]:
+            return f"{self.dtype} of shape {list(self.shape)} does not take bytes {self.begin} to {self.end}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -56,27 +81,27 @@ class FileHeader:
 
     Attributes:
         entries: In the order of their bytes, without gaps.
-        blocks: One digest per block of the data section.
+        blocks: The digests of the blocks of the data section, concatenated.
         about: Further fields from the writer (run, step, attempt, rank).
         size: Bytes of length field and header, which is where the data section starts.
         block_bytes: Size of each block but the last.
     """
 
     entries: tuple[TensorEntry, ...]
-    blocks: tuple[str, ...]
+    blocks: str
     about: dict[str, Any]
     size: int
     block_bytes: int = BLOCK_BYTES
 
     def check_block(self, index: int, data: memoryview, key: str) -> None:
         """Raises CheckpointError, which names the object, if a block is not what was written."""
-        if block_digest(data) != self.blocks[index]:
+        if block_digest(data) != self.blocks[index * _DIGITS : (index + 1) * _DIGITS]:
             start = self.size + index * self.block_bytes
             raise CheckpointError(
                 Problem(
                     key,
                     f"is corrupt between bytes {start} and {start + len(data)}",
-                    "use an older checkpoint (a resume does so by itself)",
+                    _ADVICE,
                 )
             )
 
@@ -185,38 +210,78 @@ def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> b
     return len(header).to_bytes(8, "little") + header
 
 
-def decode_header(data: bytes, key: str) -> FileHeader:
+class _Saved(TypedDict, total=False):
+    """A tensor, or `__metadata__`, as safetensors describes them."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+    format: str
+    raypp: str
+
+
+class _Place(TypedDict):
+    """Where a tensor lies in its global one."""
+
+    shape: Shape
+    offset: Shape
+    python: NotRequired[str]
+
+
+class _Metadata(TypedDict):
+    tensors: dict[str, _Place]
+    blocks: str
+    block_bytes: Annotated[int, Ge(_DIGITS), Le(1 << 30)]
+
+
+def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     """Decodes length field and header.
 
+    Args:
+        data: All bytes before the data section.
+        key: The object's key, for errors.
+        object_size: Bytes of the whole object.
+
     Raises:
-        CheckpointError: The header is not raypp's; the message names the object.
+        CheckpointError: The header is not raypp's, or does not describe the object's bytes; the
+            message names the object and the tensor.
     """
-    try:
-        length = int.from_bytes(data[:8], "little")
-        document = json.loads(data[8 : 8 + length])
-        raypp = json.loads(document.pop("__metadata__")["raypp"])
-        layout, digests, block_bytes = raypp.pop("tensors"), raypp.pop("blocks"), int(raypp.pop("block_bytes"))
-        unknown = {saved["dtype"] for saved in document.values()} - ELEMENT_BYTES.keys()
-        if unknown or block_bytes < 1:
-            raise ValueError(f"dtype {unknown.pop()}" if unknown else f"blocks of {block_bytes} bytes")
-        entries = [
-            TensorEntry(
-                name=name,
-                dtype=saved["dtype"],
-                shape=tuple(saved["shape"]),
-                begin=saved["data_offsets"][0],
-                end=saved["data_offsets"][1],
-                global_shape=tuple(layout[name]["shape"]),
-                offset=tuple(layout[name]["offset"]),
-                python=layout[name].get("python", ""),
-            )
-            for name, saved in document.items()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            Problem(
-                key, f"has no valid header: {in_words(error)}", "use an older checkpoint (a resume does so by itself)"
-            )
-        ) from error
-    blocks = tuple(digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
-    return FileHeader(tuple(sorted(entries, key=lambda entry: entry.begin)), blocks, raypp, 8 + length, block_bytes)
+
+    def refuse(what: str) -> NoReturn:
+        raise CheckpointError(Problem(key, f"has no valid header: {what}", _ADVICE))
+
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or len(data) - 8 != length:
+        refuse(f"it says that it has {length} bytes; it has {max(0, len(data) - 8)}")
+    saved = parse_as(dict[str, _Saved], data[8:], key, BOUNDS, fix=_ADVICE, kind="a valid header", unknown="ignore")
+    metadata = saved.pop("__metadata__", {}).get("raypp")
+    if metadata is None:
+        refuse("__metadata__.raypp is missing")
+    about = parse_as(
+        _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=_ADVICE, kind="valid", unknown="allow"
+    )
+    block_bytes, blocks, places = about["block_bytes"], about["blocks"], about["tensors"]
+    writer = {name: value for name, value in about.items() if name not in _Metadata.__annotations__}
+    entries = []
+    for name, tensor in saved.items():
+        place = places.get(name)
+        if place is None or "dtype" not in tensor or "shape" not in tensor or "data_offsets" not in tensor:
+            refuse(f"{shown(name)} has no {'place' if place is None else 'dtype, shape and data_offsets'}")
+        begin, end = tensor["data_offsets"]
+        entry = TensorEntry(
+            name, tensor["dtype"], tensor["shape"], begin, end, place["shape"], place["offset"], place.get("python", "")
+        )
+        if fault := entry.fault():
+            refuse(f"{shown(name)}: {fault}")
+        entries.append(entry)
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    end = 0
+    for entry in entries:
+        if entry.begin != end:
+            refuse(f"{shown(entry.name)} begins at byte {entry.begin}, but the tensor before it ends at {end}")
+        end = entry.end
+    if len(data) + end != object_size:
+        refuse(f"the tensors end at byte {len(data) + end}, but the object has {object_size}")
+    if len(blocks) != _DIGITS * -(-end // block_bytes):
+        refuse(f"it has {len(blocks) / _DIGITS:g} checksums of blocks of {block_bytes} for {end} bytes")
+    return FileHeader(tuple(entries), blocks, writer, len(data), block_bytes)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from typing import Any
 
 import click
-from rich.table import Table
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import step_folder
@@ -18,7 +16,9 @@ from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.cli.checkpoint_hf_commands import export_command, import_command
 from raypp.cli.checkpoint_look_commands import diff_command, show_command
-from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_run, progress_bar, wide_console
+from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_run, progress_bar
+from raypp.cli.console import Lines, Table, wide_console
+from raypp.cli.output import echo, echo_json
 from raypp.cli.render import date_and_clock, duration, mesh_text
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
 from raypp.storage import ObjectStore
@@ -47,13 +47,13 @@ def list_command(run: str, as_json: bool) -> None:
     store, name, step = open_run(run)
     rows = [_row(store, name, found) for found in committed_steps(store, name, step)]
     if as_json:
-        click.echo(json.dumps(rows))
+        echo_json(rows)
     elif not rows:
-        click.echo(f"{name} has no committed checkpoint in {store.url}")
+        echo(f"{name} has no committed checkpoint in {store.url}")
     else:
         console = wide_console()
         console.print(_table(rows))
-        console.print(f"in {store.url}/{name}", style="dim", highlight=False, markup=False)
+        console.print(f"in {store.url}/{name}", style="dim")
 
 
 @checkpoints_group.command("verify")
@@ -86,7 +86,7 @@ def verify_command(run: str, as_json: bool) -> None:
         if not as_json:
             _tell(store, name, found, problems, time.monotonic() - started)
     if as_json:
-        click.echo(json.dumps(results))
+        echo_json(results)
     if bad:
         raise SystemExit(EXIT_RUN_FAILED)
 
@@ -140,16 +140,16 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
             "under_way": len(left.under_way),
             "dry_run": dry_run,
         }
-        click.echo(json.dumps(facts))
+        echo_json(facts)
         return
     verb = "would remove" if dry_run else "removed"
     gone = ", ".join(str(gone) for gone in pruned.steps) or "none"
     kept = f"the newest {keep}" + (f" and every {keep_every}th step" if keep_every else "")
-    click.echo(f"{verb} {len(pruned.objects)} objects, {pruned.size / 1e6:.1f} MB (steps: {gone}); kept {kept}")
+    echo(f"{verb} {len(pruned.objects)} objects, {pruned.size / 1e6:.1f} MB (steps: {gone}); kept {kept}")
     if left:
-        click.echo(f"{verb} {left}")
+        echo(f"{verb} {left}")
     if left.under_way:
-        click.echo(f"kept {len(left.under_way)} uploads of the newest attempt, which may still be in progress")
+        echo(f"kept {len(left.under_way)} uploads of the newest attempt, which may still be in progress")
 
 
 def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading)
     for row in rows:
         if "error" in row:
-            table.add_row(str(row["step"]), "–", "–", "–", f"[red]COMMIT {row['error']}[/red]", "")
+            table.add_row(str(row["step"]), "–", "–", "–", Lines(f"COMMIT {row['error']}", "red"), "")
             continue
         written = f"{date_and_clock(row['created'])} ({duration(time.time() - row['created'])} ago)"
         size = f"{row['bytes'] / 1e6:.1f} MB"
@@ -187,11 +187,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _tell(store: ObjectStore, name: str, step: int, problems: list[Problem], seconds: float) -> None:
     if not problems:
         size = _size(store, name, step)
-        click.echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {seconds:.1f} s")
+        echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {seconds:.1f} s")
         return
-    click.echo(f"step {step}: unusable", err=True)
+    echo(f"step {step}: unusable", err=True)
     for problem in problems:
-        click.echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
+        echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
 
 
 def _size(store: ObjectStore, name: str, step: int) -> int:
@@ -207,9 +207,13 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
     A job without keep_every keeps no extra steps.
     """
     try:
-        section = read_spec(store, name)["checkpoint"]
-        return keep or int(section["keep"]), int(section.get("keep_every", 0)) if keep_every is None else keep_every
-    except (CheckpointError, LookupError, TypeError, ValueError):
+        section = read_spec(store, name).get("checkpoint") or {}
+        wanted = section.get("keep") if keep is None else keep
+        every = section.get("keep_every", 0) if keep_every is None else keep_every
+        if type(wanted) is int and wanted > 0 and type(every) is int and every >= 0:
+            return wanted, every
+        raise CheckpointError("its checkpoint.keep and keep_every are no numbers")
+    except CheckpointError:
         if keep is not None:
             return keep, keep_every or 0
         raise JobError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.run_spec import read_spec
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
 from raypp.cli.load_job import load_checked_job
+from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import OWN_KEYS, options_from_config
@@ -25,6 +25,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.text import shell_word
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -52,7 +53,7 @@ def export_command(
     transformers' from_pretrained loads them. Tensors are copied a few rows at a time, and every
     byte read is checked.
     """
-    store, commit = open_checkpoint(run)
+    store, commit, _ = open_checkpoint(run)
     _check_form(commit, adapter, merged, dtype)
     lend_store_settings()
     there = open_store(target)
@@ -75,11 +76,11 @@ def export_command(
                 progress=advance,
             )
     if as_json:
-        click.echo(json.dumps({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)}))
+        echo_json({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)})
         return
     for remark in done.remarks:
-        click.echo(f"note: {remark}", err=True)
-    click.echo(
+        echo(f"note: {remark}", err=True)
+    echo(
         f"step {commit.step} of {commit.run}: {done.tensors} tensors, {size_text(done.size)}, "
         f"{len(done.files)} files in {there.url}"
     )
@@ -101,14 +102,11 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     with progress_bar("importing", None) as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     if as_json:
-        click.echo(
-            json.dumps(
-                {"run": name, "step": 0, "checkpoint": f"{store.url}/{name}/step-00000000", "bytes": commit.size}
-            )
-        )
+        place = f"{store.url}/{name}/step-00000000"
+        echo_json({"run": name, "step": 0, "checkpoint": place, "bytes": commit.size})
         return
-    click.echo(f"{name}: step 0 is committed in {store.url}/{name}, {size_text(commit.size)} from {files.store.url}")
-    click.echo(f"  train it: raypp submit {job if _is_file(job) else 'JOB'} --resume")
+    echo(f"{name}: step 0 is committed in {store.url}/{name}, {size_text(commit.size)} from {files.store.url}")
+    echo(f"  train it: raypp submit {shell_word(job) if _is_file(job) else 'JOB'} --resume")
 
 
 def _is_file(argument: str) -> bool:

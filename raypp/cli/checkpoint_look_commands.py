@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 import click
-from rich.table import Table
 
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
-from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text, wide_console
+from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
+from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
+from raypp.cli.console import Table, Text, wide_console
+from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.cli.render import date_and_clock, mesh_text
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
 from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
 
 _SHOWN = 20
+_WIDEST = 80
 
 
 @click.command("show")
@@ -31,19 +33,19 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
 
     Reads and checks headers, but not the tensors' data.
     """
-    store, commit = open_checkpoint(run)
-    tensors = SavedTensors(store, commit).infos
+    store, commit, saved = open_checkpoint(run)
+    tensors = saved.infos
     if as_json:
-        click.echo(json.dumps(_facts(store, commit, tensors)))
+        echo_json(_facts(store, commit, tensors))
         return
     console = wide_console()
     place = f"{store.url}/{step_folder(commit.run, commit.step)}"
-    console.print(f"[bold]{commit.run}, step {commit.step}[/bold]  {place}", highlight=False)
+    console.print(Text.assemble((f"{commit.run}, step {commit.step}", "bold"), f"  {place}"))
     facts = f"attempt {commit.attempt}, {mesh_text(commit.mesh)}, written {date_and_clock(commit.created)}, "
     facts += f"{size_text(commit.size)} in {len(commit.objects)} objects"
-    console.print(facts, highlight=False, markup=False)
+    console.print(facts)
     shown = [info for info in tensors.values() if everything or not info.name.startswith(OPTIMIZER)]
-    console.print(_table(shown))
+    _print_tensors(shown)
     left = [info for name, info in tensors.items() if name.startswith(OPTIMIZER)]
     if left and not everything:
         size = size_text(sum(info.bytes for info in left))
@@ -61,8 +63,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
     Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
     bits are equal, else with code 1.
     """
-    (store_a, commit_a), (store_b, commit_b) = open_checkpoint(a), open_checkpoint(b)
-    tensors_a, tensors_b = SavedTensors(store_a, commit_a), SavedTensors(store_b, commit_b)
+    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a), open_checkpoint(b)
     with progress_bar("comparing", commit_a.size) as advance:
         found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
     if as_json:
@@ -78,7 +79,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
             ],
             "different": [asdict(difference) for difference in found.different],
         }
-        click.echo(json.dumps(facts))
+        echo_json(facts)
     else:
         _tell(found)
     return EXIT_OK if found.same else EXIT_RUN_FAILED
@@ -102,17 +103,18 @@ def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -
     }
 
 
-def _table(tensors: list[TensorInfo]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    for heading in ("dtype", "shape"):
-        table.add_column(heading)
-    table.add_column("size", justify="right")
-    table.add_column("on ranks")
+def _print_tensors(tensors: list[TensorInfo]) -> None:
+    """Prints one line per tensor. There may be tens of thousands: Rich takes a ms for each."""
+    rows = [("tensor", "dtype", "shape", "size", "on ranks")]
     for info in tensors:
         shape = " × ".join(map(str, info.shape)) or "scalar"
-        table.add_row(info.name, info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks))
-    return table
+        rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
+    name, kind, form, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+    head, *lines = (
+        f"{words[0]:<{name}}  {words[1]:<{kind}}  {words[2]:<{form}}  {words[3]:>{size}}  {words[4]}" for words in rows
+    )
+    echo(styled(head, bold=True))
+    echo_lines("\n".join(lines), nl=bool(lines))
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
@@ -132,11 +134,11 @@ def _tell(found: Comparison) -> None:
     console = wide_console()
     for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
         if names:
-            click.echo(f"{title}: {', '.join(names[:_SHOWN])}{_more(len(names))}")
+            echo(f"{title}: {', '.join(names[:_SHOWN])}{_more(len(names))}")
     for left, right in found.other_form[:_SHOWN]:
-        click.echo(f"{left.name}: {left.dtype} {list(left.shape)} in A, {right.dtype} {list(right.shape)} in B")
+        echo(f"{left.name}: {left.dtype} {list(left.shape)} in A, {right.dtype} {list(right.shape)} in B")
     if len(found.other_form) > _SHOWN:
-        click.echo(f"…{_more(len(found.other_form))}")
+        echo(f"…{_more(len(found.other_form))}")
     if found.different:
         table = Table(box=None, header_style="bold", pad_edge=False)
         table.add_column("values differ", overflow="fold")
@@ -147,9 +149,9 @@ def _tell(found: Comparison) -> None:
             table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")
         console.print(table)
         if len(largest) > _SHOWN:
-            click.echo(f"…{_more(len(largest))}")
+            echo(f"…{_more(len(largest))}")
     count = len(found.different) + len(found.only_a) + len(found.only_b) + len(found.other_form)
-    click.echo(f"{found.equal} tensors are bitwise equal, {count} are not")
+    echo(f"{found.equal} tensors are bitwise equal, {count} are not")
 
 
 def _more(count: int) -> str:

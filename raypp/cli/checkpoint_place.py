@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.cli.console import Console
+from raypp.cli.output import echo_lines
 from raypp.clusters import known_runs
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.text import visible
+
+_SHOWN = 5
 
 
 def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
@@ -46,18 +51,33 @@ def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int
     return [only]
 
 
-def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit]:
-    """Returns the checkpoint that an argument refers to. Without a step, the run's newest one.
+def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit, SavedTensors]:
+    """Returns the checkpoint that an argument refers to.
+
+    Without a step, the newest one of which COMMIT and all headers can be read; says which ones
+    cannot.
 
     Raises:
         JobError: There is no such run, or no such step.
-        CheckpointError: The run has no checkpoint, or COMMIT cannot be read.
+        CheckpointError: The run has no checkpoint, or none can be read.
     """
     store, name, step = open_run(argument)
     steps = committed_steps(store, name, step)
     if not steps:
         raise nothing_committed(store, name)
-    return store, read_commit(store, name, steps[-1])
+    unusable: list[Problem] = []
+    for found in reversed(steps):
+        try:
+            commit = read_commit(store, name, found)
+            tensors = SavedTensors(store, commit)
+        except CheckpointError as error:
+            unusable.extend(error.problems[:1])
+            continue
+        if unusable:
+            told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
+            echo_lines(f"step {found} is used, because newer checkpoints cannot be read:\n{told}", err=True)
+        return store, commit, tensors
+    raise CheckpointError(unusable[:_SHOWN])
 
 
 def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
@@ -68,17 +88,11 @@ def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
 @contextmanager
 def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """Shows progress in bytes on stderr, if it is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=size)
         yield lambda count: progress.advance(task, count)
-
-
-def wide_console() -> Console:
-    """Returns a console for the terminal; 120 columns wide without one."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def size_text(size: int) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from raypp.cli.error_view import styled
+from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.error_view import problem_parts
 from raypp.cli.load_job import load_checked_job
+from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
 from raypp.doctor.client import examine
@@ -22,6 +22,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesE
 from raypp.kinds import SOURCES
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
+from raypp.untrusted.text import shell_word
 
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
 _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
@@ -62,7 +63,7 @@ def doctor_command(
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(Path(url).expanduser().absolute())
     options = ProbeOptions(url, _paths(checked), max(0.05, min(seconds, 60.0)), not no_devices)
-    report = examine(cluster, options, lambda line: click.echo(f"  {line}", err=True))
+    report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
     found = findings(report)
     if checked is not None:
         try:
@@ -71,9 +72,9 @@ def doctor_command(
             found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
     if out is not None:
         out.write_text(json.dumps(links_document(report), indent=2) + "\n")
-        click.echo(f"wrote {out}; use it with `raypp plan JOB --links {out}`", err=True)
+        echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
     if as_json:
-        click.echo(json.dumps({**report, "findings": [finding.as_dict() for finding in found]}))
+        echo_json({**report, "findings": [finding.as_dict() for finding in found]})
     else:
         _show(report, found, bool(url))
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
@@ -88,7 +89,7 @@ def _paths(job: Job | None) -> list[str]:
 
 
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:
-    console = Console(highlight=False)
+    console = Console()
     console.print(_nodes(report))
     console.print(_machines(report))
     if report["links"]:
@@ -96,21 +97,23 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
         console.print("rows send to columns: Gbit/s, half a round trip; † not over the node's main interface")
         skews = [abs(link["skew_s"]) for link in report["links"] if "skew_s" in link]
         if skews:
-            console.print(f"clocks: within {max(0.1, max(skews) * 1e3):.3g} ms of each other\n")
+            console.print(f"clocks: within {max(0.1, max(skews) * 1e3):.3g} ms of each other")
+            console.print()
     if report["store"]:
         console.print(_store(report["store"]))
         console.print()
     elif not store_asked:
-        console.print("store: not tested; give a JOB, or --store URL\n")
+        console.print("store: not tested; give a JOB, or --store URL")
+        console.print()
     for finding in found:
         colour = _COLOURS[finding.severity]
-        click.echo(f"{click.style(_WORDS[finding.severity], fg=colour)}: {styled(finding.problem)}")
+        echo_lines(styled(_WORDS[finding.severity], fg=colour), ": ", *problem_parts(finding.problem))
     if not found:
-        click.echo("no problems found")
+        echo("no problems found")
 
 
 def _plain_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, no_wrap=True)
     return table
@@ -120,7 +123,7 @@ def _nodes(report: dict[str, Any]) -> Table:
     table = _plain_table("nodes", "node", "host", "python", "torch", "ray", "interface")
     for node in report["nodes"]:
         if "error" in node:
-            table.add_row(node["ip"], node["hostname"], "[red]does not respond[/red]")
+            table.add_row(node["ip"], node["hostname"], Text("does not respond", "red"))
             continue
         own = next((one for one in node["interfaces"] if one["address"] == node["ip"]), None)
         speed = f", {own['mbps'] / 1000:g} Gbit/s" if own and own["mbps"] else ""
@@ -161,15 +164,15 @@ def _gib(count: int | None) -> str:
 def _matrix(report: dict[str, Any]) -> Table:
     nodes = [node["ip"] for node in report["nodes"]]
     carries = {node["ip"]: _own_interface(node) for node in report["nodes"]}
-    cells: dict[tuple[str, str], str] = {}
+    cells: dict[tuple[str, str], Text] = {}
     for link in report["links"]:
         if "error" in link:
-            cells[link["from"], link["to"]] = cells[link["to"], link["from"]] = "[red]none[/red]"
+            cells[link["from"], link["to"]] = cells[link["to"], link["from"]] = Text("none", "red")
             continue
         mark = "" if link["interface"] == carries[link["from"]] else "†"
         for key, rate in (((link["from"], link["to"]), "gbps_out"), ((link["to"], link["from"]), "gbps_in")):
-            cells[key] = f"{link[rate]:.3g}{mark}\n{link['latency_ms']:.2g} ms"
-    table = Table(title="\nlinks", title_justify="left", header_style="bold")
+            cells[key] = Lines(f"{link[rate]:.3g}{mark}\n{link['latency_ms']:.2g} ms")
+    table = Table(title=Lines("\nlinks"), title_justify="left", header_style="bold")
     for name in ("", *nodes):
         table.add_column(name)
     for row in nodes:
@@ -185,7 +188,7 @@ def _store(store: dict[str, Any]) -> Table:
     table = _plain_table(f"store {store['url']}", "node", "rights", "up", "down")
     for node in store["nodes"]:
         if "error" in node:
-            table.add_row(node["ip"], "[red]no[/red]", "–", "–")
+            table.add_row(node["ip"], Text("no", "red"), "–", "–")
         else:
             table.add_row(node["ip"], "all", f"{node['up_mbps']:.0f} MB/s", f"{node['down_mbps']:.0f} MB/s")
     return table

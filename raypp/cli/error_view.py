@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import click
-
+from raypp.cli.output import Styled, echo_lines, styled
 from raypp.errors import Problem, RayppError
 
 
 def show_error(error: RayppError) -> None:
     """Prints an error's problems to stderr, and their number if there are more than three."""
     for problem in error.problems:
-        click.echo(styled(problem), err=True)
+        echo_lines(*problem_parts(problem), err=True)
     if len(error.problems) > 3:
-        click.echo(f"\n{summary(error.problems)}", err=True)
+        echo_lines(f"\n{summary(error.problems)}", err=True)
 
 
-def styled(problem: Problem) -> str:
-    """Formats a problem like `str(problem)`, but in colour if the terminal has colours."""
+def problem_parts(problem: Problem) -> list[str | Styled]:
+    """Formats a problem like `str(problem)`, in parts for `echo_lines`.
+
+    Further lines of its texts are indented, so that none poses as another problem or a fix.
+    """
     key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
-    place = " ".join(part for part in (problem.where, key) if part)
-    text = f"{click.style(place, bold=True)}: {problem.what}" if place else click.style(problem.what, bold=True)
-    return f"{text}\n  {click.style('fix:', fg='green')} {problem.fix}" if problem.fix else text
+    place = _indented(" ".join(part for part in (problem.where, key) if part))
+    what, fix = _indented(problem.what), _indented(problem.fix)
+    parts: list[str | Styled] = [styled(place, bold=True), f": {what}"] if place else [styled(what, bold=True)]
+    return [*parts, "\n  ", styled("fix:", fg="green"), f" {fix}"] if fix else parts
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n    ")
 
 
 def summary(problems: Sequence[Problem]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from raypp.cli.output import echo
 from raypp.errors import JobError, Problem
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -24,8 +25,9 @@ def init_command(template: str | None) -> None:
     if template is None:
         longest = max(map(len, names))
         for name in names:
-            click.echo(f"{name:<{longest}}  {summary(name)}")
-        click.echo("\nwrite one into this directory: raypp init TEMPLATE")
+            echo(f"{name:<{longest}}  {summary(name)}")
+        echo()
+        echo("write one into this directory: raypp init TEMPLATE")
         return
     name = template.removesuffix(".yaml")
     if name not in names:
@@ -33,8 +35,9 @@ def init_command(template: str | None) -> None:
         hint = f"did you mean {close[0]}? " if close else ""
         raise JobError(f"there is no template {template!r}", f"{hint}`raypp init` lists them: {', '.join(names)}")
     for path in write(name, Path.cwd()):
-        click.echo(f"wrote {path}")
-    click.echo(f"\nthe first lines of {name}.yaml say for whom it is, what it needs, and what to type")
+        echo(f"wrote {path}")
+    echo()
+    echo(f"the first lines of {name}.yaml say for whom it is, what it needs, and what to type")
 
 
 def template_names() -> list[str]:

@@ -6,18 +6,29 @@ list | history | events | logs`: show the records of a run at any time.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.live import Live
 
+from raypp.cli.console import Console
 from raypp.cli.find_run import find_run, open_reader, present_status
-from raypp.cli.render import log_tag, log_text, loss_text, quantity, runs_table, show_event, status_view
+from raypp.cli.output import echo, echo_json, echo_lines, json_text
+from raypp.cli.render import (
+    log_text,
+    loss_text,
+    of_log,
+    one_line,
+    padded_tag,
+    quantity,
+    runs_table,
+    show_event,
+    status_view,
+    tag_width,
+)
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
@@ -44,7 +55,7 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
     if watch:
         _watch_status(place, reader, as_json)
     elif as_json:
-        click.echo(_status_json(present_status(place, reader)))
+        echo_json(_status_json(present_status(place, reader)))
     else:
         console = _console()
         console.print(status_view(present_status(place, reader), reader.history(), console))
@@ -60,9 +71,9 @@ def list_command(as_json: bool) -> None:
         statuses = list(pool.map(_status_or_error, places))
     if as_json:
         keys = [key for key in STATUS_KEYS if key != "ranks"]
-        click.echo(json.dumps([{key: status[key] for key in keys} for status in statuses]))
+        echo_json([{key: status[key] for key in keys} for status in statuses])
     elif not places:
-        click.echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
+        echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
         _console().print(runs_table(statuses, [place.url for place in places]))
 
@@ -76,9 +87,8 @@ def history_command(run: str) -> None:
     Values that are not finite appear as NaN, Infinity or -Infinity, as Python's json reads them.
     """
     _, reader = find_run(run)
-    rows = reader.history()
-    if rows:
-        click.echo("\n".join(json.dumps(row) for row in rows))
+    if rows := reader.history():
+        echo_lines("\n".join(json_text(row) for row in rows))
     _warn_of_damage(reader)
 
 
@@ -90,7 +100,7 @@ def events_command(run: str, as_json: bool) -> None:
     _, reader = find_run(run)
     events = reader.events()
     if as_json:
-        click.echo(json.dumps([_event_json(event) for event in events]))
+        echo_json([_event_json(event) for event in events])
     else:
         console = _console()
         for event in events:
@@ -105,7 +115,8 @@ def events_command(run: str, as_json: bool) -> None:
 def logs_command(run: str, rank: int | None, follow: bool) -> None:
     """Print the logs of all ranks of RUN as one stream.
 
-    Each line is tagged with its rank's coordinates.
+    Each line is tagged with its rank's coordinates. Colours are left out; other control characters
+    are shown as \\x1b. A carriage return, as of a progress bar, begins a line.
     """
     place, reader = find_run(run)
     cursor = Cursor()
@@ -135,15 +146,15 @@ class _LogPrinter:
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.printed = True
-            self._widest = max(self._widest, len(log_tag(line)))
-            for part in line.text.splitlines() or [""]:
+            self._widest = max(self._widest, tag_width(line))
+            for part in of_log(line.text).splitlines() or [""]:
                 self._print_one(dataclasses.replace(line, text=part))
 
     def _print_one(self, line: LogLine) -> None:
         if self._console.is_terminal:
             self._console.print(log_text(line, self._widest), soft_wrap=True)
         else:
-            click.echo(f"{log_tag(line):<{self._widest}} | {line.text}")
+            echo_lines(f"{padded_tag(line, self._widest)} | {line.text}")
 
 
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
@@ -159,9 +170,9 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
     told = ""
     while True:
         status = present_status(place, reader)
-        line = _status_json(status) if as_json else _status_line(status)
+        line = json_text(_status_json(status)) if as_json else _status_line(status)
         if line != told:
-            click.echo(line)
+            echo(line)
             told = line
         if is_final(status):
             return
@@ -180,13 +191,13 @@ def _status_or_error(place: RunPlace) -> dict[str, Any]:
         return {**unknown.as_dict(), "state": None}
 
 
-def _status_json(status: dict[str, Any]) -> str:
-    return json.dumps({key: status[key] for key in STATUS_KEYS})
+def _status_json(status: dict[str, Any]) -> dict[str, Any]:
+    return {key: status[key] for key in STATUS_KEYS}
 
 
 def _status_line(status: dict[str, Any]) -> str:
     figures = f"loss {loss_text(status['loss'])}  {quantity(status['tokens_per_s'])} tokens/s"
-    error = f"  {status['error']}" if status["error"] else ""
+    error = f"  {one_line(status['error'])}" if status["error"] else ""
     return f"{status['state']}  step {status['step']}/{status['steps']}  {figures}  attempt {status['attempt']}{error}"
 
 
@@ -206,9 +217,9 @@ def _event_json(event: Event) -> dict[str, Any]:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    return Console()
 
 
 def _warn_of_damage(reader: RunReader) -> None:
     if reader.damaged:
-        click.echo(f"skipped {reader.damaged} damaged lines of the run's records", err=True)
+        echo(f"skipped {reader.damaged} damaged lines of the run's records", err=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 
 import click
 
+from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.errors import JobError
 
 
@@ -18,7 +18,7 @@ def explain_command(section: str | None) -> None:
     from raypp.spec.explain import explain
 
     columns = shutil.get_terminal_size((88, 24)).columns
-    click.echo(explain(section, width=max(50, min(columns, 100))), nl=False)
+    echo_lines(explain(section, width=max(50, min(columns, 100))), nl=False)
 
 
 @click.command("schema")
@@ -34,7 +34,7 @@ def schema_command() -> None:
     """
     from raypp.spec.explain import schema
 
-    click.echo(json.dumps(schema(), indent=2))
+    echo_json(schema(), indent=2)
 
 
 @click.command("list-kinds")
@@ -64,14 +64,16 @@ def list_kinds_command(key: str | None, as_json: bool) -> None:
             name: [{"name": kind, "available": ready, "summary": summary} for kind, ready, summary in rows]
             for name, rows in kinds.items()
         }
-        click.echo(json.dumps(document, indent=2))
+        echo_json(document, indent=2)
         return
     columns = min(shutil.get_terminal_size((100, 24)).columns, 120)
     for position, (name, rows) in enumerate(kinds.items()):
-        click.echo(("\n" if position else "") + click.style(name, bold=True))
+        if position:
+            echo()
+        echo(styled(name, bold=True))
         longest = max(len(kind) for kind, _, _ in rows)
         for kind, ready, summary in rows:
             text = summary if ready else f"not available yet: {summary}"
             first, later = f"  {kind:<{longest}}  ", " " * (longest + 4)
             row = textwrap.fill(text, columns, initial_indent=first, subsequent_indent=later)
-            click.echo(row if ready else click.style(row, dim=True))
+            echo_lines(row if ready else styled(row, dim=True))

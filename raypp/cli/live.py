@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
 
+from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.find_run import recorded_status
 from raypp.cli.render import curve, date_and_clock, duration, facts, loss_text, quantity, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
@@ -22,6 +21,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.records import Event
 from raypp.storage import StoreError
+from raypp.untrusted.text import shell_word
 
 POLL_S = 0.5
 _STORE_PATIENCE_S = 60.0
@@ -45,7 +45,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console()
         self._poll_s = poll_s
         self._status: Mapping[str, Any] | None = None
         self._rows: Sequence[Mapping[str, Any]] = ()
@@ -207,7 +207,7 @@ class LiveView:
             counts[rank["state"]] = counts.get(rank["state"], 0) + 1
         if counts:
             parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
-        return Text("  ").join([*parts, Text(elapsed, style="dim")])
+        return Text.assemble(*(piece for part in parts for piece in (part, "  ")), (elapsed, "dim"))
 
     def _show_trouble(self, error: RayppError) -> None:
         if not self._trouble_shown:
@@ -242,7 +242,7 @@ def summary_view(
         ("checkpoint", status["checkpoint"] or "none"),
     ]
     if status["error"]:
-        pairs.append(("error", Text(status["error"], style="red")))
+        pairs.append(("error", Lines(status["error"], style="red")))
     parts: list[RenderableType] = [
         Text.assemble(("run ", ""), (status["run"], "bold"), "  ", state_text(status["state"])),
         facts(pairs),
@@ -252,7 +252,7 @@ def summary_view(
     commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
     grid = Table.grid(padding=(0, 2))
     for command, words in commands:
-        grid.add_row(Text("  ") + command, Text(words, style="dim"))
+        grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
     return Group(*parts, Text(""), Text("next", style="dim"), grid)
 
 
@@ -261,12 +261,12 @@ def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
     found = [event for event in events if event.kind == "evaluated"]
     if not found:
         return []
-    return [("held-out loss", f"{loss_text(found[-1].details.get('loss'))}  (step {found[-1].step})")]
+    return [("held-out loss", f"{loss_text(found[-1].number('loss'))}  (step {found[-1].step})")]
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns commands that are useful now, each with its purpose."""
-    name = place.name
+    name = shell_word(place.name)
     resume = f"raypp submit JOB --resume --set name={name}"  # the job file may contain another name
     commands = []
     if not is_final(status):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from raypp.cli.output import echo, echo_json
 from raypp.clusters import local
 from raypp.errors import EXIT_UNREACHABLE
 
@@ -20,10 +19,10 @@ def local_group() -> None:
 def up(cpus: int | None) -> None:
     """Start the cluster, unless it is already running."""
     cluster, started = local.up(cpus)
-    click.echo("the embedded cluster is up" if started else "the embedded cluster was already up")
+    echo("the embedded cluster is up" if started else "the embedded cluster was already up")
     _describe(cluster)
     if not started and cpus not in (None, cluster.num_cpus):
-        click.echo(f"--cpus {cpus} has no effect on a running cluster; run `raypp local down` first", err=True)
+        echo(f"--cpus {cpus} has no effect on a running cluster; run `raypp local down` first", err=True)
 
 
 @local_group.command()
@@ -31,7 +30,7 @@ def up(cpus: int | None) -> None:
 def down(delete_data: bool) -> None:
     """Stop the cluster. Other Ray clusters are not affected."""
     ended = local.down(delete_data=delete_data)
-    click.echo("the embedded cluster is down" if ended else "no embedded cluster was running")
+    echo("the embedded cluster is down" if ended else "no embedded cluster was running")
 
 
 @local_group.command()
@@ -41,17 +40,17 @@ def status(as_json: bool) -> None:
     cluster = local.find()
     if as_json:
         facts = {"dashboard": cluster.dashboard, "s3": cluster.s3.endpoint, "cpus": cluster.num_cpus} if cluster else {}
-        click.echo(json.dumps({"up": cluster is not None, **facts}))
+        echo_json({"up": cluster is not None, **facts})
     elif cluster is None:
-        click.echo("no embedded cluster is running; start it with `raypp local up`")
+        echo("no embedded cluster is running; start it with `raypp local up`")
     else:
-        click.echo("the embedded cluster is up")
+        echo("the embedded cluster is up")
         _describe(cluster)
     if cluster is None:
         raise SystemExit(EXIT_UNREACHABLE)
 
 
 def _describe(cluster: local.LocalCluster) -> None:
-    click.echo(f"  Ray dashboard  {cluster.dashboard}  (log in with the token in {cluster.token_path})")
-    click.echo(f"  S3 server      {cluster.s3.endpoint}  bucket {local.BUCKET}, keys in {cluster.s3.directory}/s3.json")
-    click.echo(f"  CPU slots      {cluster.num_cpus}  (logical; ranks can outnumber cores and then share them)")
+    echo(f"  Ray dashboard  {cluster.dashboard}  (log in with the token in {cluster.token_path})")
+    echo(f"  S3 server      {cluster.s3.endpoint}  bucket {local.BUCKET}, keys in {cluster.s3.directory}/s3.json")
+    echo(f"  CPU slots      {cluster.num_cpus}  (logical; ranks can outnumber cores and then share them)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import io
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,8 +13,11 @@ import click
 
 import raypp
 from raypp.cli.error_view import show_error
+from raypp.cli.output import echo, echo_lines
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, in_words
 from raypp.registry import load_object
+from raypp.storage.store_retry import bounded_command
+from raypp.untrusted.text import VisibleFormatter
 
 COMMANDS = {
     # command: (its function, one line of help); imported on first use, so that `raypp --help` is
@@ -96,6 +101,11 @@ def cli(debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its number
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())  # warnings of libraries, as of botocore
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -109,27 +119,30 @@ def run(arguments: Sequence[str]) -> int:
     """
     arguments, debug = _take_debug(arguments)
     try:
-        result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
+        with bounded_command():
+            result = cli.main(args=arguments, prog_name="raypp", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
     except RayppError as error:
         if debug:
-            traceback.print_exc()
+            echo_lines(traceback.format_exc(), err=True, nl=False)
         show_error(error)
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        echo_lines(said.getvalue(), err=True, nl=False)
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else EXIT_RUN_FAILED
     except Exception as error:  # noqa: BLE001 - nothing may escape without a message; --debug shows the traceback
         if debug:
-            traceback.print_exc()
+            echo_lines(traceback.format_exc(), err=True, nl=False)
         words = " ".join(in_words(error).split())
         hint = "" if debug else " (run again with --debug for the traceback)"
-        click.echo(f"internal error: {words}{hint}", err=True)
+        echo(f"internal error: {words}{hint}", err=True)
         return EXIT_RUN_FAILED
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
+from raypp.cli.console import Console, Table, Text
 from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.output import echo_json
 from raypp.cli.torch_process import ask
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -56,7 +55,7 @@ def parity_command(
     tolerance.
     """
     file = load_checked_job(job, overrides)
-    console = Console(highlight=False)
+    console = Console()
     world = Mesh.of(file.job.mesh).world
     _check_world(world, max_ranks)
     with Console(stderr=True).status(f"{steps} steps on {world} ranks, then in one process …"):
@@ -66,7 +65,7 @@ def parity_command(
             "the comparison",
         )
     if as_json:
-        click.echo(json.dumps(answer))
+        echo_json(answer)
     else:
         console.print(parity_view(file.job, answer))
     return EXIT_OK if answer["passed"] else EXIT_RUN_FAILED

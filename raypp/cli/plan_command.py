@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.torch_process import ask
 from raypp.errors import EXIT_RESOURCES, JobError, RunFailedError
+from raypp.spec.limits import RANKS, RATE
 
 if TYPE_CHECKING:
     from raypp.planning.predict import Grounds
     from raypp.spec.job import Job
+
+
+class _Finite(click.FloatRange):
+    """A range of numbers, without NaN, which every comparison lets pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return found
+
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -24,13 +37,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @job_argument
 @click.option(
     "--link-gbps",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Finite(1e-6, RATE),
     metavar="X",
     help="Speed of the link between two nodes, in Gbit/s. Adds the time of messages and affects the step time.",
 )
 @click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links measured by `raypp doctor --out FILE`.")
 @click.option("--device", metavar="NAME", help="Device to predict for, e.g. rtx4090.")
-@click.option("--per-node", type=click.IntRange(1), metavar="N", help="Devices per node, with --link-gbps.")
+@click.option("--per-node", type=click.IntRange(1, RANKS), metavar="N", help="Devices per node, with --link-gbps.")
 @click.option("--costs", type=_FILE, metavar="FILE", help="Costs of the model's parts, measured by --measure.")
 @click.option(
     "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, save and use them."
@@ -41,7 +54,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--fit", is_flag=True, help="Find what must change for the job to fit into --device, fastest first.")
 @click.option(
     "--search-time",
-    type=click.FloatRange(1),
+    type=_Finite(1, 86_400),
     default=60,
     show_default=True,
     metavar="S",
@@ -75,9 +88,9 @@ def plan_command(
     file = load_checked_job(job, overrides)
     _count_own_model(file.job)
     grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
-    from rich.console import Console
+    from raypp.cli.console import Console
 
-    console = Console(highlight=False)
+    console = Console()
     if fit:
         _fit(file.job, grounds, search_time, as_json)
         return
@@ -88,7 +101,7 @@ def plan_command(
 
     plan = make_plan(file.job, link_gbps=link_gbps, grounds=grounds)
     if as_json:
-        click.echo(json.dumps(plan.as_dict(), indent=2))
+        echo_json(plan.as_dict(), indent=2)
         return
     from raypp.cli.plan_view import plan_view
 
@@ -156,8 +169,7 @@ def _measure(job: Job, path: Path) -> None:
     Raises:
         RunFailedError: The measurement failed.
     """
-    from rich.console import Console
-
+    from raypp.cli.console import Console
     from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
     from raypp.spec.load import job_document
 
@@ -186,8 +198,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         JobError: The memory of the device is unknown.
         SystemExit: Nothing that was tried fits on the given devices (exit code 4).
     """
-    from rich.console import Console
-
+    from raypp.cli.console import Console
     from raypp.cli.fit_view import fit_document, fit_view
     from raypp.planning.costs import DEVICES
     from raypp.planning.fit_search import changes_that_fit
@@ -198,14 +209,16 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
     with Console(stderr=True).status("trying meshes and what saves memory …"):
         found = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
-    click.echo(json.dumps(fit_document(found), indent=2) if as_json else fit_view(found, job, device))
+    if as_json:
+        echo_json(fit_document(found), indent=2)
+    else:
+        echo_lines(fit_view(found, job, device))
     if found.now is None and not found.same:
         raise SystemExit(EXIT_RESOURCES)
 
 
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:
-    from rich.console import Console
-
+    from raypp.cli.console import Console
     from raypp.planning.costs import computed_costs
     from raypp.planning.search import search
     from raypp.planning.sizes import sizes_remark
@@ -228,10 +241,11 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
         ]
         counts = {"tried": found.tried, "refused": found.refused, "too_large": found.too_large}
         remarks = {"remarks": [remark]} if remark else {}
-        click.echo(json.dumps({"best": rows, **counts, "out_of_time": found.out_of_time, **remarks}, indent=2))
+        echo_json({"best": rows, **counts, "out_of_time": found.out_of_time, **remarks}, indent=2)
         return
     from raypp.cli.plan_view import search_view
 
     console.print(search_view(found, job))
     if remark:
-        console.print(f"\n{remark}")
+        console.print()
+        console.print(remark)

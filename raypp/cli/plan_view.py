@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
+from raypp.cli.console import Lines, Table, Text
 from raypp.cli.schedule_picture import schedule_picture
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
 from raypp.planning.search import Found
 from raypp.spec.job import Job
+from raypp.untrusted.text import shell_word
 
 MOST_RANKS = 16
 """Larger worlds are shown with one line per pipeline rank."""
@@ -43,9 +44,9 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),
     ):
-        heading = Text.assemble(("\n" + name, "bold"), (f"  {remark}" if remark else "", ""))
+        heading = Lines.assemble(("\n" + name, "bold"), (f"  {remark}" if remark else "", ""))
         parts += [heading, Padding(body, (0, 0, 0, 2), expand=False)]
-    parts += [Text(f"\n{remark}") for remark in plan.remarks]
+    parts += [Lines(f"\n{remark}") for remark in plan.remarks]
     return Group(*parts)
 
 
@@ -78,8 +79,8 @@ def _lines(plan: Plan) -> Iterable[Sequence[PlannedRank]]:
     if plan.world <= MOST_RANKS:
         yield from ([rank] for rank in plan.ranks)
         return
-    for pp in range(plan.axes["pp"]):
-        yield [rank for rank in plan.ranks if rank.coordinates.pp == pp]
+    for _, ranks in groupby(plan.ranks, key=lambda rank: rank.coordinates.pp):
+        yield list(ranks)
 
 
 def _layers(rank: PlannedRank, num_stages: int) -> str:
@@ -156,7 +157,7 @@ def _host(plan: Plan) -> RenderableType:
     lines.append(f"{size_text(host.saving)}  buffer of a save")
     have = f", {size_text(host.available)} of {host.node} are free" if host.available else ""
     lines.append(f"{size_text(host.total)}  together{have}")
-    text = Text("\n".join(lines))
+    text = Lines("\n".join(lines))
     return Group(text, Text(problem, "red")) if (problem := host.problem()) else text
 
 
@@ -222,17 +223,19 @@ def search_view(found: Found, job: Job) -> RenderableType:
             time_text(cast.step_s),
             count_text(cast.tokens_per_s),
             size_text(cast.peak_memory),
-            Text(settings),
+            Lines(settings),
         )
     best = found.best[0]
     said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
     if found.out_of_time:
         said += "; stopped before all were tried (raise --search-time)"
-    words = " ".join(f"--set {setting}" for setting in best.settings())
+    words = " ".join(f"--set {shell_word(setting)}" for setting in best.settings())
     parts: list[RenderableType] = [
-        Text.assemble((job.name, "bold cyan"), "  the same batch on other meshes and schedules, fastest first\n"),
+        Text.assemble((job.name, "bold cyan"), "  the same batch on other meshes and schedules, fastest first"),
+        Text(""),
         table,
-        Text(f"\n{said}", style="dim"),
+        Text(""),
+        Text(said, style="dim"),
         Text(f"assumptions: {'; '.join(best.forecast.sources)}", style="dim"),
         Text(f"bottleneck of the best: {best.forecast.bottleneck}"),
     ]

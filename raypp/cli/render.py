@@ -1,22 +1,21 @@
-"""Shows runs on a terminal: summaries, tables, lists.
-
-Shows all text that comes from a run as plain text.
-"""
+"""Shows runs on a terminal: summaries, tables, lists."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
+from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.curve import loss_curve
 from raypp.observe.json_lines import LogLine
 from raypp.records import Coordinates, Event
+from raypp.untrusted.text import visible
 
 _STATE_STYLES = {
     "PENDING": "yellow",
@@ -38,6 +37,8 @@ _EVENT_STYLES = {
     "succeeded": "bold green",
 }
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+_WIDEST_TAG = 24
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def quantity(value: float | None) -> str:
@@ -108,7 +109,7 @@ def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) 
         width=min(width, console.width - 4),
         ascii_only="utf" not in console.encoding.lower(),
     )
-    return Padding(Text("\n".join(lines), no_wrap=True), (0, 0, 0, 2), expand=False) if lines else None
+    return Padding(Lines("\n".join(lines), no_wrap=True), (0, 0, 0, 2), expand=False) if lines else None
 
 
 def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], console: Console) -> RenderableType:
@@ -129,7 +130,7 @@ def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], co
         age = time.time() - status["updated_at"]
         pairs.append(("as of", f"{date_and_clock(status['updated_at'])}  ({duration(age)} ago)"))
     if status["error"]:
-        pairs.append(("error", Text(status["error"], style="red")))
+        pairs.append(("error", Lines(status["error"], style="red")))
     parts: list[RenderableType] = [head, facts(pairs)]
     if status["ranks"]:
         parts += [Text(""), Padding(ranks_table(status), (0, 0, 0, 2), expand=False)]
@@ -149,7 +150,7 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
         table.add_row(
             str(rank["rank"]),
             rank_label(rank["coordinates"], status["mesh"]),
-            Text(str(rank["node"])),
+            str(rank["node"]),
             str(rank["pid"] or "–"),
             Text(str(rank["state"]), style="red" if bad else ""),
         )
@@ -173,10 +174,10 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> 
             loss_text(status["loss"]),
             quantity(status["tokens_per_s"]),
             str(status["restarts"]),
-            Text(place),
+            place,
         )
     errors = [
-        Text.assemble((f"{status['run']}: ", "bold"), (status["error"].splitlines()[0], "red"))
+        Text.assemble((f"{status['run']}: ", "bold"), (status["error"].partition("\n")[0], "red"))
         for status in statuses
         if status["error"]
     ]
@@ -192,13 +193,15 @@ def show_event(console: Console, event: Event, *, date: bool = False) -> None:
     kind = Text(f"{event.kind:<15}", style=_EVENT_STYLES.get(event.kind, "cyan"))
     if console.is_terminal:
         grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(Text(when, style="dim"), kind, _event_words(event))
+        grid.add_row(Text(when, style="dim"), kind, Lines.assemble(*_event_words(event)))
         console.print(grid)
     else:
-        console.print(Text("  ").join([Text(when), kind, _event_words(event)]), soft_wrap=True)
+        message, place = _event_words(event)
+        console.print(Text.assemble(when, "  ", kind, "  ", one_line(message), place), soft_wrap=True)
 
 
-def _event_words(event: Event) -> Text:
+def _event_words(event: Event) -> tuple[str, tuple[str, str]]:
+    """Returns the message with its cause, and the place with its style."""
     place = [f"step {event.step}"] if event.step is not None else []
     place += [f"rank {event.rank}"] if event.rank is not None else []
     place += [f"on {event.node}"] if event.node else []
@@ -206,16 +209,35 @@ def _event_words(event: Event) -> Text:
     cause = str(event.details.get("cause") or "")
     if cause and cause not in words:
         words = f"{words}: {cause}" if words else cause
-    return Text.assemble(words, (f"  ({', '.join(place)})" if place else "", "dim"))
+    return words, (f"  ({', '.join(place)})" if place else "", "dim")
+
+
+def one_line(text: str) -> str:
+    """Joins the lines of a text, for output with a promised line."""
+    return re.sub(r"\s*\n\s*", " ", text)
+
+
+def of_log(text: str) -> str:
+    """Returns text of a log without its colours."""
+    return _COLOUR.sub("", text)
 
 
 def log_text(line: LogLine, widest: int) -> Text:
     """Formats a log line as `pp0-fsdp1 | text`. Each rank's tag has its own colour."""
-    tag = log_tag(line)
     colour = "white" if line.rank is None else _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
-    return Text.assemble((f"{tag:<{widest}} | ", colour), line.text)
+    return Text.assemble((f"{padded_tag(line, widest)} | ", colour), Lines(line.text))
 
 
-def log_tag(line: LogLine) -> str:
-    """Returns the tag of the rank, or of the controller, that wrote a line."""
-    return line.label or ("controller" if line.rank is None else f"rank{line.rank}")
+def padded_tag(line: LogLine, widest: int) -> str:
+    """Returns the tag of the rank, or of the controller, that wrote a line, in so many columns."""
+    return set_cell_size(_tag(line), widest)
+
+
+def tag_width(line: LogLine) -> int:
+    """Returns the columns of a line's tag."""
+    return cell_len(_tag(line))
+
+
+def _tag(line: LogLine) -> str:
+    tag = visible(line.label or ("controller" if line.rank is None else f"rank{line.rank}"))[: 10 * _WIDEST_TAG]
+    return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"

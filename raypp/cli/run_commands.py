@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
 from raypp.cli.find_run import find_run, present_status, runs_below
 from raypp.cli.live import LiveView
 from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
@@ -39,6 +39,7 @@ from raypp.records import RunState
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
 from raypp.storage import ObjectStore, StoreError, open_store
+from raypp.untrusted.text import shell_word
 
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
 _JOB_POLL_S = 2.0
@@ -72,21 +73,21 @@ def submit_command(
     cluster = find_cluster(address)
     lent = lend_store_settings(cluster.embedded)
     if lent and store_kind(file.job.checkpoint.url).embedded:
-        click.echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
+        echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
     cluster.dashboard.ray_version()
     store = open_store(file.job.checkpoint.url)
     store.probe()
     for limit in store.limitations():
-        click.echo(f"warning: {limit}", err=True)
+        echo(f"warning: {limit}", err=True)
     _check_name(file, store, resume)
     _check_not_running(file.job, store, cluster)
     device = client.check_resources(file.job, cluster)
     if dry_run:
-        click.echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
+        echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
         return
     _write_spec(file.job, store, resume)
     place, view = _submit(file.job, store, cluster, resume)
-    click.echo(
+    echo(
         f"{place.name}: accepted by {cluster.address} as Ray job {place.submission_id}, "
         f"{file.job.mesh.world} ranks on {device}",
         err=as_json,
@@ -108,8 +109,10 @@ def save_command(run: str) -> None:
     if not answer["found"]:
         raise _not_active(place, reader)
     if answer["committed"] is None:
-        raise CheckpointError(Problem("RUN", answer["what"], f"see `raypp events {place.name}` for the cause"))
-    click.echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
+        raise CheckpointError(
+            Problem("RUN", answer["what"], f"see `raypp events {shell_word(place.name)}` for the cause")
+        )
+    echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
 
 
 @click.command("stop")
@@ -126,7 +129,7 @@ def stop_command(run: str, no_save: bool) -> None:
             Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
         )
     checkpoint = answer["checkpoint"] or "none"
-    click.echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
+    echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
 
 
 # submit: the steps
@@ -145,7 +148,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
         )
         raise JobError(file.locate(problem))
     if resume and not exists:
-        hint = known_runs.hint_of_names(name, runs_below(store), "`--set name={}`")
+        hint = known_runs.hint_of_names(name, [shell_word(one) for one in runs_below(store)], "`--set name={}`")
         fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
         problem = Problem("name", f"there is no run named {name!r} at {store.url} to resume", fix)
         raise JobError(file.locate(problem))
@@ -170,7 +173,7 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
             return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
             what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
-            fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {jobs[0]}`"
+            fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {shell_word(jobs[0])}`"
             raise JobError(Problem("name", what, fix))
         time.sleep(_JOB_END_POLL_S)
     if known_runs.controller_alive(place):
@@ -219,14 +222,13 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         try:
             status = view.follow(place, reader, watch.over)
         except StoreError as error:
-            click.echo(
-                f"cannot read the run's records from here ({error}); showing the Ray job's log instead", err=True
-            )
+            echo(f"cannot read the run's records from here ({error}); showing the Ray job's log instead", err=True)
             return watch.tail_log()
         code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
-        click.echo(f"\n{place.name} continues in the cluster", err=True)
+        echo(err=True)
+        echo(f"{place.name} continues in the cluster", err=True)
         _print_follow_commands(place, True)
         return EXIT_INTERRUPTED
     if as_json:
@@ -283,7 +285,7 @@ class _JobWatch:
         code = (self.job or {}).get("driver_exit_code") if code is None else code
         if not is_final(status):
             message = (self.job or {}).get("message") or "it no longer exists"
-            click.echo(f"the run's Ray job ended before the run did: {message}", err=True)
+            echo(f"the run's Ray job ended before the run did: {message}", err=True)
         return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
 
     def tail_log(self) -> int:
@@ -292,7 +294,7 @@ class _JobWatch:
         while True:
             self._look()
             log = self._dashboard.job_logs(self._id)
-            click.echo(log[shown:], nl=False)
+            echo_lines(log[shown:], nl=False)
             shown = len(log)
             if self._ended is not None:
                 code = (self.job or {}).get("driver_exit_code")
@@ -307,13 +309,14 @@ def _recorded_exit_code(reader: RunReader) -> int | None:
 
 
 def _print_follow_commands(place: RunPlace, err: bool) -> None:
-    click.echo(f"  follow it:  raypp status {place.name} --watch", err=err)
-    click.echo(f"  its output: raypp logs {place.name} --follow", err=err)
-    click.echo(f"  stop it:    raypp stop {place.name}", err=err)
+    name = shell_word(place.name)
+    echo(f"  follow it:  raypp status {name} --watch", err=err)
+    echo(f"  its output: raypp logs {name} --follow", err=err)
+    echo(f"  stop it:    raypp stop {name}", err=err)
 
 
 def _print_json(status: dict[str, Any]) -> None:
-    click.echo(json.dumps({key: status.get(key) for key in _JSON_KEYS}))
+    echo_json({key: status.get(key) for key in _JSON_KEYS})
 
 
 # save and stop

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.text import Text
-
+from raypp.cli.console import Lines, Text
 from raypp.schedules.simulate import Slot
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
@@ -33,11 +32,11 @@ def schedule_picture(ranks: Mapping[int, Sequence[Slot]], width: int) -> Text:
     longest = max((len(label) for row in rows.values() for _, label in row), default=1)
     # Columns per unit of time: a label and a space, and one more if the whole chart still fits.
     scale = longest + 2 if end * (longest + 2) <= room else longest + 1
-    text = Text(no_wrap=True)
+    text = Lines(no_wrap=True)
     for rank, row in rows.items():
-        line = _line(row, round(end * scale), scale)
+        line = _line(row, min(round(end * scale), room + 1), scale)  # one more column shows that it is truncated
         shown = line if len(line) <= room else Text.assemble(line[: room - 1], "…")
-        text.append_text(Text.assemble((f"{f'pp{rank}':<{head}}", "bold"), shown, "\n"))
+        text.append_text(Lines.assemble((f"{f'pp{rank}':<{head}}", "bold"), shown, "\n"))
     text.append(" " * head)
     for kind in FILLS:
         if any(slot.action.kind == kind for row in ranks.values() for slot in row):
@@ -56,6 +55,8 @@ def _line(row: Sequence[tuple[Slot, str]], columns: int, scale: int) -> Text:
     line = Text()
     for slot, label in row:
         start, end = round(slot.start * scale), round(slot.end * scale)
+        if start >= columns:
+            break
         line.append(_idle(len(line), start, scale), style="dim")
         fill = FILLS[slot.action.kind]
         cell = label.ljust(end - start - 1, fill) if fill else label

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+from raypp.cli.output import echo_lines
 from raypp.errors import RunFailedError
 
 
@@ -27,7 +28,10 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
     # module twice.
     program = f"import sys; from {module} import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, errors="replace", check=False
+    )
+    echo_lines(done.stderr, err=True, nl=False)
     lines = done.stdout.strip().splitlines()
     if not lines:
         raise RunFailedError(f"{name} ended with exit code {done.returncode} and without a result")

@@ -6,8 +6,10 @@ takes, and each cluster gets its own token, whatever the Ray settings of this pr
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,6 +23,7 @@ from raypp.untrusted.files import read_file
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _TOKEN_BYTES = 64 << 10
+_URL = re.compile(r"[!-~]{1,2000}")
 _AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
 
 
@@ -74,12 +77,13 @@ def dashboard_url(address: str) -> str:
                 "use the dashboard's address, as in http://host:8265",
             )
         )
-    parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
     try:
+        parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
+        usable = parts.scheme in ("http", "https") and parts.hostname and _URL.fullmatch(text)
     except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        usable = None
+    if not usable or parts.hostname is None:
         raise JobError(
             Problem("--address", f"{address!r} is not a dashboard's address", "use http://host:8265 or host:8265")
         )
@@ -145,7 +149,7 @@ class Dashboard:
                     )
                 ) from None
             raise DashboardError(f"{self.url}{path} answered {error.code}: {text[-800:]}", status=error.code) from None
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UnreachableError(
                 Problem(
@@ -198,7 +202,7 @@ class Dashboard:
     def job(self, submission_id: str) -> dict[str, Any] | None:
         """Returns a job's record (`status`, `message`, `driver_exit_code` …) if it exists."""
         try:
-            return dict(self.get_json(f"/api/jobs/{urllib.parse.quote(submission_id)}"))
+            return dict(self.get_json(f"{_job_path(submission_id)}"))
         except DashboardError as error:
             if error.status == 404:
                 return None
@@ -210,11 +214,11 @@ class Dashboard:
 
     def job_logs(self, submission_id: str) -> str:
         """Returns everything that a job's driver has printed so far."""
-        return str(self.get_json(f"/api/jobs/{urllib.parse.quote(submission_id)}/logs").get("logs", ""))
+        return str(self.get_json(f"{_job_path(submission_id)}/logs").get("logs", ""))
 
     def stop_job(self, submission_id: str) -> None:
         """Sends SIGTERM to a job's driver, and SIGKILL 3 s later."""
-        self.request("POST", f"/api/jobs/{urllib.parse.quote(submission_id)}/stop")
+        self.request("POST", f"{_job_path(submission_id)}/stop")
 
     # Packages -----------------------------------------------------------------------------------
 
@@ -264,3 +268,7 @@ class Dashboard:
                 )
             )
         return sorted(nodes, key=lambda node: node.ip)
+
+
+def _job_path(submission_id: str) -> str:
+    return f"/api/jobs/{urllib.parse.quote(submission_id, safe='', errors='replace')}"

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import time
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -94,7 +95,8 @@ def controller_alive(place: RunPlace) -> bool | None:
     """Returns whether the run's controller is alive; None if its cluster cannot be asked."""
     try:
         dashboard = cluster_of(place, _QUICK_S).dashboard
-        query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values=raypp%2F{place.name}&limit=1000"
+        name = urllib.parse.quote(f"raypp/{place.name}", safe="", errors="replace")
+        query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
         if any(actor["state"] != "DEAD" for actor in actors):
             return True

@@ -101,7 +101,7 @@ class Attempt:
                 continue
             rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
             if seated and (event := seated.get(number)) is not None:
-                rank.node, rank.pid = event.node or "", int(event.details["pid"])
+                rank.node, rank.pid = event.node or "", event.whole("pid") or 0
             death = death_during_controller_outage(rank)
             self._ends.hold(rank.failure(death.kind, death.cause))
         for rank in self.ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
+from raypp.untrusted.text import shell_word
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +264,8 @@ def answer_in(output: str, errors: str) -> dict[str, Any]:
     """
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
-            return dict(json.loads(line))
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
     tail = "\n".join((errors or output).splitlines()[-5:])
     raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}"))
 
@@ -282,5 +285,5 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
 
 def no_such_controller(run: str, state: str) -> JobError:
     """Returns the error of a command for a run that has ended."""
-    fix = f"`raypp submit JOB --resume --set name={run}` resumes it"
+    fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

@@ -22,6 +22,7 @@ from typing import Any
 
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, Outcome, RunRequest, controller_name
+from raypp.untrusted.text import visible_lines
 
 REQUEST_FILE = "raypp-run.json"
 _LOST_S = 60.0
@@ -126,7 +127,8 @@ def _follow_run(request: RunRequest) -> int:
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
-    print(f"{outcome.state.lower()}: {outcome.reason or f'step {outcome.step}'}", flush=True)  # noqa: T201
+    said = outcome.reason or f"step {outcome.step}"
+    print(f"{outcome.state.lower()}: {visible_lines(said)}", flush=True)  # noqa: T201
     ray.get(controller.dismiss.remote())
     return outcome.exit_code
 
@@ -154,7 +156,7 @@ def _follow(controller: Any) -> Outcome | None:
         except ray.exceptions.RayActorError:
             return None
         for line in lines:
-            print(line, flush=True)  # noqa: T201
+            print(visible_lines(line).replace("\n", "\n    "), flush=True)  # noqa: T201
         if outcome is not None:
             return outcome
 

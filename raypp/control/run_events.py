@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
@@ -115,7 +117,8 @@ def recorded_end(events: Iterable[Event]) -> Finish | None:
         elif event.kind in _ENDS:
             reason = "" if event.message == _end_message(event.step or 0) else event.message
             state = RunState(event.kind.upper())
-            end = Finish(state, reason, int(event.details.get("exit_code", state is RunState.FAILED)))
+            code = event.whole("exit_code")
+            end = Finish(state, reason, int(state is RunState.FAILED) if code is None or code > 255 else code)
     return end
 
 
@@ -146,8 +149,16 @@ def last_shape(events: Iterable[Event]) -> Shape | None:
         if event.kind == "submitted":
             shape = None
         elif event.kind == "reshaped":
-            shape = Shape(**{name: int(size) for name, size in event.details["to"].items()})
+            shape = _shape(event.details.get("to")) or shape
     return shape
+
+
+def _shape(sizes: Any) -> Shape | None:
+    """Returns the mesh of a `reshaped` event; None if it names none."""
+    names = {one.name for one in fields(Shape)}
+    if not isinstance(sizes, dict) or set(sizes) != names:
+        return None
+    return Shape(**sizes) if all(type(size) is int and size > 0 for size in sizes.values()) else None
 
 
 def requested_stop(events: Iterable[Event]) -> Requests | None:
@@ -171,8 +182,7 @@ def _failure(event: Event) -> RankFailure:
     facts = event.details
     rank = -1 if event.rank is None else event.rank
     label, kind, cause = (str(facts.get(key, "")) for key in ("label", "kind", "cause"))
-    pid = int(facts.get("pid", 0))
-    return RankFailure(rank, label, event.node, pid, FailureKind.read(kind), cause, event.step or 0)
+    return RankFailure(rank, label, event.node, event.whole("pid") or 0, FailureKind.read(kind), cause, event.step or 0)
 
 
 def _end_message(step: int) -> str:

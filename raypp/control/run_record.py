@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.extra import read_extra
 from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.machine import Machine
 from raypp.control.seats import Rank
-from raypp.errors import CheckpointError
-from raypp.observe.json_lines import LogLine, report_of
+from raypp.errors import CheckpointError, RayppError
+from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Event, RunState, StepReport
 from raypp.spec.job import Job, MeshSection
-from raypp.storage import ObjectStore
+from raypp.storage import ObjectStore, StoreError
 
 _LINES_KEPT = 5000
 _KEYS_KEPT = 50_000
@@ -64,9 +65,17 @@ class RunRecord:
         return self._status.step
 
     def earlier_status(self) -> RunStatus | None:
-        """Returns the last status that an earlier controller process wrote."""
-        written = RunReader(self._store, self._job.name).status()
-        return None if written is None else RunStatus.from_dict(written)
+        """Returns the last status that an earlier controller process wrote.
+
+        None if it is damaged: events and history say the same.
+        """
+        try:
+            return RunReader(self._store, self._job.name).run_status()
+        except StoreError:
+            raise
+        except RayppError as error:
+            self._say(f"the run's last status cannot be read: {error}")
+            return None
 
     def earlier_events(self) -> list[Event]:
         """Returns the events that earlier controller processes wrote."""
@@ -118,17 +127,17 @@ class RunRecord:
             events: Those recorded so far.
         """
         known = {(event.attempt, event.step) for event in events if event.kind == "committed"}
-        commit = None
+        recent: Sequence[StepReport] = ()
         for checkpoint in list_checkpoints(self._store, self._job.name):
             try:
                 commit = read_commit(self._store, self._job.name, checkpoint.step)
+                recent = read_extra(commit.extra, checkpoint.key).recent_steps
             except CheckpointError:  # reported when it is loaded
                 continue
             if (commit.attempt, commit.step) not in known:
                 self.event(run_events.commit_event(commit))
-        if commit is not None:  # the newest has the reports of the last steps before it
-            for entry in commit.extra.get("recent_steps", ()):
-                self.add_step(report_of(entry))
+        for report in recent:  # the newest has the reports of the last steps before it
+            self.add_step(report)
 
     def status(self) -> RunStatus:
         """Returns the current status."""

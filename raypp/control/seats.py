@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +70,11 @@ def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]
 
 
 def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:
-    """Returns the seats in rank order; the rendezvous is on rank 0's node."""
+    """Returns the seats in rank order; the rendezvous is on rank 0's node. Their secret is new."""
     present = [rank.info for rank in ranks if rank.info is not None]
     nodes = list(dict.fromkeys(info.facts.node_id for info in present))
     locals_: dict[str, int] = {}
+    secret = secrets.token_hex(32)
     seats = []
     for rank, info in zip(ranks, present, strict=True):
         facts = info.facts
@@ -95,6 +97,7 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
                 device=device,
                 device_index=facts.device_index if device == "cuda" else 0,
                 nodes=tuple(dict.fromkeys(one.facts.ip for one in present)),
+                secret=secret,
             )
         )
     return [

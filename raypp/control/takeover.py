@@ -69,7 +69,8 @@ class Takeover:
         for _, status in self.workers:
             if status.seat is not None:
                 return sizing.shape_of_seat(status.seat.mesh_sizes)
-        return run_events.last_shape(self.events) or sizing.largest()
+        recorded, largest = run_events.last_shape(self.events), sizing.largest()
+        return recorded if recorded is not None and recorded.world <= largest.world else largest
 
     def needs_commits(self) -> bool:
         """Returns whether the records must be completed from the checkpoints: rank 0, which reports

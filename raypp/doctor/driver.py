@@ -18,6 +18,7 @@ from typing import Any
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, load_private_environment
 from raypp.control.protocol import NAMESPACE
 from raypp.doctor.node import NodeProbe
+from raypp.untrusted.text import visible
 
 _START_S = 60.0
 _DEVICES_S = 150.0
@@ -179,7 +180,7 @@ class Examination:
 
 
 def _print_progress(text: str) -> None:
-    print(f"{PROGRESS}{text}", flush=True)  # noqa: T201
+    print(f"{PROGRESS}{visible(text)}", flush=True)  # noqa: T201
 
 
 def _link_text(answer: dict[str, Any]) -> str:

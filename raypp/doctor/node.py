@@ -8,16 +8,15 @@ import importlib.metadata
 import json
 import os
 import platform
-import secrets
 import shutil
 import socket
 import statistics
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,31 @@ from raypp.control.credentials import load_private_environment
 from raypp.errors import RayppError, in_words
 from raypp.storage import open_store
 from raypp.train.network import interface_to, interfaces
+from raypp.untrusted.sockets import Listener, connect, receive
 
 PACKAGES = ("torch", "ray", "numpy", "pydantic", "safetensors", "boto3", "tokenizers")
-_TOKEN = 32
 _CONNECT_S = 5.0
+_LONGEST_S = 60.0
 _PINGS = 40
 _CHUNK = bytes(1 << 18)
 _DEVICES_TIMEOUT_S = 120.0
 _STORE_BYTES = 24 << 20
 
 
+class Measured(IntEnum):
+    """What a connection to another node's probe is for."""
+
+    ROUND_TRIPS = 1
+    OUT = 2
+    IN = 3
+
+
 class NodeProbe:
     """Probes one node. Ray calls its methods; threads serve the measurements of other nodes.
 
     Args:
-        token: A secret that all probes of an examination share. Connections without it are closed.
+        token: A secret that all probes of an examination share, in hex digits. Connections of
+            others are closed.
         environment: Variables for this process, such as the store's settings and keys.
         clock: Returns the node's time in seconds since 1970.
     """
@@ -53,7 +62,7 @@ class NodeProbe:
         os.environ.update(environment or {})
         self._token = bytes.fromhex(token)
         self._clock = clock
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
 
     def facts(self, ip: str) -> dict[str, Any]:
         """Returns versions, memory and network interfaces. Fast, unless name lookups time out."""
@@ -97,18 +106,12 @@ class NodeProbe:
 
     def listen(self, ip: str) -> int:
         """Starts serving measurements at an address of this node and returns the port."""
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((ip, 0))
-        self._listener.listen(16)
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-        return int(self._listener.getsockname()[1])
+        self._listener = Listener(ip, self._token, self._serve, "measurements")
+        return self._listener.port
 
     def close(self) -> None:
         """Stops serving."""
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
     def measure(self, ip: str, port: int, seconds: float) -> dict[str, Any]:
@@ -132,12 +135,12 @@ class NodeProbe:
 
     def _ping(self, ip: str, port: int) -> tuple[list[float], float]:
         round_trips, skews = [], []
-        with self._connected(ip, port, b"T") as link:
+        with self._connected(ip, port, Measured.ROUND_TRIPS) as link:
             for _ in range(_PINGS):
                 before, start = self._clock(), time.perf_counter()
                 link.sendall(bytes(8))
                 theirs: float
-                (theirs,) = struct.unpack("!d", _exactly(link, 8))
+                (theirs,) = struct.unpack("!d", receive(link, 8, _CONNECT_S))
                 taken = time.perf_counter() - start
                 round_trips.append(taken)
                 skews.append(theirs - before - taken / 2)
@@ -145,55 +148,42 @@ class NodeProbe:
         return round_trips, skews[best]
 
     def _send(self, ip: str, port: int, seconds: float) -> float:
-        with self._connected(ip, port, b"S") as link:
+        with self._connected(ip, port, Measured.OUT) as link:
             end = time.perf_counter() + seconds
             while time.perf_counter() < end:
                 link.sendall(_CHUNK)
             link.shutdown(socket.SHUT_WR)
-            count, taken = struct.unpack("!dd", _exactly(link, 16))
+            count, taken = struct.unpack("!dd", receive(link, 16, seconds + _CONNECT_S))
         rate: float = count * 8 / max(taken, 1e-9) / 1e9
         return rate
 
     def _fetch(self, ip: str, port: int, seconds: float) -> float:
-        with self._connected(ip, port, b"G") as link:
+        with self._connected(ip, port, Measured.IN) as link:
             link.sendall(struct.pack("!d", seconds))
-            count, taken = _drain(link)
+            count, taken = _drain(link, seconds + _CONNECT_S)
         return count * 8 / max(taken, 1e-9) / 1e9
 
     @contextlib.contextmanager
-    def _connected(self, ip: str, port: int, what: bytes) -> Iterator[socket.socket]:
-        with socket.create_connection((ip, port), timeout=_CONNECT_S) as link:
+    def _connected(self, ip: str, port: int, what: int) -> Iterator[socket.socket]:
+        with connect(ip, port, self._token, what, _CONNECT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.sendall(self._token + what)
             yield link
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                link, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
-
-    def _serve(self, link: socket.socket) -> None:
-        with contextlib.suppress(OSError, struct.error), link:
-            link.settimeout(_CONNECT_S)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = _exactly(link, _TOKEN + 1)
-            if not secrets.compare_digest(greeting[:_TOKEN], self._token):
-                return
-            match greeting[_TOKEN:]:
-                case b"T":
-                    while True:
-                        _exactly(link, 8)
-                        link.sendall(struct.pack("!d", self._clock()))
-                case b"S":
-                    link.sendall(struct.pack("!dd", *_drain(link)))
-                case b"G":
-                    (seconds,) = struct.unpack("!d", _exactly(link, 8))
-                    end = time.perf_counter() + min(seconds, 60.0)
-                    while time.perf_counter() < end:
-                        link.sendall(_CHUNK)
+    def _serve(self, link: socket.socket, what: int) -> None:
+        link.settimeout(_CONNECT_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        match what:
+            case Measured.ROUND_TRIPS:
+                for _ in range(_PINGS):
+                    receive(link, 8, _CONNECT_S)
+                    link.sendall(struct.pack("!d", self._clock()))
+            case Measured.OUT:
+                link.sendall(struct.pack("!dd", *_drain(link, _LONGEST_S)))
+            case Measured.IN:
+                (seconds,) = struct.unpack("!d", receive(link, 8, _CONNECT_S))
+                end = time.perf_counter() + min(seconds, _LONGEST_S)
+                while time.perf_counter() < end:
+                    link.sendall(_CHUNK)
 
     # Store ----------------------------------------------------------------------------------------
 
@@ -240,18 +230,12 @@ class NodeProbe:
             open_store(url).delete([mark, f"{mark}-large"])
 
 
-def _exactly(link: socket.socket, count: int) -> bytes:
-    got = bytearray()
-    while len(got) < count:
-        part = link.recv(count - len(got))
-        if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        got += part
-    return bytes(got)
+def _drain(link: socket.socket, patience_s: float) -> tuple[int, float]:
+    """Reads to the end; returns the bytes after the first read, and the seconds they took.
 
-
-def _drain(link: socket.socket) -> tuple[int, float]:
-    """Reads to the end; returns the bytes after the first read, and the seconds they took."""
+    Raises:
+        TimeoutError: The other side goes on for longer than `patience_s`.
+    """
     buffer = bytearray(1 << 20)
     count = link.recv_into(buffer)
     start, after = time.perf_counter(), 0
@@ -259,6 +243,8 @@ def _drain(link: socket.socket) -> tuple[int, float]:
     while part := link.recv_into(buffer):
         after += part
         last = time.perf_counter()
+        if last - start > patience_s:
+            raise TimeoutError("the measurement does not end")
     return (after, last - start) if after else (count, 1e-3)
 
 

@@ -22,15 +22,21 @@ def rounded(rows_MC: Array, base: Base) -> Array:
         rows_MC: Whole rows, `[..., M, C]`, in fp32.
         base: int8 or nf4.
     """
-    if base == "int8":
-        scale = np.abs(rows_MC).max(-1, keepdims=True) / np.float32(127)
-        found: Array = np.clip(np.rint(rows_MC / np.maximum(scale, _TINY)), -127, 127) * scale
-        return found
-    table = np.array(NF4, np.float32)
-    blocks = rows_MC.reshape(*rows_MC.shape[:-1], -1, BLOCK)
-    scales = np.abs(blocks).max(-1, keepdims=True)
+    return _through_int8(rows_MC) if base == "int8" else _through_nf4(rows_MC)
+
+
+def _through_int8(rows_MC: Array) -> Array:
+    scale: Array = np.abs(rows_MC).max(-1, keepdims=True) / np.float32(127)
+    codes: Array = np.clip(np.rint(rows_MC / np.maximum(scale, _TINY)), -127, 127)
+    return np.multiply(codes, scale)
+
+
+def _through_nf4(rows_MC: Array) -> Array:
+    table: Array = np.array(NF4, np.float32)
+    blocks: Array = rows_MC.reshape(*rows_MC.shape[:-1], -1, BLOCK)
+    scales: Array = np.abs(blocks).max(-1, keepdims=True)
     codes = np.searchsorted((table[1:] + table[:-1]) / 2, blocks / np.maximum(scales, _TINY))
-    step = scales.max(-2, keepdims=True) / np.float32(255**2)
-    k = np.minimum(np.rint(np.sqrt(scales / np.maximum(step, _TINY))), np.float32(255))
-    restored: Array = (table[codes] * (step * (k * k))).reshape(rows_MC.shape)
-    return restored
+    step: Array = scales.max(-2, keepdims=True) / np.float32(255**2)
+    k: Array = np.minimum(np.rint(np.sqrt(scales / np.maximum(step, _TINY))), np.float32(255))
+    values: Array = table[codes] * (step * (k * k))
+    return values.reshape(rows_MC.shape)

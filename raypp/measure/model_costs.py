@@ -40,6 +40,7 @@ from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
+from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.split import backward_for_input
 from raypp.ports import free_port
@@ -223,6 +224,7 @@ def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device)
     given = _activations(batch, job, device).requires_grad_()
     output = stage(given, **batch.stage_arguments())
     gradient = torch.ones_like(output)
+    fill_wide_gradients([stage])
     if isinstance(stage, FSDPModule):  # as between the microbatches of a step: keep weights, accumulate
         stage.set_reshard_after_backward(False)
         stage.set_requires_gradient_sync(False)

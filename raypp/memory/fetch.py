@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raypp.errors import CheckpointError
 from raypp.memory.files import SlotName, keeper, peek
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
+from raypp.memory.wire import LARGEST_DATA, LARGEST_FACTS, parse_facts
 
 _ARRIVED = 9
 """Slot number, in the file name, of a snapshot received from another node."""
@@ -84,7 +86,7 @@ def snapshots_here(tier: MemoryTier, damaged: set[Path]) -> list[tuple[SlotName,
         about = peek(path)
         facts = (name.rank, name.step, name.attempt, tier.life.job, True)
         keys = ("rank", "step", "attempt", "job", "complete")
-        if about is not None and tuple(about.get(key) for key in keys) == facts:
+        if about is not None and "committed" in about and tuple(about.get(key) for key in keys) == facts:
             found.append((name, path, about))
     return found
 
@@ -149,51 +151,85 @@ def _open(
 def _give(
     best: Snapshots, owner: int, here: Sequence[tuple[SlotName, Path, dict[str, Any]]], damaged: set[Path]
 ) -> None:
-    """Sends a snapshot to its owner, which runs `_receive`; sends zero sizes if there is none."""
+    """Sends a snapshot to its owner, which runs `_receive`; sends zero sizes if there is none.
+
+    A snapshot that the owner refuses is added to `damaged`: it is not offered again.
+    """
     try:
         slot = _open(best, owner, here, damaged)
     except (OSError, ValueError):
         dist.send(torch.zeros(2, dtype=torch.int64), owner)
         return
     control = slot.control() or {}
-    facts = json.dumps(control).encode() + b"\n" + (slot.tail(control) or b"")
-    dist.send(torch.tensor([len(facts), control["data_size"]]), owner)
-    send_bytes(torch.frombuffer(bytearray(facts), dtype=torch.uint8), owner)
-    send_bytes(slot.memory(control["data_size"]), owner)
+    facts = bytearray(json.dumps(control).encode() + b"\n" + (slot.tail(control) or b""))
+    data = slot.memory(control["data_size"])
+    dist.send(torch.tensor([len(facts), data.numel()]), owner)
+    for part in (torch.frombuffer(facts, dtype=torch.uint8), data):
+        if not _heard(owner):
+            break
+        send_bytes(part, owner)
+    else:
+        if _heard(owner):
+            slot.close()
+            return
+    damaged.add(slot.path)
     slot.close()
 
 
 def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
     """Receives this rank's snapshot from another node into a file on this node.
 
+    Answers each part: the sender sends nothing in vain, and offers no refused snapshot again.
+
     Raises:
         ValueError: The holder no longer has an intact snapshot, or it arrived damaged.
     """
+    who = f"rank {source}'s node"
     sizes = torch.zeros(2, dtype=torch.int64)
     dist.recv(sizes, source)
     length, size = (int(one) for one in sizes)
     if not length:
-        raise ValueError(f"its copy on rank {source}'s node is not intact")
-    facts = torch.zeros(length, dtype=torch.uint8)
-    receive_bytes(facts, source)
-    text, _, tail = facts.numpy().tobytes().partition(b"\n")
-    about = {**json.loads(text), "keeper": keeper()}
-    name = SlotName(tier.life.run, tier.life.life, best.attempt, tier.seat.rank, "own", _ARRIVED)
-    slot, failure = None, ""
+        raise ValueError(f"its copy on {who} is not intact")
+    slot: Slot | None = None
     try:
-        slot = Slot.create(tier.directory, name)
-        data = slot.memory(size)
-    except OSError as error:
-        failure = f"there is no room for it: {error}"
-        data = torch.empty(size, dtype=torch.uint8)  # the holder sends the bytes in any case
-    receive_bytes(data, source)
-    if slot is None or failure or checksum(data) != about["data_crc"]:
+        if not (0 < length <= LARGEST_FACTS and 0 <= size <= LARGEST_DATA):
+            raise ValueError(f"{who} announces {length} and {size} bytes")
+        _say(True, source)
+        facts = torch.zeros(length, dtype=torch.uint8)
+        receive_bytes(facts, source)
+        about, tail = parse_facts(facts.numpy().tobytes(), size, best.step, tier.seat.rank, who)
+        about["keeper"] = keeper()
+        name = SlotName(tier.life.run, tier.life.life, best.attempt, tier.seat.rank, "own", _ARRIVED)
+        try:
+            slot = Slot.create(tier.directory, name)
+            data = slot.memory(size)
+        except OSError as error:
+            raise ValueError(f"there is no room for it: {error}") from None
+        _say(True, source)
+        receive_bytes(data, source)
+        if checksum(data) != about["data_crc"]:
+            raise ValueError("it arrived damaged")
+    except (ValueError, CheckpointError) as error:
+        _say(False, source)
         if slot is not None:
             slot.close(delete=True)
-        raise ValueError(failure or "it arrived damaged")
+        raise ValueError(str(error)) from None
+    _say(True, source)
     slot.begin(name, about)
     slot.seal(best.step, about, size, tail)
     return slot
+
+
+def _say(wanted: bool, to: int) -> None:
+    """Answers a part of a snapshot: whether the next one is wanted, or the last one arrived."""
+    dist.send(torch.tensor([int(wanted)]), to)
+
+
+def _heard(source: int) -> bool:
+    """Receives the answer of `_say`."""
+    answer = torch.zeros(1, dtype=torch.int64)
+    dist.recv(answer, source)
+    return bool(answer)
 
 
 def gather_json(value: Any) -> list[Any]:

@@ -22,9 +22,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+from annotated_types import Ge, Lt
+from typing_extensions import TypedDict
+
+from raypp.errors import CheckpointError
+from raypp.untrusted.documents import Bounds, Count, parse_as
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
 """Environment variable for a directory other than /dev/shm, set by the operator of a node. Tests
@@ -39,10 +44,11 @@ _FORGET_S = 3600.0
 """A file without a lock holder is kept this long while the process that would start its successor
 (the raylet, the torchrun agent) lives: the run may be between two attempts."""
 _YOUNG_S = 60.0
+_Crc = Annotated[int, Ge(0), Lt(1 << 32)]
 _LOOKS = 5
 _NAME = re.compile(
-    r"^raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>\d{1,9})"
-    r"\.rank-(?P<rank>\d{1,7})\.(?P<kind>own|copy)-(?P<number>\d)\.(?:step-(?P<step>\d{1,12})|writing)$"
+    r"raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>[0-9]{1,9})"
+    r"\.rank-(?P<rank>[0-9]{1,7})\.(?P<kind>own|copy)-(?P<number>[0-9])\.(?:step-(?P<step>[0-9]{1,12})|writing)"
 )
 
 
@@ -76,7 +82,7 @@ class SlotName:
 
 def parse_name(text: str) -> SlotName | None:
     """Parses the name of a memory tier file; None for any other file."""
-    match = _NAME.match(text)
+    match = _NAME.fullmatch(text)
     if match is None:
         return None
     step = match["step"]
@@ -168,6 +174,38 @@ def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
     os.pwrite(descriptor, block, 0)
 
 
+class _Control(TypedDict, total=False):
+    """The known keys of a control block."""
+
+    run: str
+    life: str
+    job: str
+    attempt: Count
+    rank: Count
+    step: Count
+    committed: Annotated[int, Ge(-1)]
+    keeper: tuple[Annotated[int, Ge(0), Lt(1 << 31)], float]
+    format: Count
+    complete: bool
+    data_size: Count
+    data_crc: _Crc
+    tail_size: Count
+    tail_crc: _Crc
+
+
+def parse_control(text: bytes) -> dict[str, Any]:
+    """Decodes the JSON of a control block.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    try:
+        bounds = Bounds(CONTROL_BYTES)
+        return dict(parse_as(_Control, text, "", bounds, kind="a control block", unknown="allow"))
+    except CheckpointError as error:
+        raise ValueError(error.problems[0].what) from None
+
+
 def read_control(descriptor: int) -> dict[str, Any] | None:
     """Reads the control block; None if it is missing or torn."""
     block = os.pread(descriptor, CONTROL_BYTES, 0)
@@ -176,10 +214,9 @@ def read_control(descriptor: int) -> dict[str, Any] | None:
     if block[:8] != _MAGIC or len(text) != length or zlib.crc32(text) != crc:
         return None
     try:
-        about = json.loads(text)
+        return parse_control(text)
     except ValueError:
         return None
-    return about if isinstance(about, dict) else None
 
 
 def tail_offset(data_size: int) -> int:
@@ -301,8 +338,8 @@ def _is_dead(path: Path) -> bool:
 
 def _lives(keeper_of: Any) -> bool:
     try:
-        pid, started = int(keeper_of[0]), float(keeper_of[1])
+        pid, started = keeper_of
         process = psutil.Process(pid)
         return bool(abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, TypeError, ValueError, IndexError):
+    except (psutil.Error, TypeError):  # TypeError: it names none
         return False

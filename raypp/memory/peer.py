@@ -1,34 +1,32 @@
 """Keeps copies of snapshots on another node: who holds whose copy, and how it gets there.
 
 Copies use plain TCP and separate threads, never the process groups of the training. Both sides
-prove that they know the attempt's secret (HMAC-SHA-256 over both sides' nonces) before data is
-accepted. The data is bytes and JSON, never a pickle, and is checked by its CRC-32. It is not
-encrypted, as the training's own traffic is not.
+prove that they know the attempt's secret (`untrusted.sockets`) before data is accepted. The data is
+bytes and JSON, never a pickle, and is checked by its CRC-32. It is not encrypted, as the training's
+own traffic is not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import logging
-import secrets
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from raypp.memory.files import CONTROL_BYTES, keeper
+from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
+from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.storage.rate_limit import Abandoned, Pace
+from raypp.untrusted.sockets import Listener, introduce, receive
 
 log = logging.getLogger(__name__)
 
 _IO_S = 60.0
-_HELLO_S = 5.0
 _CONNECT_S = 2.0
 _RETRY_S = (0.2, 1.0, 5.0, 30.0)
 _REST = 3.0
@@ -38,13 +36,8 @@ _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 128 << 10
 """Send buffer of the socket: small compared with a piece, so that the measured duration of a piece
 is that of the network, not of a copy into the buffer."""
-_NONCE = 32
-_HELLO = struct.Struct("<8sQ")
-_FRAME = struct.Struct("<QQII")
-"""step, bytes of data, bytes of control block, bytes of tail"""
+_SLOWEST_BYTES_PER_S = 64 << 10
 _ANSWER = struct.Struct("<Q?")
-_MAGIC = b"RAYPPCP1"
-_LARGEST_TAIL = 256 << 20
 _LOW_PRIORITY = 0x20  # DSCP CS1: background traffic
 
 Place = Callable[[int, int], Slot]
@@ -89,58 +82,29 @@ class CopyReceiver:
     Args:
         address: The address of this node to listen on.
         secret: The attempt's secret.
+        world: Number of ranks.
         place: Returns the slot for a copy.
+        tell: Called once, with the first connection that was refused.
     """
 
-    def __init__(self, address: str, secret: bytes, place: Place) -> None:
-        self._secret, self._place = secret, place
-        self._server = socket.create_server((address, 0), backlog=16)
-        self._closed = False
-        self._connections: set[socket.socket] = set()
+    def __init__(
+        self, address: str, secret: bytes, world: int, place: Place, tell: Callable[[str], None] = log.warning
+    ) -> None:
+        self._world, self._place = world, place
         self._of: dict[int, tuple[socket.socket, threading.Lock]] = {}
-        self._threads: list[threading.Thread] = []
-        self.port = int(self._server.getsockname()[1])
-        self._start(self._accept)
+        self._listener = Listener(address, secret, self._serve, "copies", tell)
+        self.port = self._listener.port
 
     def close(self) -> None:
         """Closes all connections and ends the threads."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(timeout=5.0)
+        self._listener.close()
 
-    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
-        thread = threading.Thread(target=target, args=arguments, name="raypp-copies", daemon=True)
-        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            self._connections.add(connection)
-            self._start(self._serve, connection)
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                connection.settimeout(_HELLO_S)
-                owner = _welcome(connection, self._secret)
-                with self._alone(owner, connection):
-                    while not self._closed:
-                        self._take(connection, owner)
-        except (OSError, ValueError, KeyError) as error:
-            if not self._closed:
-                log.info("a connection for copies ended: %s", error)
-        finally:
-            self._connections.discard(connection)
+    def _serve(self, connection: socket.socket, owner: int) -> None:
+        if owner >= self._world:
+            raise ValueError(f"a peer says it is rank {owner} of {self._world}")
+        with self._alone(owner, connection):
+            while True:
+                self._take(connection, owner)
 
     def _alone(self, owner: int, connection: socket.socket) -> threading.Lock:
         """Closes the same rank's earlier connection, which may be broken without having noticed.
@@ -157,24 +121,23 @@ class CopyReceiver:
     def _take(self, connection: socket.socket, owner: int) -> None:
         """Receives one copy into its slot, checks it, seals it, and acknowledges it."""
         connection.settimeout(None)
-        header = _read(connection, _FRAME.size)
-        connection.settimeout(_IO_S)
-        step, size, control_size, tail_size = _FRAME.unpack(header)
-        if control_size > CONTROL_BYTES or tail_size > _LARGEST_TAIL:
-            raise ValueError(f"a control block of {control_size} and a tail of {tail_size} bytes are too large")
-        control = json.loads(_read(connection, control_size))
-        tail = _read(connection, tail_size)
-        if control.get("rank") != owner:
-            raise ValueError(f"rank {owner} sent a snapshot of rank {control.get('rank')}")
+        first = connection.recv(1)  # the next snapshot may be long in coming
+        if not first:
+            raise ConnectionResetError("the peer closed the connection")
+        who = f"rank {owner}"
+        frame = parse_frame(first + receive(connection, FRAME_BYTES - 1, _IO_S), who)
+        control = parse_control(receive(connection, frame.control_size, _IO_S), frame, owner, who)
+        tail = receive(connection, frame.tail_size, _IO_S + frame.tail_size / _SLOWEST_BYTES_PER_S)
         control["keeper"] = keeper()
-        slot = self._place(owner, size)
+        slot = self._place(owner, frame.size)
         slot.begin(slot.name, control)
-        data = slot.memory(size)
-        _read_into(connection, data.numpy().data)
-        fine = checksum(data) == control["data_crc"]
+        data = slot.memory(frame.size)
+        connection.settimeout(_IO_S)
+        _receive_into(connection, data.numpy().data)
+        fine = checksum(data) == control["data_crc"] and zlib.crc32(tail) == control["tail_crc"]
         if fine:
-            slot.seal(step, control, size, tail)
-        connection.sendall(_ANSWER.pack(step, fine))
+            slot.seal(frame.step, control, frame.size, tail)
+        connection.sendall(_ANSWER.pack(frame.step, fine))
 
 
 class CopySender:
@@ -256,9 +219,9 @@ class CopySender:
             self._socket = self._connect()
         step, size = int(control["step"]), int(control["data_size"])
         text = json.dumps(control).encode()
-        self._socket.sendall(_FRAME.pack(step, size, len(text), len(tail)) + text + tail)
+        self._socket.sendall(Frame(step, size, len(text), len(tail)).to_bytes() + text + tail)
         self._send_pieces(self._socket, slot.memory(size).numpy().data)
-        answered, fine = _ANSWER.unpack(_read(self._socket, _ANSWER.size))
+        answered, fine = _ANSWER.unpack(receive(self._socket, _ANSWER.size, _IO_S))
         if answered != step or not fine:
             raise ValueError(f"the copy of step {step} arrived damaged")
         return step
@@ -278,12 +241,11 @@ class CopySender:
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
         self._socket = connection  # from here on `close` can shut it down
-        connection.settimeout(_HELLO_S)
         try:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_PRIORITY)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            _introduce(connection, self._secret, self._rank)
+            introduce(connection, self._secret, self._rank)
             connection.settimeout(_IO_S)
         except BaseException:
             self._drop()
@@ -296,42 +258,9 @@ class CopySender:
             self._socket = None
 
 
-def _welcome(connection: socket.socket, secret: bytes) -> int:
-    """Receiver's handshake: returns the sender's rank once it has proved to know the secret."""
-    mine = secrets.token_bytes(_NONCE)
-    connection.sendall(mine)
-    hello = _read(connection, _HELLO.size + _NONCE + hashlib.sha256().digest_size)
-    magic, owner = _HELLO.unpack(hello[: _HELLO.size])
-    theirs, proof = hello[_HELLO.size : _HELLO.size + _NONCE], hello[_HELLO.size + _NONCE :]
-    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, b"sender", mine, theirs, owner)):
-        raise ValueError("a peer connected that does not know the attempt's secret")
-    connection.sendall(_proof(secret, b"receiver", mine, theirs, owner))
-    return int(owner)
-
-
-def _introduce(connection: socket.socket, secret: bytes, owner: int) -> None:
-    """Sender's handshake, the counterpart of `_welcome`."""
-    theirs = _read(connection, _NONCE)
-    mine = secrets.token_bytes(_NONCE)
-    connection.sendall(_HELLO.pack(_MAGIC, owner) + mine + _proof(secret, b"sender", theirs, mine, owner))
-    proof = _read(connection, hashlib.sha256().digest_size)
-    if not hmac.compare_digest(proof, _proof(secret, b"receiver", theirs, mine, owner)):
-        raise ValueError("the partner does not know the attempt's secret")
-
-
-def _proof(secret: bytes, side: bytes, receiver: bytes, sender: bytes, owner: int) -> bytes:
-    return hmac.digest(secret, side + receiver + sender + owner.to_bytes(8, "little"), "sha256")
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _read_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(connection: socket.socket, view: memoryview) -> None:
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if not count:
-            raise ConnectionError("the peer closed the connection")
+            raise ConnectionResetError("the peer closed the connection")
         view = view[count:]

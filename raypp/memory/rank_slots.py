@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,12 +121,19 @@ class RankSlots:
             snapshot.release()
 
     def place_copy(self, owner: int, size: int) -> Slot:
-        """Returns the slot for `owner`'s next copy: of its two slots, the empty or older one."""
+        """Returns the slot for `owner`'s next copy: of its two slots, the empty or older one.
+
+        Raises:
+            OSError: There is no room for `size` bytes.
+        """
         slots = self._copies.setdefault(owner, [])
         while len(slots) < COPIES:
             name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
             slots.append(Slot.create(self.directory, name))
-        return min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        slot = min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        if size > slot.capacity and size > (there := room(self.directory, self.life.run, self.life.life)):
+            raise OSError(errno.ENOSPC, f"a copy of {size / 1e6:.1f} MB for {there / 1e6:.1f} MB of memory")
+        return slot
 
     def give_back(self, files: int, keep: set[int]) -> None:
         """Removes files of this rank until `files` are left, but none of the steps to `keep`."""

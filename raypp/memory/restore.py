@@ -84,10 +84,12 @@ def open_memory_tier(
     """
     if not job.checkpoint.memory_tier:
         return None
-    facts = [_life(store, job), secrets.token_hex(32)] if seat.rank == 0 else None
-    life, secret = from_rank_zero(facts)
+    # Without a controller, the ranks have no other channel than their process group.
+    drawn = "" if seat.secret else secrets.token_hex(32)
+    life, secret = from_rank_zero([_life(store, job), drawn] if seat.rank == 0 else None)
     identity = json.dumps(job_identity(job_document(job)), sort_keys=True)
-    about = RunLife(job.name, life, hashlib.sha256(identity.encode()).hexdigest()[:16], bytes.fromhex(secret))
+    same_job = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    about = RunLife(job.name, life, same_job, bytes.fromhex(seat.secret or secret))
     return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace)
 
 
@@ -188,7 +190,7 @@ class PreparedLoad:
         tail = slot.tail(control)
         if tail is None:
             raise ValueError("its tail is corrupt")
-        entries, self.extra = decode_tail(tail)
+        entries, self.extra = decode_tail(tail, control["data_size"])
         self._stages, self._optimizer = stages, optimizer
         self._data = slot.memory(control["data_size"])
         by_name = {entry.name: entry for entry in entries}

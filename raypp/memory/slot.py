@@ -11,12 +11,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import FailFast
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
+from raypp.errors import CheckpointError
 from raypp.memory.files import (
     CONTROL_BYTES,
     SlotName,
@@ -27,11 +31,15 @@ from raypp.memory.files import (
     tail_offset,
     write_control,
 )
+from raypp.untrusted.documents import Bounds, parse_as, shown
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 _CHECK_BYTES = 8 << 20
+_SIZES = ("data_size", "data_crc", "tail_size", "tail_crc")
+TAIL = Bounds(size=64 << 20, values=500_000)
+"""Of a tail: about 30,000 tensors."""
 
 
 class Slot:
@@ -85,9 +93,10 @@ class Slot:
         about = read_control(self._descriptor)
         if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
             return None
-        facts = os.fstat(self._descriptor)
-        whole = tail_offset(about["data_size"]) + about["tail_size"] <= facts.st_size
-        return about if whole and about.get("step") == self.name.step else None
+        if about.get("step") != self.name.step or any(key not in about for key in _SIZES):
+            return None
+        end = tail_offset(about["data_size"]) + about["tail_size"]
+        return about if end <= os.fstat(self._descriptor).st_size and about["tail_size"] <= TAIL.size else None
 
     def memory(self, size: int, pinned: bool = False) -> Tensor:
         """Maps the data section as a uint8 tensor `[size]` and allocates its memory at once.
@@ -202,13 +211,29 @@ def encode_tail(layout: str, extra: str) -> bytes:
     return f'{{"tensors":{layout},"extra":{extra}}}'.encode()
 
 
-def decode_tail(tail: bytes) -> tuple[list[TensorEntry], dict[str, Any]]:
-    """Decodes the tail into entries and the trainer's own values."""
-    document = json.loads(tail)
-    entries = []
-    for saved in document["tensors"]:
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
-        }
-        entries.append(TensorEntry(**fields))
-    return entries, document["extra"]
+class _Tail(TypedDict):
+    tensors: Annotated[list[TensorEntry], FailFast()]
+    extra: dict[str, Any]
+
+
+def decode_tail(tail: bytes, data_size: int) -> tuple[list[TensorEntry], dict[str, Any]]:
+    """Decodes the tail into entries and the trainer's own values.
+
+    Args:
+        data_size: Bytes of the data section, in which all tensors must lie.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    try:
+        document = parse_as(_Tail, tail, "", TAIL, kind="a snapshot's tail")
+        read_extra(document["extra"], "extra")
+    except CheckpointError as error:
+        raise ValueError(error.problems[0].what) from None
+    for entry in document["tensors"]:
+        fault = entry.fault()
+        if not fault and (entry.end > data_size or entry.begin % ELEMENT_BYTES[entry.dtype]):
+            fault = f"bytes {entry.begin} to {entry.end} are not those of a tensor in {data_size} bytes"
+        if fault:
+            raise ValueError(f"{shown(entry.name)}: {fault}")
+    return document["tensors"], document["extra"]

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -97,7 +98,8 @@ class MemoryTier:
         life: The run's identity, the same on every rank.
         seat: This rank's seat.
         every: checkpoint.memory_every_steps.
-        reporter: Receives the events memory_tier, memory_tier_reduced and memory_tier_off.
+        reporter: Receives the events memory_tier, memory_tier_reduced, memory_tier_off and
+            refused_connection.
         pace: Rate limit of copies to the partner.
     """
 
@@ -137,7 +139,8 @@ class MemoryTier:
         """Opens the port for other nodes' copies; returns its address, or None if that fails."""
         try:
             address = own_address(self.seat.node, self.seat.master_addr)
-            self._receiver = CopyReceiver(address, self.life.secret, self._slots.place_copy)
+            tell = partial(self._report, "refused_connection")
+            self._receiver = CopyReceiver(address, self.life.secret, self.seat.world_size, self._slots.place_copy, tell)
         except OSError as error:
             log.warning("cannot receive copies of other nodes' snapshots: %s", error)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heapreplace
 
 from raypp.errors import JobError, Problem
 
@@ -10,6 +11,10 @@ _Combine = Callable[[int, int, int, float], float]
 _NEVER = float("inf")
 _SAME_COST = 1e-9
 """Relative difference below which two costs are equal: the order of a sum changes its rounding."""
+
+_MOST_COMPARED = 4 * 10**6
+"""Stages · layers² up to which `balance` compares all cuts. Beyond it, equal layers are dealt out
+one by one, which is as good: no cut has a cheaper costliest stage or a smaller sum of squares."""
 
 
 def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, output_weight: float = 1.0) -> list[int]:
@@ -30,7 +35,7 @@ def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, outp
         JobError: A stage would have no layer. The fix names the largest number of stages that
             works.
     """
-    cut = _cut(num_layers, num_stages, input_weight, output_weight)
+    cut = _cut(num_layers, num_stages, input_weight, output_weight) if num_stages <= num_layers else [0]
     if min(cut) < 1:
         raise JobError(no_layer(num_layers, num_stages, input_weight, output_weight))
     return cut
@@ -38,7 +43,10 @@ def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, outp
 
 def most_stages(num_layers: int, input_weight: float = 1.0, output_weight: float = 1.0) -> int:
     """Returns the most stages that `cut_layers` can fill; 1 if only the whole model works."""
-    works = (s for s in range(num_layers, 1, -1) if min(_cut(num_layers, s, input_weight, output_weight)) > 0)
+    if not (float(input_weight).is_integer() and float(output_weight).is_integer()):
+        return num_layers  # `balance` gives every stage a layer
+    first, last = int(input_weight), int(output_weight)
+    works = (s for s in range(num_layers, 1, -1) if _first_empty(num_layers, s, first, last) is None)
     return next(works, 1)
 
 
@@ -54,8 +62,9 @@ def no_layer(
         output_weight: Cost of norm, projection and loss, in layers.
         stages_per_rank: Converts stages to mesh.pp in the fix.
     """
-    cut = _cut(num_layers, num_stages, input_weight, output_weight)
-    stage = next((index for index, count in enumerate(cut) if count < 1), num_layers)
+    stage: int | None = num_layers
+    if float(input_weight).is_integer() and float(output_weight).is_integer():
+        stage = _first_empty(num_layers, num_stages, int(input_weight), int(output_weight))
     most = most_stages(num_layers, input_weight, output_weight)
     each = f" with {stages_per_rank} stages per rank" if stages_per_rank > 1 else ""
     fits = most // stages_per_rank
@@ -87,6 +96,11 @@ def balance(
         ValueError: There are fewer layers than stages.
     """
     total = len(costs)
+    if len(set(costs)) == 1 and num_stages * total * total > _MOST_COMPARED and num_stages <= total:
+        extra = [0.0] * num_stages
+        extra[0] += input_weight / costs[0]
+        extra[-1] += output_weight / costs[0]
+        return _deal_out(total, extra, least=1)
     if not 1 <= num_stages <= total:
         raise ValueError(f"{total} layers cannot fill {num_stages} stages")
     sums = [0.0]
@@ -157,8 +171,12 @@ def _deal_out(layers: int, extra: Sequence[float], least: int) -> list[int]:
     `extra` is the initial cost of each place.
     """
     found = [least] * len(extra)
+    costs = [(round(least + more, 9), index) for index, more in enumerate(extra)]
+    heapify(costs)
     for _ in range(layers - least * len(extra)):
-        found[min(range(len(extra)), key=lambda i: (round(found[i] + extra[i], 9), i))] += 1
+        index = costs[0][1]
+        found[index] += 1
+        heapreplace(costs, (round(found[index] + extra[index], 9), index))
     return found
 
 
@@ -191,3 +209,16 @@ def _deal(num_layers: int, num_stages: int, first: int, last: int) -> list[int]:
     cut[0] -= first
     cut[-1] -= last
     return cut
+
+
+def _first_empty(num_layers: int, num_stages: int, first: int, last: int) -> int | None:
+    """Returns the first stage to which `_deal` gives no layer; None if all have one."""
+    each, rest = divmod(num_layers + first + last, num_stages)
+    if num_stages == 1:
+        return None if num_layers else 0
+    if each + (rest > 0) - first < 1:
+        return 0
+    middle = max(1, rest) if each == 0 else num_stages  # from there on, `each`
+    if middle < num_stages - 1:
+        return middle
+    return num_stages - 1 if each - last < 1 else None

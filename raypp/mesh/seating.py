@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 
 from raypp.errors import Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -50,11 +51,15 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
 
 def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
     """Returns a sort key: the address as a number (10.0.0.9 before 10.0.0.10), then the device."""
-    version, number = 9, 0  # host names sort after addresses
+    return (*_address(facts.ip), facts.ip, facts.node_id, facts.device_index, facts.pid)
+
+
+@lru_cache(maxsize=4096)
+def _address(ip: str) -> tuple[int, int]:
     with suppress(ValueError):
-        address = ipaddress.ip_address(facts.ip)
-        version, number = address.version, int(address)
-    return (version, number, facts.ip, facts.node_id, facts.device_index, facts.pid)
+        address = ipaddress.ip_address(ip)
+        return address.version, int(address)
+    return 9, 0  # host names sort after addresses
 
 
 def _block_sizes(mesh: Mesh) -> list[int]:

@@ -14,9 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from raypp.storage import AlreadyExists, NotFound, ObjectStore
+from raypp.storage import AlreadyExists, NotFound, ObjectInfo, ObjectStore
 
-_PART = re.compile(r"^(?P<writer>[^/]+)-(?P<number>\d{5,})\.jsonl$")
+_PART = re.compile(r"(?P<writer>[^/]+)-(?P<number>[0-9]{5,18})\.jsonl")
+_READ_BYTES = 1 << 20
+LONGEST_LINE = 4 << 20
+"""Bytes; what is longer is no record."""
 
 
 class PartWriter:
@@ -128,7 +131,7 @@ class PartWriter:
     def _next_number(self) -> int:
         last = 0
         for info in self._store.list(f"{self._folder}/{self._writer}-"):
-            named = _PART.match(info.key.rpartition("/")[2])
+            named = _PART.fullmatch(info.key.rpartition("/")[2])
             if named and named["writer"] == self._writer:
                 last = max(last, int(named["number"]))
         return last + 1
@@ -171,25 +174,33 @@ def new_lines(store: ObjectStore, folder: str, cursor: Cursor) -> dict[str, Iter
     Raises:
         RayppError: The store failed, here or in an iterator.
     """
-    parts: dict[str, list[tuple[int, str]]] = {}
+    parts: dict[str, list[tuple[int, ObjectInfo]]] = {}
     for info in store.list(f"{folder}/"):
-        named = _PART.match(info.key[len(folder) + 1 :])
+        named = _PART.fullmatch(info.key[len(folder) + 1 :])
         if named and info.size > cursor.offsets.get(info.key, 0):
-            parts.setdefault(named["writer"], []).append((int(named["number"]), info.key))
+            parts.setdefault(named["writer"], []).append((int(named["number"]), info))
     return {
-        writer: _lines_of(store, [(key, cursor.offsets.get(key, 0)) for _, key in sorted(numbered)])
+        writer: _lines_of(store, [info for _, info in sorted(numbered, key=lambda pair: pair[0])], cursor)
         for writer, numbered in sorted(parts.items())
     }
 
 
-def _lines_of(store: ObjectStore, parts: list[tuple[str, int]]) -> Iterator[Line]:
-    for part, end in parts:
-        try:
-            data = store.get(part, start=end)
-        except NotFound:
-            continue  # deleted since it was listed
-        for line in data.splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            end += len(line)
-            yield Line(line, part, end)
+def _lines_of(store: ObjectStore, parts: list[ObjectInfo], cursor: Cursor) -> Iterator[Line]:
+    for part in parts:
+        end, behind = cursor.offsets.get(part.key, 0), b""
+        while (start := end + len(behind)) < part.size:
+            try:
+                data = store.get(part.key, start, min(start + _READ_BYTES, part.size))
+            except NotFound:
+                break  # deleted since it was listed
+            if not data:
+                break  # it is shorter than it was listed
+            *lines, behind = (behind + data).split(b"\n")
+            for line in lines:
+                end += len(line) + 1
+                yield Line(line + b"\n", part.key, end)
+            if len(behind) > LONGEST_LINE:
+                # One that is not of this form takes its place; the reader counts it as damaged.
+                end += len(behind)
+                yield Line(behind[:0], part.key, end)
+                behind = b""

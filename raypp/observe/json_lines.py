@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter
 
 from raypp.records import Event, StepReport
+from raypp.untrusted.documents import Count, Time
 
 ROW_KEYS = ("step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt")
 """Keys of every line of `raypp history`, in order; wire_bytes (if compressed) and extras follow."""
@@ -36,11 +39,11 @@ class LogLine:
     """
 
     text: str
-    rank: int | None = None
+    rank: Count | None = None
     label: str = ""
-    attempt: int = 0
+    attempt: Count = 0
     stream: str = "out"
-    time: float = field(default_factory=time.time)
+    time: Time = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class TimedStep:
         if self.report.compressed:
             row["wire_bytes"] = self.report.wire_bytes
         return row | {name: value for name, value in self.report.extras.items() if name not in row}
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    time: Time = 0.0
 
 
 def step_line(report: StepReport, now: float) -> bytes:
@@ -75,41 +83,22 @@ def log_line(line: LogLine) -> bytes:
 
 def read_step(line: bytes) -> TimedStep:
     """Decodes a step's line; raises ValueError if it is not one."""
-    fields = _decode(line)
-    return TimedStep(_build(StepReport, fields), float(fields.get("time", 0.0)))
-
-
-def report_of(entry: Mapping[str, Any]) -> StepReport:
-    """Returns a step's report from its fields; ignores unknown ones, which a newer raypp may write.
-
-    Raises:
-        ValueError: A field is missing.
-    """
-    return _build(StepReport, entry)
+    return TimedStep(_decode(StepReport, line), _decode(_Recorded, line).time)
 
 
 def read_event(line: bytes) -> Event:
     """Decodes an event's line; raises ValueError if it is not one."""
-    return _build(Event, _decode(line))
+    return _decode(Event, line)
 
 
 def read_log(line: bytes) -> LogLine:
     """Decodes a log line; raises ValueError if it is not one."""
-    fields = _decode(line)
-    if isinstance(fields.get("text"), str):
-        # A rank may print bytes that are not text; their placeholders must not break a terminal.
-        fields["text"] = fields["text"].encode("utf-8", "replace").decode()
-    return _build(LogLine, fields)
+    return _decode(LogLine, line)
 
 
 def document(value: dict[str, Any]) -> bytes:
     """Encodes a JSON object as the content of a stored object."""
     return _encode(value)
-
-
-def read_document(data: bytes) -> dict[str, Any]:
-    """Decodes a stored JSON object; raises ValueError if it is not one."""
-    return _decode(data)
 
 
 def _encode(value: dict[str, Any]) -> bytes:
@@ -121,19 +110,25 @@ def _fields(record: StepReport | Event | LogLine) -> dict[str, Any]:
     return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
 
 
-def _decode(line: bytes) -> dict[str, Any]:
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"a record is a JSON object, not {type(value).__name__}")
-    return value
+_Record = TypeVar("_Record", StepReport, Event, LogLine, _Recorded)
 
 
-_Record = TypeVar("_Record", StepReport, Event, LogLine)
+def _decode(shape: type[_Record], line: bytes) -> _Record:
+    """Decodes a line; a newer raypp may write fields that are unknown here.
+
+    Raises:
+        ValueError: It is not of this shape.
+    """
+    if b"\\ud" in line:
+        # Half of a surrogate pair stands for a byte that is no text; it becomes a question mark.
+        try:
+            line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace")
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+    adapter: TypeAdapter[_Record] = _adapter(cast(Any, shape))
+    return adapter.validate_json(line, strict=True, extra="ignore")
 
 
-def _build(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
-    known = {item.name for item in dataclasses.fields(record)}
-    try:
-        return record(**{name: value for name, value in fields.items() if name in known})
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)

@@ -6,12 +6,15 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from raypp.errors import Problem, RayppError
+from raypp.errors import RayppError
 from raypp.observe.append_log import Cursor, Line, new_lines
-from raypp.observe.json_lines import LogLine, TimedStep, read_document, read_event, read_log, read_step
+from raypp.observe.json_lines import LogLine, TimedStep, read_event, read_log, read_step
+from raypp.observe.status import RunStatus
 from raypp.records import Event, StepReport
 from raypp.storage import NotFound, ObjectStore
+from raypp.untrusted.documents import Bounds, parse_as
 
+_BOUNDS = Bounds()
 _Record = TypeVar("_Record")
 
 
@@ -50,17 +53,21 @@ class RunReader:
         Raises:
             RayppError: `status.json` exists but is not a status.
         """
+        found = self.run_status()
+        return None if found is None else found.as_dict()
+
+    def run_status(self) -> RunStatus | None:
+        """Returns the last status written as a record; see `status`."""
+        key = f"{self._run}/status.json"
         try:
-            data = self._store.get(f"{self._run}/status.json")
+            data = self._store.get(key, 0, _BOUNDS.size + 1)
         except NotFound:
             return None
-        try:
-            return read_document(data)
-        except ValueError as error:
-            place = f"{self._store.url}/{self._run}/status.json"
-            raise RayppError(
-                Problem(place, f"is not a status: {error}", "check whether another program wrote it")
-            ) from error
+        fix = "check whether another program wrote it"
+        # A newer raypp may write more keys.
+        return parse_as(
+            RunStatus, data, f"{self._store.url}/{key}", _BOUNDS, RayppError, fix, kind="a status", unknown="ignore"
+        )
 
     def history(self) -> list[dict[str, Any]]:
         """Returns the lines of `raypp history`, oldest first; see `steps` for which."""

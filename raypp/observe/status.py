@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypp.records import Coordinates, RunState
+from raypp.untrusted.documents import Count, Time
 
 STATUS_KEYS = (
     "run",
@@ -41,10 +42,10 @@ class RankStatus:
         state: One word: starting, running, saving, dead, done …
     """
 
-    rank: int
+    rank: Count
     coordinates: Coordinates
     node: str = ""
-    pid: int = 0
+    pid: Count = 0
     state: str = "starting"
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,11 +56,6 @@ class RankStatus:
             "pid": self.pid,
             "state": self.state,
         }
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RankStatus:
-        """Rebuilds the record from `as_dict`."""
-        return cls(**{**fields, "coordinates": Coordinates(**fields["coordinates"])})
 
 
 @dataclass(frozen=True)
@@ -77,17 +73,17 @@ class RunStatus:
 
     run: str
     state: RunState
-    step: int = 0
-    steps: int = 0
+    step: Count = 0
+    steps: Count = 0
     loss: float | None = None
     tokens_per_s: float | None = None
-    attempt: int = 0
-    restarts: int = 0
+    attempt: Count = 0
+    restarts: Count = 0
     checkpoint: str | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mapping[str, Count] = field(default_factory=dict)
     ranks: tuple[RankStatus, ...] = ()
     error: str | None = None
-    updated_at: float = field(default_factory=time.time, compare=False)
+    updated_at: Time = field(default_factory=time.time, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the keys of `STATUS_KEYS`, then `updated_at`, with plain JSON values."""
@@ -106,12 +102,6 @@ class RunStatus:
             "error": self.error,
             "updated_at": self.updated_at,
         }
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RunStatus:
-        """Rebuilds the record from `as_dict`."""
-        ranks = tuple(RankStatus.from_dict(rank) for rank in fields["ranks"])
-        return cls(**{**fields, "state": RunState(fields["state"]), "ranks": ranks})
 
     def stamped(self, now: float) -> RunStatus:
         """Returns the same status, written at `now`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from raypp.planning.end_weights import activation_bytes
@@ -19,6 +20,7 @@ from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
+from raypp.spec.models import DecoderOptions
 
 Kind = Literal["cpu", "cuda"]
 """The kind of device; kernels differ in what they keep."""
@@ -56,9 +58,15 @@ def _widths(job: Job) -> _Widths:
     normed = sum(known.get(name, model.hidden_size) for name in norms)
     if model.stage_ends().gain_from_zero:  # computed in fp32
         normed = normed * 4 // activation_bytes(job)
-    ruled = any(model.attention_rule(index).within(job.data.seq_len).special for index in range(model.num_layers))
+    ruled = _ruled(model, job.data.seq_len)
     rows = 2 * largest.sent * model.hidden_size
     return _Widths(model.hidden_size, queries, keys, largest.inner, rows, normed, queries if ruled else 0)
+
+
+@lru_cache(maxsize=64)
+def _ruled(model: DecoderOptions, seq_len: int) -> bool:
+    """Returns whether a layer attends by a special rule."""
+    return any(model.attention_rule(index).within(seq_len).special for index in range(model.num_layers))
 
 
 def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import isqrt
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
@@ -11,11 +12,15 @@ from raypp.planning.end_weights import end_weights
 from raypp.planning.stored_bytes import BLOCK
 from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
-from raypp.schedules.catalogue import build_program, schedule_named, size_problems
+from raypp.schedules.catalogue import build_program, schedule_named, size_problems, too_large
 from raypp.spec.job import Job
+from raypp.spec.limits import RANKS
 from raypp.spec.lora import model_adapters
 from raypp.spec.models import MoeOptions
 from raypp.spec.quantised import quantised_base
+
+_LISTED = 64
+"""More stages than this are not listed one by one."""
 
 
 def check_plan(job: Job) -> list[Problem]:
@@ -23,7 +28,10 @@ def check_plan(job: Job) -> list[Problem]:
 
     Each names its key and the nearest values that work.
     """
-    problems = list(_schedule(job))
+    problems = list(_sizes(job))
+    if problems:
+        return problems  # nothing else can be computed for such a job
+    problems += _schedule(job)
     problems += _cut(job)
     problems += _axes(job)
     problems += wire_problems(job)
@@ -34,6 +42,14 @@ def check_plan(job: Job) -> list[Problem]:
         fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
         problems.append(Problem("train.reduce_dtype", "bf16 sums would lose the precision of fp32 gradients", fix))
     return problems
+
+
+def _sizes(job: Job) -> Iterator[Problem]:
+    """Finds sizes beyond the limits of a run."""
+    world = job.mesh.world
+    if world > RANKS:
+        yield Problem("mesh", f"has {world:,} ranks; at most {RANKS:,} are possible", "use a smaller mesh")
+    yield from too_large(job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches)
 
 
 def _schedule(job: Job) -> Iterator[Problem]:
@@ -77,16 +93,19 @@ def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
         yield Problem(key, f"stage {empty[0]} has no layers", f"give every stage at least one, {example}")
     if sum(cut) != layers:
         more = "more" if sum(cut) > layers else "fewer"
-        what = f"{' + '.join(map(str, cut))} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
+        terms = " + ".join(map(str, cut)) if len(cut) <= _LISTED else f"{len(cut)} stages"
+        what = f"{terms} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
         yield Problem(key, f"{what} ({layers})", f"make them sum to {layers}, {example}")
 
 
-def _example(job: Job) -> list[int] | str:
+def _example(job: Job) -> str:
     stages = job.num_stages
     if most_stages(job.model.num_layers, 0, 0) < stages:
         return f"mesh.pp {max(1, job.model.num_layers // job.pipeline.stages_per_rank)}"
     each, rest = divmod(job.model.num_layers, stages)
-    return [each + (stage < rest) for stage in range(stages)]
+    if stages > _LISTED:
+        return f"{each + 1} for {rest} stages and {each} for the others" if rest else f"{each} for each"
+    return str([each + (stage < rest) for stage in range(stages)])
 
 
 def _axes(job: Job) -> Iterator[Problem]:
@@ -176,7 +195,8 @@ def _selective(job: Job) -> Iterator[Problem]:
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

@@ -17,6 +17,9 @@ predicted."""
 _PATIENCE = 3
 """Stop after this many deeper programs in a row without a gain."""
 
+_MOST_SIMULATED = 300_000
+"""Actions of all programs together beyond which no deeper one is tried: a simulation takes time."""
+
 
 @dataclass(frozen=True)
 class Depth:
@@ -46,6 +49,8 @@ def depths(
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
+    Of a program with very many actions, only the first few.
+
     Args:
         schedule: A registered name, `module:function` or CSV file.
         pp: Pipeline ranks.
@@ -67,7 +72,7 @@ def depths(
         except JobError:
             break
         program = without_idle_backwards(program, trained)
-        if program == before:
+        if program == before or (found and (lookahead + 1) * sum(map(len, program.values())) > _MOST_SIMULATED):
             break
         before = program
         timeline = simulate(program, times)

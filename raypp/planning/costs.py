@@ -21,7 +21,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
-from raypp.untrusted.text import visible
+from raypp.untrusted.text import shell_word, visible
 
 GIB = 1024**3
 
@@ -209,7 +209,7 @@ def read_costs(path: Path, job: Job) -> Costs:
         JobError: The file cannot be read, or was measured for another model or for other
             microbatches.
     """
-    fix = f"measure again: raypp plan JOB --measure {path}"
+    fix = f"measure again: raypp plan JOB --measure {shell_word(path)}"
     found = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )

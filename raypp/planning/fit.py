@@ -5,7 +5,6 @@ By the planned memory, so an estimate.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 
 from raypp.errors import Problem
@@ -17,6 +16,7 @@ from raypp.planning.peak import memory_of_ranks
 from raypp.planning.search import Candidate
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
+from raypp.untrusted.text import shell_word
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
@@ -25,7 +25,7 @@ _IN_WORDS = 3
 
 def set_words(one: Candidate) -> str:
     """Returns a candidate's changes as they are typed: `--set a=1 --set b=2`."""
-    return " ".join(f"--set {shlex.quote(setting)}" for setting in one.settings())
+    return " ".join(f"--set {shell_word(setting)}" for setting in one.settings())
 
 
 def memory_problems(job: Job, capacity: int) -> list[Problem]:

@@ -105,7 +105,8 @@ def forecast(
     microbatches = pipeline.microbatches
     size = message_bytes(job)
     borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]
-    speeds = [min(of_pipeline_rank(mesh, seats, rank), key=lambda n: n.speed).speed for rank in holder]
+    slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
+    speeds = [slowest_of[rank] for rank in holder]
     times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
 
     lookahead = job.pipeline.lookahead
@@ -116,7 +117,7 @@ def forecast(
         lookahead = best_depth(found).lookahead
     program = pipeline.program_with(lookahead)
     timeline = simulate(program, times)
-    free = simulate(program, replace(times, link=0.0))
+    free = simulate(program, replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
     memory = tuple(rank_memory(job, stages, cut, program[rank], kind) for rank, stages in enumerate(placement))
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]

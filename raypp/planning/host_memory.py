@@ -7,7 +7,6 @@ let a rank take snapshots while an older one is on its way (docs/design/0028).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -105,8 +104,11 @@ def host_memory(
     saved = [state_of(job, stages, cut, kind).saved for stages, cut, _ in parts]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
-    for name, ranks in Counter(node.name for node in seats).items():
-        here = [mesh.coordinates(rank).pp for rank, node in enumerate(seats) if node.name == name]
+    pipeline_ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(seats):
+        pipeline_ranks.setdefault(node.name, []).append(mesh.coordinates(rank).pp)
+    for name, here in pipeline_ranks.items():
+        ranks = len(here)
         state = max(saved[pp] for pp in here)
         found.append(
             HostMemory(

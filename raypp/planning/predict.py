@@ -15,6 +15,9 @@ from raypp.planning.traffic import LinkUse
 from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
 
+_MOST_ADVISED = 16_384
+"""Actions of a program beyond which its changes are not simulated: each takes long."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -30,6 +33,7 @@ class Prediction:
         links: The cables that pipelines cross.
         bottleneck: Description of what a step waits for most.
         advice: Single changes that would help, and the fraction of the step's time that each saves.
+            Empty for programs with very many actions.
         peak_memory: Bytes of the rank that needs most.
         device_memory: Bytes of a device; 0: unknown.
         measured: Which inputs were measured: costs, links.
@@ -115,6 +119,11 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Pred
     return [_predict(job, pipeline, grounds, device) for device in grounds.devices_for(job)]
 
 
+def _is_small(pipeline: ResolvedPipeline) -> bool:
+    """Whether changes of a job can be simulated, too, without a long wait."""
+    return sum(map(len, pipeline.program.values())) <= _MOST_ADVISED
+
+
 def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
     costs = grounds.costs or computed_costs(job, device)
     machines = grounds.machines_for(job)
@@ -128,7 +137,7 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         lookahead=found.lookahead,
         links=found.links,
         bottleneck=found.bottleneck,
-        advice=tuple(advice(job, machines, costs, found, device.memory)),
+        advice=tuple(advice(job, machines, costs, found, device.memory)) if _is_small(pipeline) else (),
         peak_memory=found.peak_memory,
         device_memory=device.memory,
         measured=found.measured,

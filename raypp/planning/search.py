@@ -120,7 +120,7 @@ def search(
         fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
         raise ResourcesError(what + why, fix)
     found.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
-    improved = [_better_cut(one, job, machines, costs, device_memory) for one in found[:3]]
+    improved = [_better_cut(one, job, machines, costs, device_memory, end) for one in found[:3]]
     best = sorted([*improved, *found[3:]], key=lambda one: one.forecast.step_s)
     return Found(tuple(best[:keep]), tried, refused, too_large, out_of_time)
 
@@ -204,8 +204,12 @@ def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]
             yield schedule.name, stages
 
 
-def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int) -> Candidate:
+def _better_cut(
+    one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int, end: float
+) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
+
+    Ends at the time `end` of the monotonic clock.
 
     The default cut knows neither measured costs nor the speeds of different devices.
     """
@@ -220,6 +224,8 @@ def _better_cut(one: Candidate, job: Job, machines: Machines, costs: Costs, devi
             for target in range(len(cut)):
                 if target in placement[busiest] or cut[source] < 2:
                     continue
+                if time.monotonic() > end:
+                    return better or best
                 moved = list(cut)
                 moved[source] -= 1
                 moved[target] += 1

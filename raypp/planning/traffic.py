@@ -56,7 +56,8 @@ class Border:
 
 def of_pipeline_rank(mesh: Mesh, seats: Sequence[Node], rank: int) -> list[Node]:
     """Returns the nodes of the ranks of a pipeline rank, in order."""
-    return [node for number, node in enumerate(seats) if mesh.coordinates(number).pp == rank]
+    each = mesh.world // mesh.sizes.pp  # pp is the slowest axis
+    return list(seats[rank * each : (rank + 1) * each])
 
 
 def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper: int, lower: int, size: int) -> Border:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -9,6 +10,7 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import SCHEDULES, ScheduleKind
 from raypp.schedules.action import Program, with_whole_backwards
 from raypp.schedules.custom import from_csv, own_schedule
+from raypp.spec.limits import ACTIONS, STAGES
 
 __all__ = ["SCHEDULES", "build_program", "schedule_named", "size_problems"]
 
@@ -60,7 +62,7 @@ def build_program(
 
 def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microbatches: int) -> list[Problem]:
     """Returns why a schedule cannot run with these sizes; empty if it can."""
-    problems = []
+    problems = list(too_large(pp, stages_per_rank, microbatches))
     least, most = schedule.stages_per_rank
     if not schedule.allows_stages(stages_per_rank):
         need = str(least) if least == most else f"{least} to {most}"
@@ -89,3 +91,16 @@ def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microba
             )
         )
     return problems
+
+
+def too_large(pp: int, stages_per_rank: int, microbatches: int) -> Iterator[Problem]:
+    """Finds sizes that are beyond the limits of every schedule."""
+    stages = pp * stages_per_rank
+    if stages > STAGES:
+        ranks = f"mesh.pp {pp:,} · {stages_per_rank:,} stages per rank" if stages_per_rank > 1 else f"mesh.pp {pp:,}"
+        fix = f"use mesh.pp ≤ {max(1, STAGES // stages_per_rank):,}"
+        yield Problem("mesh.pp", f"{ranks} are {stages:,} stages; a pipeline has at most {STAGES:,}", fix)
+    elif 2 * stages * microbatches > ACTIONS:
+        what = f"{microbatches:,} on {stages:,} stage{'s' if stages > 1 else ''} make {2 * stages * microbatches:,} "
+        fix = f"use at most {ACTIONS // (2 * stages):,}, with a larger train.micro_batch_size"
+        yield Problem("pipeline.microbatches", f"{what}actions; a program has at most {ACTIONS:,}", fix)

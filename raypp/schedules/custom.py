@@ -11,9 +11,11 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions
 from raypp.schedules.validity import check_program
+from raypp.untrusted.files import read_file
 
 _KEY = "pipeline.schedule"
 _SHOWN = 5
+_FILE_BYTES = 32 << 20
 
 
 def own_schedule(kind: ScheduleKind) -> ScheduleKind:
@@ -62,8 +64,8 @@ def from_csv(path: str) -> ScheduleKind:
         JobError: The file cannot be read, or a cell is not an action.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(Path(path), _FILE_BYTES, JobError, _KEY).decode().splitlines()
+    except UnicodeDecodeError as error:
         raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "name a file that every node can read")) from error
     rows: dict[int, list[Action]] = {}
     for number, line in enumerate(lines, 1):

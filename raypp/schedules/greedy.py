@@ -34,15 +34,23 @@ def greedy_program(
     """
     clock = _Clock(placement, microbatches)
     program: dict[int, list[Action]] = {rank: [] for rank in range(len(placement))}
-    while any(clock.next_of["W", stage] < microbatches for stages in placement for stage in stages):
+    rank_of = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    awake = set(program)  # a rank that could do nothing waits for another one's action
+    while awake:
         taken: list[Action] = []
-        for rank, stages in enumerate(placement):
-            action = clock.choose(stages, room[rank], urgency)
+        following: set[int] = set()
+        for rank in sorted(awake):
+            action = clock.choose(placement[rank], room[rank], urgency)
             if action is not None:
                 program[rank].append(action)
                 taken.append(action)
+                following.add(rank)
         for action in taken:  # only now: results of this tick are available at the next
             clock.next_of[action.kind, action.stage] += 1
+            reader = action.stage + {"F": 1, "I": -1}.get(action.kind, 0)
+            if reader in rank_of:
+                following.add(rank_of[reader])
+        awake = following
     return {rank: _joined(actions) for rank, actions in program.items()}
 
 

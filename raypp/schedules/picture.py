@@ -31,10 +31,14 @@ def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
     columns = round(timeline.makespan / unit)
     shown = min(columns, max(1, (max_width - head) // width))
     lines = []
+    drawn = min(columns, shown + 1)  # one more: it may continue the action in the last one that is shown
     for rank in ranks:
-        cells = ["·"] * columns
+        cells = ["·"] * drawn
         for slot in timeline.slots[rank]:
             first, last = round(slot.start / unit), round(slot.end / unit)
+            if first >= drawn:
+                break
+            last = min(last, drawn)
             cells[first:last] = ([_label(slot.action, several)] + ["─" * width] * (last - first))[: last - first]
         row = "".join(
             cell.ljust(width, "─" if after.startswith("─") else " ")

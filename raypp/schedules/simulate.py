@@ -111,10 +111,13 @@ def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | No
     """
     num_stages = 1 + max(action.stage for actions in program.values() for action in actions)
     run = _Run(program, times, num_stages, lines)
-    while any(run.position[rank] < len(actions) for rank, actions in program.items()):
-        if not any(run.advance(rank) for rank in program):
-            waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
-            raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
+    for rank in program:
+        run.wake(rank)
+    while run.awake:
+        run.advance(run.awake.popleft())
+    waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
+    if waits:
+        raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
     makespan = max(run.clock.values())
     idle = [makespan - sum(slot.end - slot.start for slot in run.slots[rank]) for rank in sorted(program)]
     in_flight = [_peak(actions, stage) for stage, actions in sorted(_by_stage(program).items())]
@@ -137,11 +140,20 @@ class _Run:
         self.receives = None if lines is None else {rank: _receives(line) for rank, line in lines.items()}
         self.posted: dict[Message, float] = {}
         self.sent: dict[tuple[int, int], deque[tuple[Message, float]]] = defaultdict(deque)
+        self.awake: deque[int] = deque()
+        self._queued: set[int] = set()
 
-    def advance(self, rank: int) -> bool:
-        """Runs a rank as far as it can; returns whether it moved."""
-        actions, begun = self.program[rank], self.position[rank]
-        for position in range(begun, len(actions)):
+    def wake(self, rank: int) -> None:
+        """Notes that a rank may be able to go on."""
+        if rank not in self._queued:
+            self._queued.add(rank)
+            self.awake.append(rank)
+
+    def advance(self, rank: int) -> None:
+        """Runs a rank as far as it can."""
+        self._queued.discard(rank)
+        actions = self.program[rank]
+        for position in range(self.position[rank], len(actions)):
             action = actions[position]
             if self.receives is not None:
                 self._post(rank, position)
@@ -154,7 +166,6 @@ class _Run:
             self.position[rank] = position + 1
             if action.kind != "W":
                 self._send(action, rank, "F" if action.kind == "F" else "B")
-        return self.position[rank] > begun
 
     def _ready(self, action: Action) -> float | None:
         """Returns when the input of an action arrives on its rank; None if not known yet."""
@@ -176,6 +187,7 @@ class _Run:
             # messages.
             arrives = max(arrives, self.link_free[rank, peer]) + self.times.message(min(action.stage, to))
             self.link_free[rank, peer] = arrives
+            self.wake(peer)
         self.arrival[direction, to, action.microbatch] = arrives
 
     def _post(self, rank: int, position: int) -> None:
@@ -193,6 +205,7 @@ class _Run:
             begins = max(ready, self.link_free[source, to], self.posted[message])
             arrives = begins + self.times.message(min(message.stage, message.to_stage))
             self.link_free[source, to] = arrives
+            self.wake(to)
             self.arrival[message.kind, message.to_stage, message.microbatch] = arrives
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from raypp.schedules.action import Action, Program
+
+_LISTED = 16
 
 
 def check_program(
@@ -26,17 +29,21 @@ def check_program(
     """
     found: list[str] = []
     if sorted(program) != list(range(len(placement))):
-        found.append(f"the program has ranks {sorted(program)}, the pipeline has 0 to {len(placement) - 1}")
+        ranks = f"ranks {sorted(program)}" if len(program) <= _LISTED else f"{len(program):,} ranks"
+        found.append(f"the program has {ranks}, the pipeline has 0 to {len(placement) - 1}")
         return found
+    owner = {stage: holder for holder, held in enumerate(placement) for stage in held}
     for rank, stages in enumerate(placement):
-        found += _on_rank(rank, program[rank], set(stages), placement)
+        found += _on_rank(rank, program[rank], set(stages), owner)
+        of_stage: dict[int, list[Action]] = defaultdict(list)
+        for action in program[rank]:
+            of_stage[action.stage].append(action)
         for stage in stages:
-            found += _of_stage(stage, [a for a in program[rank] if a.stage == stage], microbatches, trains)
+            found += _of_stage(stage, of_stage[stage], microbatches, trains)
     return found or _waits(program, sum(map(len, placement)))
 
 
-def _on_rank(rank: int, actions: Sequence[Action], stages: set[int], placement: Sequence[Sequence[int]]) -> list[str]:
-    owner = {stage: holder for holder, held in enumerate(placement) for stage in held}
+def _on_rank(rank: int, actions: Sequence[Action], stages: set[int], owner: Mapping[int, int]) -> list[str]:
     found = []
     for action in actions:
         if action.stage not in owner:
@@ -89,14 +96,19 @@ def _waits(program: Program, num_stages: int) -> list[str]:
     """Describes which ranks hang, and what they wait for."""
     done: set[Action] = set()
     position = dict.fromkeys(program, 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in program.items():
-            while position[rank] < len(actions) and not missing_input(actions[position[rank]], done, num_stages):
-                done.add(actions[position[rank]])
-                position[rank] += 1
-                moved = True
+    waiting: dict[tuple[int, int], list[int]] = defaultdict(list)  # by stage and microbatch of what is missing
+    awake = deque(program)
+    while awake:
+        rank = awake.popleft()
+        actions = program[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            if missing_input(action, done, num_stages):
+                waiting[action.stage + (-1 if action.kind == "F" else 1), action.microbatch].append(rank)
+                break
+            done.add(action)
+            position[rank] += 1
+            awake.extend(waiting.pop((action.stage, action.microbatch), ()))
     return [
         f"rank {rank} hangs at {actions[position[rank]]}: it needs "
         f"{missing_input(actions[position[rank]], done, num_stages)} first"

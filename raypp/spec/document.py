@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from raypp.errors import Problem
+from raypp.spec.limits import CHARACTERS, DEPTH, DIGITS, VALUES, key_problem
+from raypp.untrusted.documents import shown
 
 KeyPath = tuple[str | int, ...]
 
@@ -25,6 +27,36 @@ class _Yaml12Loader(yaml.SafeLoader):
     """PyYAML's parser with the scalar rules of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Composes a node. It counts: the parser itself has no limits."""
+        self._depth += 1
+        self._nodes += 1
+        if self._depth > DEPTH:
+            raise _LimitError.of_depth(self.get_mark())
+        if self._nodes > 2 * VALUES:  # keys and values
+            raise _LimitError.of_values(self.get_mark())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+class _LimitError(yaml.MarkedYAMLError):
+    """A text exceeds a limit; `note` is the fix."""
+
+    @classmethod
+    def of_depth(cls, mark: Any) -> _LimitError:
+        what = f"sections and lists are nested more than {DEPTH} levels deep"
+        return cls(problem=what, problem_mark=mark, note="write fewer levels, or quote text that begins with [ or {")
+
+    @classmethod
+    def of_values(cls, mark: Any) -> _LimitError:
+        what = f"more than {VALUES:,} values, those that aliases repeat included"
+        return cls(problem=what, problem_mark=mark, note="leave out what is not needed, and use fewer aliases (*name)")
 
 
 def _resolve_as(tag: str, pattern: str, first: str) -> None:
@@ -43,6 +75,7 @@ _resolve_as(_NULL, r"^$", "")
 _resolve_as(_MERGE, r"^<<$", "<")
 
 
+_LONGEST_TAG = 60
 _SYNTAX = (
     # part of PyYAML's message, our message (empty: keep PyYAML's), the fix
     ("\\t", "a tab used for indentation", "indent with spaces"),
@@ -85,12 +118,16 @@ def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
     document = reading.document
     document.where[()] = reading.place(None)
     try:
-        node = yaml.compose(text, Loader=_Yaml12Loader)
+        loader = _Yaml12Loader(text)
+        try:
+            node = loader.get_single_node()
+        except (ValueError, OverflowError) as error:  # of int and chr, for the digits of an escape or a directive
+            what = "a number that is too large"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=loader.get_mark()) from error
+        if node is not None:
+            document.value = reading.value(node, ())
     except yaml.YAMLError as error:
         document.problems.append(reading.syntax_problem(error, text))
-        return document
-    if node is not None:
-        document.value = reading.value(node, ())
     return document
 
 
@@ -104,7 +141,7 @@ def dotted(path: KeyPath) -> str:
 
 def undotted(key: str) -> KeyPath:
     """Returns the key path of a dotted key (`a.b[1]`)."""
-    parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
+    parts = re.findall(r"\[(\d{1,9})\]|([^.\[\]]+)", key)
     return tuple(int(index) if index else name for index, name in parts)
 
 
@@ -116,6 +153,7 @@ class _Reading:
         self.numbered = numbered
         self.document = Document()
         self._open: set[int] = set()
+        self._values, self._characters = VALUES, CHARACTERS
 
     def place(self, mark: Any) -> str:
         if not self.numbered:
@@ -132,6 +170,8 @@ class _Reading:
             line = text.count("\n", 0, error.position) + 1
             where = f"{self.source}:{line}" if self.numbered else self.source
             return Problem("", f"not valid YAML: a control character (code {error.character})", "remove it", where)
+        if isinstance(error, _LimitError):
+            return Problem("", str(error.problem), str(error.note), where)
         what = getattr(error, "problem", None) or str(error)
         for sign, words, fix in _SYNTAX:
             if sign in what:
@@ -140,27 +180,43 @@ class _Reading:
         return Problem("", f"not valid YAML: {what}", fix, where)
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        if id(node) in self._open:
-            self.problem(node, path, "the alias contains itself", "write the value out")
+        if not self._opened(node, path):
             return None
-        self._open.add(id(node))
         try:
             if not isinstance(node, yaml.ScalarNode) and node.tag not in (_MAP, _SEQ):
-                self.problem(node, path, f"the YAML tag {node.tag!r} is not supported", "remove the tag")
+                self.problem(node, path, f"the YAML tag '{node.tag[:_LONGEST_TAG]}' is not supported", "remove the tag")
             if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
+                return self.mapping(node, path, {})
             if isinstance(node, yaml.SequenceNode):
                 return [self.item(item, (*path, index)) for index, item in enumerate(node.value)]
             return self.scalar(node, path)
         finally:
             self._open.discard(id(node))
 
+    def _opened(self, node: yaml.Node, path: KeyPath) -> bool:
+        """Counts a node, and returns whether it can be read: it is not inside itself.
+
+        Raises:
+            _LimitError: Aliases repeat more than the limits allow.
+        """
+        if id(node) in self._open:
+            self.problem(node, path, "the alias contains itself", "write the value out")
+            return False
+        self._values -= 1
+        self._characters -= len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        if min(self._values, self._characters) < 0:
+            raise _LimitError.of_values(node.start_mark)
+        if len(self._open) >= 2 * DEPTH:
+            raise _LimitError.of_depth(node.start_mark)
+        self._open.add(id(node))
+        return True
+
     def item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.document.where[path] = self.place(node.start_mark)
         return self.value(node, path)
 
-    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        result: dict[str, Any] = {}
+    def mapping(self, node: yaml.MappingNode, path: KeyPath, into: dict[str, Any]) -> dict[str, Any]:
+        """Adds the keys of a mapping that `into`, a mapping that merges it, lacks."""
         lines: dict[str, int] = {}
         merged: list[yaml.Node] = []
         for key_node, value_node in node.value:
@@ -172,26 +228,30 @@ class _Reading:
                 continue
             key = str(key_node.value)
             here = (*path, key)
-            if key in result:
+            if wrong := key_problem(key):
+                self.problem(key_node, path, *wrong)
+                continue
+            if key in lines:
                 what = f"is given twice, first in line {lines[key]}" if self.numbered else "is given twice"
                 self.problem(key_node, here, what, "keep one of the two")
                 continue
             lines[key] = key_node.start_mark.line + 1
+            if key in into:
+                self._values -= 1
+                continue
             self.document.where[here] = self.place(key_node.start_mark)
-            result[key] = self.value(value_node, here)
+            into[key] = self.value(value_node, here)
         for source in merged:
-            self.merge(source, path, result)
-        return result
+            self.merge(source, path, into)
+        return into
 
     def merge(self, node: yaml.Node, path: KeyPath, into: dict[str, Any]) -> None:
         """Handles `<<: *other`: adds the keys of another mapping that this mapping lacks."""
         if not isinstance(node, yaml.MappingNode):
             self.problem(node, path, "`<<` needs a section", "name a section with <<: *anchor")
-            return
-        places = dict(self.document.where)
-        for key, value in self.mapping(node, path).items():
-            into.setdefault(key, value)
-        self.document.where.update(places)
+        elif self._opened(node, path):
+            self.mapping(node, path, into)
+            self._open.discard(id(node))
 
     def scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         text = str(node.value)
@@ -199,14 +259,18 @@ class _Reading:
             return None
         if node.tag == _BOOL:
             return text.lower() == "true"
+        if node.tag in (_INT, _FLOAT) and len(text) > DIGITS:
+            what = f"is a number of {len(text):,} characters; at most {DIGITS} are read"
+            self.problem(node, path, what, "write fewer digits")
+            return None
         try:
             if node.tag == _INT:
                 return int(text, 0 if text[:2] in ("0x", "0o") else 10)
             if node.tag == _FLOAT:
                 return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
         except ValueError:
-            self.problem(node, path, f"{text!r} is not a number", "write digits")
+            self.problem(node, path, f"{shown(text)} is not a number", "write digits")
             return None
         if node.tag not in (_STR, _MERGE):
-            self.problem(node, path, f"the YAML tag {node.tag!r} is not supported", "remove the tag")
+            self.problem(node, path, f"the YAML tag '{node.tag[:_LONGEST_TAG]}' is not supported", "remove the tag")
         return text

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from raypp.spec import limits
 from raypp.spec.families import ModelSection
 from raypp.spec.models import DecoderOptions
 from raypp.spec.section import Section
@@ -32,7 +33,7 @@ class DataSection(Section):
     path is looked up in the current directory first, then next to the job file."""
     tokenizer: str = "bytes"
     """bytes (one token per byte), or the path of a tokenizer.json."""
-    seq_len: int = Field(default=256, ge=2)
+    seq_len: int = Field(default=256, ge=2, le=limits.WIDTH)
     """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
     packing: bool = True
     """Pack several documents into one row. Documents never attend to each other."""
@@ -40,9 +41,12 @@ class DataSection(Section):
     """Shuffle the documents with train.seed, in a new order each epoch."""
     text_key: str = "text"
     """jsonl and hf: name of the field that holds the text."""
-    num_documents: int = Field(default=1000, ge=1)
+    num_documents: int = Field(default=1000, ge=1, le=limits.COUNT)
     """synthetic: number of documents."""
-    document_len: tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]] = (16, 256)
+    document_len: tuple[Annotated[int, Field(ge=2, le=limits.WIDTH)], Annotated[int, Field(ge=2, le=limits.WIDTH)]] = (
+        16,
+        256,
+    )
     """synthetic: lengths of the shortest and the longest document, in tokens."""
     eval: EvalOptions | None = None
     """Optional held-out part: {fraction: 0.02} or {path: …}."""
@@ -51,15 +55,15 @@ class DataSection(Section):
 class MeshSection(Section):
     """Number of ranks along each axis. World size = pp · dp_replicate · fsdp · cp."""
 
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=limits.RANKS)
     """Pipeline parallel: ranks that the layers are split over."""
-    dp_replicate: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1, le=limits.RANKS)
     """Data parallel: replicas that each hold all weights of their stage."""
-    fsdp: int = Field(default=1, ge=1)
+    fsdp: int = Field(default=1, ge=1, le=limits.RANKS)
     """Data parallel: ranks that shard the weights of their stage (FSDP2)."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=limits.RANKS)
     """Context parallel: ranks that each sequence is split over."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=limits.RANKS)
     """Expert parallel: ranks that the experts are split over. Uses the ranks of fsdp · cp and must
     divide them."""
     cp_style: Literal["ring", "ulysses"] = "ring"
@@ -118,25 +122,25 @@ class PipelineSection(Section):
 
     schedule: str = "1f1b"
     """A built-in schedule, or your own: module.path:function, or a .csv file of actions."""
-    microbatches: int = Field(default=8, ge=1)
+    microbatches: int = Field(default=8, ge=1, le=limits.ACTIONS)
     """Microbatches per replica and step."""
-    stages_per_rank: int = Field(default=1, ge=1)
+    stages_per_rank: int = Field(default=1, ge=1, le=limits.STAGES)
     """Stages on each rank. Interleaved and V schedules use more than one."""
-    lookahead: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=limits.ACTIONS)] = "auto"
     """Extra warm-up forwards that hide link latency. 0: the classic schedule | auto: measured in
     the first steps, then chosen."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """How ranks agree on sequence lengths. microbatch: one length per microbatch | step: one length
     per step | off: data.seq_len."""
-    pad_to_multiple_of: int = Field(default=8, ge=1)
+    pad_to_multiple_of: int = Field(default=8, ge=1, le=limits.WIDTH)
     """Pad lengths to a multiple of this many tokens (per cp rank)."""
-    seq_len_bucket: int = Field(default=0, ge=0)
+    seq_len_bucket: int = Field(default=0, ge=0, le=limits.WIDTH)
     """Round the agreed length up to a multiple of this many tokens. 0: off."""
-    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = None
+    layers_per_stage: list[Annotated[int, Field(ge=0, le=limits.LAYERS)]] | None = None
     """Layers of each stage, one number per stage, e.g. [3, 5]. null: balanced automatically."""
-    input_weight: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    input_weight: Literal["auto"] | Annotated[float, Field(ge=0, le=limits.WIDTH)] = "auto"
     """Cost of the embedding, in layers. auto: computed from FLOPs and bytes."""
-    output_weight: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    output_weight: Literal["auto"] | Annotated[float, Field(ge=0, le=limits.WIDTH)] = "auto"
     """Cost of the final norm, the output projection and the loss, in layers. auto: computed from
     FLOPs and bytes."""
     wire: WireOptions = Field(default_factory=WireOptions)
@@ -151,13 +155,13 @@ class OptimizerOptions(Section):
     state: Literal["fp32", "8bit"] = "fp32"
     """Dtype of the state. 8bit (adamw only): both moments block-wise quantised, 2 bytes per
     parameter instead of 8."""
-    lr: float = Field(default=3.0e-4, ge=0)
+    lr: float = Field(default=3.0e-4, ge=0, le=limits.REAL)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """adamw: decay rates of the first and the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, le=limits.REAL)
     """adamw: added to the denominator."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=limits.REAL)
     """Decoupled weight decay, applied to matrices only."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd and muon: momentum."""
@@ -172,7 +176,7 @@ class LrSchedule(Section):
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: int = Field(default=10, ge=0, le=limits.COUNT)
     """Steps of linear warm-up from 0."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
@@ -181,17 +185,17 @@ class LrSchedule(Section):
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
 
-    steps: int = Field(default=50, ge=1)
+    steps: int = Field(default=50, ge=1, le=limits.COUNT)
     """Optimizer steps of the whole run."""
-    micro_batch_size: int = Field(default=2, ge=1)
+    micro_batch_size: int = Field(default=2, ge=1, le=limits.ROWS)
     """Rows per microbatch."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=limits.SEED)
     """Seed of the initialisation and the data order. Neither depends on the mesh."""
     optimizer: OptimizerOptions = Field(default_factory=OptimizerOptions)
     """The optimizer."""
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
     """The learning rate over the steps."""
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0, le=limits.REAL)
     """Clip gradients to this global norm. null: no clipping."""
     precision: Literal["fp32", "bf16", "bf16_pure"] = "fp32"
     """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32 | bf16_pure: weights
@@ -215,7 +219,7 @@ class TrainSection(Section):
     order given; the run reports it | flash3: FlashAttention 3 | varlen: torch's variable-length
     kernel | flex: FlexAttention | plain: torch's scaled_dot_product_attention, document by
     document, the only one on CPUs."""
-    eval_every_steps: int = Field(default=0, ge=0)
+    eval_every_steps: int = Field(default=0, ge=0, le=limits.COUNT)
     """Steps between evaluations on the held-out part. Also evaluates at the end. 0: never."""
 
     @property
@@ -230,24 +234,24 @@ class CheckpointSection(Section):
     url: str = "~/.raypp/checkpoints"
     """A directory, or the URL of a store such as s3://bucket/prefix. The run's files are below
     url/name."""
-    every_steps: int = Field(default=10, ge=0)
+    every_steps: int = Field(default=10, ge=0, le=limits.COUNT)
     """Steps between saves. Also saves at the end. 0: only at the end."""
-    keep: int = Field(default=3, ge=1)
+    keep: int = Field(default=3, ge=1, le=limits.COUNT)
     """Number of committed checkpoints to keep. Older ones are deleted after a commit."""
-    keep_every: int = Field(default=0, ge=0)
+    keep_every: int = Field(default=0, ge=0, le=limits.COUNT)
     """Keep checkpoints whose step is a multiple of this forever. 0: none."""
     if_busy: Literal["wait", "skip"] = "wait"
     """What to do when a periodic save is due while the previous one is still uploading. wait:
     training waits for it | skip: skip this save. Final saves, saves before a stop and saves that an
     operator requests are never skipped."""
-    max_upload_mbps: float = Field(default=0, ge=0)
+    max_upload_mbps: float = Field(default=0, ge=0, le=limits.RATE)
     """Upload limit per node in Mbit/s, shared equally by its ranks. Covers saves and the copies of
     snapshots to another node. 0: no limit for saves, a quarter of the link for copies."""
     memory_tier: bool = True
     """Keep the newest snapshots in host memory (/dev/shm), with a copy on another node if there is
     one. After a failure the run resumes from them. Takes 2 × the rank's state on one node, 6 × on
     several. When memory is short, the run logs it and trains without snapshots."""
-    memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=limits.COUNT)] = "auto"
     """Steps between snapshots in memory. auto: 1 while a snapshot costs less than 2 % of the step
     time, else more."""
 
@@ -255,11 +259,11 @@ class CheckpointSection(Section):
 class ElasticOptions(Section):
     """How few ranks a run may continue with after it lost nodes, and how long it waits for them."""
 
-    min_ranks: int = Field(default=1, ge=1)
+    min_ranks: int = Field(default=1, ge=1, le=limits.RANKS)
     """Fail the run rather than continue with fewer ranks."""
-    max_ranks: int | None = Field(default=None, ge=1)
+    max_ranks: int | None = Field(default=None, ge=1, le=limits.RANKS)
     """Never use more ranks than this. null: the size of the mesh."""
-    grace_s: float = Field(default=30, ge=0)
+    grace_s: float = Field(default=30, ge=0, le=limits.SECONDS)
     """Seconds to wait for a lost node before the run continues without it."""
 
 
@@ -269,22 +273,22 @@ class RecoverySection(Section):
     policy: str = "default"
     """The policy that decides whether the run continues after a failure: default | your own as
     module.path:factory"""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=limits.COUNT)
     """Restarts in a row without a new committed step before the run fails."""
-    hang_timeout_s: float = Field(default=60, gt=0)
+    hang_timeout_s: float = Field(default=60, gt=0, le=limits.SECONDS)
     """Seconds without progress after which a step counts as hung. At least 10 × the median step
     time, and several minutes in the first step of an attempt."""
     on_nonfinite: Literal["skip", "stop", "restart"] = "skip"
     """What to do when the loss or gradients of a step are NaN or infinite. skip: skip the update
     (three in a row fail the run) | stop: fail the run | restart: restart from the newest commit or
     snapshot (the same failure at the same step fails the run)."""
-    spike_factor: float | None = Field(default=None, gt=1)
+    spike_factor: float | None = Field(default=None, gt=1, le=limits.REAL)
     """Report an event when the loss exceeds this multiple of the median of the last steps. null:
     off."""
     check_replicas: bool = True
     """Before each save, compare checksums of weights that several ranks hold (dp_replicate, tied
     embeddings)."""
-    straggler_factor: float = Field(default=2.0, ge=0)
+    straggler_factor: float = Field(default=2.0, ge=0, le=limits.REAL)
     """Report an event when a rank's compute time stays above this multiple of its peers. 0: off."""
     elastic: bool | ElasticOptions = False
     """Continue with fewer nodes when some are lost, and grow again when nodes return. The global
@@ -292,7 +296,7 @@ class RecoverySection(Section):
     standby: bool = True
     """Keep one idle worker per node with everything imported (about 0.4 GB). It takes the place of
     a killed rank."""
-    orphan_timeout_s: float = Field(default=600, gt=0)
+    orphan_timeout_s: float = Field(default=600, gt=0, le=limits.SECONDS)
     """Seconds that ranks keep training without the run's controller before they save and exit."""
 
     @property
@@ -308,9 +312,9 @@ class ResourcesSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if every rank can have a GPU, else cpu. `raypp submit` prints the choice."""
-    cpus_per_rank: float = Field(default=1, gt=0)
+    cpus_per_rank: float = Field(default=1, ge=0.001, le=limits.RANKS)
     """CPUs reserved for each rank."""
-    spares: int = Field(default=0, ge=0)
+    spares: int = Field(default=0, ge=0, le=limits.RANKS)
     """Number of spare devices (one per rank) to reserve, on other nodes if possible. They replace a
     lost node. The run requests them after its first step and never waits for them."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -52,10 +52,10 @@ def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
     family, lora = family_of(options), options.lora
     if family is None or lora is None:
         return []
-    found = []
+    found, targets = [], frozenset(lora.targets)
     for weight in family.weights(options, index):
         module = _module(weight)
-        if module is None or not any(matches(target, _global(index, module)) for target in lora.targets):
+        if module is None or targets.isdisjoint(_targets_of(_global(index, module))):
             continue
         *experts, rows, columns = weight.shape
         if weight.transposed:
@@ -100,11 +100,12 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
         for weight in family.weights(options, index)
         if (module := _module(weight)) is not None
     ]
+    matched = {target for module in modules for target in _targets_of(module)}
     known = list(dict.fromkeys(in_files(module).rpartition(".")[2] for module in modules))
     if not lora.targets:
         yield Problem("model.lora.targets", "is empty: nothing would be trained", f"use {ALL_LINEAR}, or some names")
     for target in lora.targets:
-        if any(matches(target, module) for module in modules):
+        if target in matched:
             continue
         close = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
         fix = f"did you mean {close[0]}?" if close else f"use {ALL_LINEAR}, or some of these names"
@@ -127,7 +128,13 @@ def _global(index: int, module: str) -> str:
 
 def matches(target: str, name: str) -> bool:
     """Whether a target names a matrix: it is the end of its name in the files, in whole words."""
-    return target == ALL_LINEAR or f".{in_files(name)}".endswith(f".{target}")
+    return target in _targets_of(name)
+
+
+def _targets_of(name: str) -> list[str]:
+    """Returns all targets that name a matrix."""
+    words = in_files(name).split(".")
+    return [ALL_LINEAR, *(".".join(words[start:]) for start in range(len(words)))]
 
 
 def in_files(module: str) -> str:

@@ -6,10 +6,12 @@ The families themselves are in `raypp/families/`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from raypp.spec import limits
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.rope import RopeOptions
 from raypp.spec.section import Section
@@ -35,9 +37,9 @@ class StageEnds:
 class LoraOptions(Section):
     """LoRA (arXiv:2106.09685): trains adapters, W + (alpha / rank) · B · A; W is frozen."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=limits.WIDTH)
     """Rows of A and columns of B."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=limits.REAL)
     """The adapters' product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before A. Only 0 is available."""
@@ -62,34 +64,34 @@ class DecoderOptions(Section):
 
     kind: str = "llama"
     """A built-in family, or your own factory as module.path:factory."""
-    num_layers: int = Field(default=8, ge=1)
+    num_layers: int = Field(default=8, ge=1, le=limits.LAYERS)
     """Number of decoder layers."""
-    hidden_size: int = Field(default=256, ge=1)
+    hidden_size: int = Field(default=256, ge=1, le=limits.WIDTH)
     """Width of the residual stream."""
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=limits.WIDTH)
     """Number of query heads."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=limits.WIDTH)
     """Number of key/value heads. null: the number of query heads."""
-    head_dim: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1, le=limits.WIDTH)
     """Width of one head. null: hidden_size / num_heads."""
-    ffn_size: int = Field(default=688, ge=1)
+    ffn_size: int = Field(default=688, ge=1, le=limits.WIDTH)
     """Inner width of the gated feed-forward block."""
-    vocab_size: int = Field(default=4096, ge=1)
+    vocab_size: int = Field(default=4096, ge=1, le=limits.WIDTH)
     """Rows of the embedding. At least the number of ids of the tokenizer."""
     tie_embeddings: bool = False
     """Share the weights of embedding and output projection, even if they are on different stages.
     """
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0, le=limits.REAL)
     """Base of the rotary position encoding."""
     rope: RopeOptions | None = None
     """Scaling of the rotary frequencies for longer contexts. null: none."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, le=limits.REAL)
     """Epsilon of RMSNorm."""
     attention_bias: bool = False
     """Biases on the projections of attention."""
     mlp_bias: bool = False
     """Biases on the projections of the feed-forward block."""
-    init_std: float = Field(default=0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0, le=limits.REAL)
     """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
     """A directory or S3 URL with config.json and safetensors. Weights and sizes are read from it.
@@ -117,7 +119,7 @@ class DecoderOptions(Section):
 class WindowOptions(DecoderOptions):
     """Options of families with a sliding window in some or all layers."""
 
-    sliding_window: int | None = Field(default=None, ge=1)
+    sliding_window: int | None = Field(default=None, ge=1, le=limits.WIDTH)
     """Tokens that a query of a layer with a window sees, itself included. null: no layer has one.
     """
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
@@ -140,27 +142,31 @@ class WindowOptions(DecoderOptions):
 class MoeOptions(DecoderOptions):
     """Options that mixture-of-experts families add."""
 
-    num_experts: int = Field(default=8, ge=1)
+    num_experts: int = Field(default=8, ge=1, le=limits.WIDTH)
     """Number of experts per layer."""
-    experts_per_token: int = Field(default=2, ge=1)
+    experts_per_token: int = Field(default=2, ge=1, le=limits.WIDTH)
     """Number of experts that each token is routed to."""
-    expert_ffn_size: int = Field(default=256, ge=1)
+    expert_ffn_size: int = Field(default=256, ge=1, le=limits.WIDTH)
     """Inner width of one expert."""
-    aux_loss_weight: float = Field(default=0.001, ge=0)
+    aux_loss_weight: float = Field(default=0.001, ge=0, le=limits.REAL)
     """Weight of the load-balancing loss."""
-    z_loss_weight: float = Field(default=0.0, ge=0)
+    z_loss_weight: float = Field(default=0.0, ge=0, le=limits.REAL)
     """Weight of the router's z-loss."""
     norm_topk_prob: bool = True
     """The weights of the experts of a token sum to 1. false: they are the router's probabilities.
     """
-    decoder_sparse_step: int = Field(default=1, ge=1)
+    decoder_sparse_step: int = Field(default=1, ge=1, le=limits.LAYERS)
     """Every so many layers one has experts; the others have a plain feed-forward block."""
     mlp_only_layers: tuple[int, ...] = ()
     """Layers, from 0, with a plain feed-forward block."""
 
     def has_experts(self, index: int) -> bool:
         """Returns whether the layer with a global index has experts."""
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+        return index not in self._plain_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    @cached_property
+    def _plain_layers(self) -> frozenset[int]:
+        return frozenset(self.mlp_only_layers)
 
     @property
     def expert_layers(self) -> int:

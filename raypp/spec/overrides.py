@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
 
 from raypp.errors import Problem
 from raypp.spec.document import Document, KeyPath, dotted, read_document
+from raypp.spec.limits import DEPTH, OVERRIDES, TEXT, key_problem
 from raypp.spec.pydantic_errors import shown
+
+_LONGEST_PLACE = 80
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
@@ -16,10 +21,19 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
     are added to the document's problems with the location `--set key=value`. Unknown keys are found
     later, by the models.
     """
-    for setting in overrides:
+    settings = iter(overrides)
+    for setting in islice(settings, OVERRIDES):
         problem = _apply(document, setting)
         if problem is not None:
-            document.problems.append(problem.located(f"--set {setting}"))
+            document.problems.append(problem.located(_place(setting)))
+    if next(settings, None) is not None:
+        what = f"is given more than {OVERRIDES:,} times"
+        document.problems.append(Problem("", what, "write the values into the job file", "--set"))
+
+
+def _place(setting: str) -> str:
+    """Returns the location of an override, truncated if long."""
+    return f"--set {setting if len(setting) <= _LONGEST_PLACE else setting[:_LONGEST_PLACE] + '…'}"
 
 
 def _apply(document: Document, setting: str) -> Problem | None:
@@ -27,7 +41,13 @@ def _apply(document: Document, setting: str) -> Problem | None:
     path: KeyPath = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         return Problem("", "is not an override", "write --set section.key=value, for example --set mesh.pp=2")
-    where = f"--set {setting}"
+    if len(path) > DEPTH:
+        return Problem("", f"names a key {len(path):,} levels deep; there are at most {DEPTH}", "name a key of the job")
+    if len(text) > TEXT:
+        return Problem("", f"has a value of {len(text):,} characters; at most {TEXT:,} are read", "use the job file")
+    if wrong := next(filter(None, map(key_problem, map(str, path))), None):
+        return Problem("", *wrong)
+    where = _place(setting)
     value = read_document(text, where, numbered=False)
     if value.problems:
         document.problems += value.problems
@@ -47,8 +67,16 @@ def _apply(document: Document, setting: str) -> Problem | None:
     if not isinstance(section, dict):
         parent = dotted(path[:depth]) or "the job"
         return Problem("", f"{parent} is {shown(section)}, not a section of keys", f"set the whole of {parent}")
+    for known in list(_paths(section.get(path[-1]), path)):
+        document.where.pop(known, None)
     section[path[-1]] = value.value
-    for known in [known for known in document.where if known[: len(path)] == path]:
-        del document.where[known]
     document.where[path] = where
     return None
+
+
+def _paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yields the key path of a value and those of all values in it."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, item in inner:
+        yield from _paths(item, (*path, part))

@@ -13,21 +13,32 @@ from pydantic_core import PydanticUndefined
 from raypp.errors import Problem
 from raypp.spec import type_names
 from raypp.spec.document import KeyPath, dotted
+from raypp.spec.limits import DIGITS, PROBLEMS
 
 
-def problems_of(error: ValidationError, document: Any) -> list[Problem]:
+def problems_of(error: ValidationError, document: Any) -> tuple[list[Problem], int]:
     """Returns one problem per wrong key, in the order of the document's sections.
 
     Merges the errors of a union.
+
+    Returns:
+        The first `limits.PROBLEMS`, and the number of the others.
     """
     problems: dict[KeyPath, Problem] = {}
-    for details in error.errors(include_url=False, include_context=False):
+    others: set[KeyPath] = set()
+    for details in error.errors(include_url=False):
         if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
             continue  # of a union with a section, whose own errors describe the mistake
         path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
-        if path in problems:
+        limit = details["ctx"]["le"] if details["type"] == "less_than_equal" else None
+        beyond = limit is not None and type_names.is_limit(limit)
+        if path in problems and not beyond:
             continue
-        if details["type"] == "extra_forbidden":
+        if len(problems) == PROBLEMS and path not in problems:
+            others.add(path)
+        elif beyond:
+            problems[path] = _too_large(path, details["input"], limit)
+        elif details["type"] == "extra_forbidden":
             problems[path] = unknown_key(path, document)
         elif details["type"] == "missing" and isinstance(path[-1], str):
             problems[path] = Problem(dotted(path), "is missing", f"add `{path[-1]}:` ({_expected(path, document)})")
@@ -35,7 +46,12 @@ def problems_of(error: ValidationError, document: Any) -> list[Problem]:
             problems[path[:-1]] = wrong_value(path[:-1], _value(path[:-1], document), document)
         else:
             problems[path] = wrong_value(path, details["input"], document)
-    return list(problems.values())
+    return list(problems.values()), len(others)
+
+
+def _too_large(path: KeyPath, value: Any, most: float) -> Problem:
+    words = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+    return Problem(dotted(path), f"must be at most {words}, is {shown(value)}", f"use a number up to {words}")
 
 
 def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyPath:
@@ -61,7 +77,7 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
 
     Suggests the closest key, the section that has it, or lists the known keys.
     """
-    name, section = str(path[-1]), type_names.section_at(path[:-1], document)
+    name, section = str(path[-1]) if path else "", type_names.section_at(path[:-1], document)
     known = type_names.known_keys(section) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     homes = [f"{key}.{name}" if key else name for key, other in type_names.all_sections() if name in other.model_fields]
@@ -97,16 +113,16 @@ def _expected(path: KeyPath, document: Any) -> str:
 
 
 def _fix(path: KeyPath, value: Any, document: Any) -> str:
-    expected, name = _expected(path, document), str(path[-1])
+    expected, name = _expected(path, document), str(path[-1]) if path else ""
     info = type_names.field_at(path, document)
     literals = type_names.literals_of(info.annotation) if info else []
     if literals and isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), literals, n=1, cutoff=0.5)
         if close:
             return f"did you mean {close[0]}?"
-    if "whole number" in expected and isinstance(value, float) and value.is_integer():
+    if "whole number" in expected and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
-    if "number" in expected and isinstance(value, str) and _number(value):
+    if "number" in expected and isinstance(value, str) and len(value) <= DIGITS and _number(value):
         return f"write it without quotes: {value.strip()}"
     if expected.startswith("text") and isinstance(value, bool | int | float):
         return f"put it in quotes: '{json.dumps(value)}'"

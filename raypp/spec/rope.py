@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from raypp.errors import Problem
+from raypp.spec import limits
 from raypp.spec.section import Section
 
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -24,21 +25,21 @@ class RopeOptions(Section):
     """linear: positions divided by factor | dynamic: a base that grows with the length of each
     document | yarn: low frequencies divided by factor | llama3: the scaling of Llama 3.1 to 3.3 |
     longrope: one factor per frequency, as Phi 3 has them."""
-    factor: float | None = Field(default=None, gt=0)
+    factor: float | None = Field(default=None, gt=0, le=limits.REAL)
     """Extension of the context. Must be given; longrope needs it only without attention_factor."""
-    original_context: int | None = Field(default=None, ge=2)
+    original_context: int | None = Field(default=None, ge=2, le=limits.COUNT)
     """Tokens of the context before the extension. Must be given, except for linear."""
-    attention_factor: float | None = Field(default=None, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0, le=limits.REAL)
     """yarn and longrope: multiplies the table. null: computed from factor, as in their papers."""
-    beta_fast: float | None = Field(default=None, gt=0)
+    beta_fast: float | None = Field(default=None, gt=0, le=limits.REAL)
     """yarn: frequencies with more turns in the original context stay. null: 32."""
-    beta_slow: float | None = Field(default=None, gt=0)
+    beta_slow: float | None = Field(default=None, gt=0, le=limits.REAL)
     """yarn: frequencies with fewer turns in the original context are divided by factor. null: 1."""
     truncate: bool | None = None
     """yarn: round the range of frequencies between the two to whole indices. null: true."""
-    low_freq_factor: float | None = Field(default=None, gt=0)
+    low_freq_factor: float | None = Field(default=None, gt=0, le=limits.REAL)
     """llama3: frequencies with fewer turns in the original context are divided by factor."""
-    high_freq_factor: float | None = Field(default=None, gt=0)
+    high_freq_factor: float | None = Field(default=None, gt=0, le=limits.REAL)
     """llama3: frequencies with more turns in the original context stay."""
     short_factor: tuple[float, ...] | None = None
     """longrope: divisors of the frequencies in documents within the original context."""

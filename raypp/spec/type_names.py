@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from raypp.spec import limits
 from raypp.spec.document import KeyPath
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
@@ -148,6 +149,14 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
         f"{sign} {bound:g}"
         for constraint in _flat(metadata)
         for name, sign in signs.items()
-        if (bound := getattr(constraint, name, None)) is not None
+        if (bound := getattr(constraint, name, None)) is not None and not (name == "le" and is_limit(bound))
     ]
     return " " + " and ".join(found) if found else ""
+
+
+def is_limit(bound: float) -> bool:
+    """Whether an upper bound is one of `spec.limits`, which no real job reaches.
+
+    Only an error names those.
+    """
+    return bound >= limits.STAGES

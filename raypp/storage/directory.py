@@ -7,14 +7,18 @@ import errno
 import os
 import random
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
+from raypp.storage.directory_walk import walk
 from raypp.storage.store import (
+    MOST_WHOLE_BYTES,
     AccessRefused,
     AlreadyExists,
     Data,
@@ -25,8 +29,12 @@ from raypp.storage.store import (
     check_key,
     check_prefix,
     probe_by_writing,
+    problem_of_key,
+    too_large,
 )
 from raypp.storage.store_retry import Patience
+from raypp.untrusted.files import kind_of
+from raypp.untrusted.text import visible
 
 KIND = StoreKind(
     "file",
@@ -94,9 +102,15 @@ class DirectoryStore:
         first = start or 0
         for left in reversed(range(_STALE_TRIES)):
             try:
-                with open(path, "rb", opener=_without_waiting) as file:
+                with self._opened(path, key) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    most = size - first if end is None else min(end, size) - first
+                    if end is None and most > MOST_WHOLE_BYTES:
+                        raise too_large(f"{self.url}/{key}", most)
+                    if most <= 0:
+                        return b""
                     file.seek(first)
-                    return file.read() if end is None else file.read(max(0, end - first))
+                    return file.read(most)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFound(Problem(f"{self.url}/{key}", "there is no such object")) from None
             except OSError as error:
@@ -112,17 +126,26 @@ class DirectoryStore:
             return None
         except OSError as error:
             raise self._failure(error, key) from error
-        return None if os.path.isdir(self._path(key)) else ObjectInfo(key, status.st_size, status.st_mtime)  # noqa: PTH112
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise self._no_file(status.st_mode, key)
+        return ObjectInfo(key, status.st_size, status.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
-        for info in self._walk(folder):
-            if info.key.startswith(prefix):
-                yield info
+        try:
+            for info in walk(self.root, folder, _TEMPORARY):
+                if info.key.startswith(prefix):
+                    yield info
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._failure(error, folder) from error
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            path = self._path(key)
+            path = self._path_to_change(key)
             try:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
@@ -148,14 +171,17 @@ class DirectoryStore:
             raise self._failure(error, _TEMPORARY) from error
         for entry in entries:
             name = entry.name.rpartition("~")[0]
-            if name.startswith(wanted):
+            key = unquote(name)
+            if name.startswith(wanted) and not problem_of_key(key) and not problem_of_key(entry.name):
                 with contextlib.suppress(FileNotFoundError):
-                    yield Unfinished(unquote(name), entry.name, entry.stat().st_mtime)
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Unfinished(key, entry.name, status.st_mtime)
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
             try:
-                (self.root / _TEMPORARY / check_key(one.id).replace("/", "")).unlink(missing_ok=True)
+                (self._temporary() / check_key(one.id).replace("/", "")).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failure(error, one.key) from error
 
@@ -183,14 +209,63 @@ class DirectoryStore:
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
+    def _path_to_change(self, key: str) -> Path:
+        """Returns the path of an object to be written or deleted.
+
+        Raises:
+            StoreError: It lies outside, behind a link below the run's folder. That folder itself
+                may be a link, to another disk.
+        """
+        path = self._path(key)
+        run = self.root / key.partition("/")[0]
+        if path.parent not in (self.root, run):
+            there = os.path.realpath(path.parent)
+            if not Path(there).is_relative_to(os.path.realpath(run)):
+                raise StoreError(
+                    Problem(
+                        f"{self.url}/{key}",
+                        f"lies outside of {run}: a link leads to {visible(there)}, where raypp changes nothing",
+                        "replace the link by a folder",
+                    )
+                )
+        return path
+
+    def _temporary(self) -> Path:
+        """Returns the folder of temporary files.
+
+        Raises:
+            StoreError: It is a link: raypp deletes what is old there.
+        """
+        path = self.root / _TEMPORARY
+        if path.is_symlink():
+            raise StoreError(Problem(str(path), "is a link; raypp keeps temporary files there", "delete the link"))
+        return path
+
+    def _opened(self, path: Path, key: str) -> BinaryIO:
+        """Opens a regular file; never waits, as opening a FIFO would."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # a socket
+                raise
+            raise self._no_file(path.stat().st_mode, key) from None
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "is a folder") if stat.S_ISDIR(mode) else self._no_file(mode, key)
+
+    def _no_file(self, mode: int, key: str) -> StoreError:
+        return StoreError(Problem(f"{self.url}/{key}", f"is {kind_of(mode)}", "objects are regular files: delete it"))
+
     def _incoming(self, key: str) -> Path:
         """Returns a new temporary name; it contains the key, truncated if that is long."""
         # A single folder in the root: all hosts see it, and a rename stays within one file system.
-        return self.root / _TEMPORARY / f"{_quoted(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
+        return self._temporary() / f"{_quoted(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
 
     def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
         """Writes, syncs and renames a temporary file, so that readers see no torn object."""
-        path = self._path(key)
+        path = self._path_to_change(key)
         incoming = self._incoming(key)
         try:
             _make_folders(incoming.parent)
@@ -247,26 +322,6 @@ class DirectoryStore:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
 
-    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
-        try:
-            entries = sorted(os.scandir(self.root / folder), key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise self._failure(error, folder) from error
-        for entry in entries:
-            key = f"{folder}/{entry.name}" if folder else entry.name
-            if key == _TEMPORARY:
-                continue
-            try:
-                if entry.is_dir():
-                    yield from self._walk(key)
-                else:
-                    status = entry.stat()
-                    yield ObjectInfo(key, status.st_size, status.st_mtime)
-            except FileNotFoundError:
-                continue  # deleted during the walk
-
     def _remove_stale(self) -> None:
         """Removes temporary files that are over a day old by the file system's clock."""
         here = self._incoming("clock")
@@ -276,8 +331,8 @@ class DirectoryStore:
                 oldest = here.stat().st_mtime - _STALE_AFTER_S
             finally:
                 here.unlink(missing_ok=True)
-            for path in (self.root / _TEMPORARY).iterdir():
-                if path.stat().st_mtime < oldest:
+            for path in self._temporary().iterdir():
+                if path.lstat().st_mtime < oldest:
                     path.unlink(missing_ok=True)
 
     def _failure(self, error: OSError, key: str) -> StoreError:
@@ -297,11 +352,6 @@ class DirectoryStore:
                 )
             )
         return StoreError(Problem(place, f"{error}", "check that this machine can reach the directory"))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a FIFO has no bytes then, instead of a wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _quoted(key: str) -> str:

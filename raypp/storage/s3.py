@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
-from raypp.storage.s3_client import S3Clients
+from raypp.storage.s3_answers import object_bytes, object_size, seconds
+from raypp.storage.s3_client import CONNECT_S, SILENCE_S, S3Clients
 from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
 from raypp.storage.s3_errors import (
     CONFLICT,
     REFUSED_CONDITION,
     code_of,
+    in_brief,
     is_credentials_error,
     is_unreachable,
     may_pass,
     status_of,
     translated,
 )
+from raypp.storage.s3_listing import objects, uploads
 from raypp.storage.s3_parts import PartBody
 from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
@@ -43,7 +46,8 @@ from raypp.storage.store import (
     check_prefix,
     probe_by_writing,
 )
-from raypp.storage.store_retry import Patience, patience_from_environment
+from raypp.storage.store_retry import COMMAND_SILENCE_S, Patience, patience_from_environment
+from raypp.storage.watched import watched
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -80,6 +84,8 @@ KIND = StoreKind(
 )
 
 _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?$", re.IGNORECASE)
+_MOST_RENEWALS = 5
+_LEAST_S = 0.5
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
 T = TypeVar("T")
 
@@ -135,7 +141,8 @@ class S3Store:
         self.prefix = prefix
         self.part_bytes = part_bytes
         self.patience = patience or patience_from_environment()
-        self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s)
+        usual_s = SILENCE_S if self.patience.budget is None else COMMAND_SILENCE_S
+        self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
         self.sums = UploadSums(self)
         self._exclusive = ExclusiveCreate(self)
 
@@ -179,24 +186,22 @@ class S3Store:
             try:
                 answer = client.get_object(Bucket=self.bucket, Key=name, **wanted)
             except Exception as error:
-                if status_of(error) == 416:
+                if wanted and status_of(error) == 416:
                     return b""
                 raise
-            body = answer["Body"].read()
-            # Without Content-Range the server ignored the range (some send a range with status
-            # 200).
-            whole = wanted and "ContentRange" not in answer
-            return body[first:end] if whole else body
+            return object_bytes(answer, first, end, bool(wanted), f"{self.url}/{key}")
 
-        return self.ask(key, read)
+        return self._read(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
-        name = self.name_of(key)
+        name, place = self.name_of(key), f"{self.url}/{key}"
         try:
-            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
+            found = self._read(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
             return None
-        return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
+        return ObjectInfo(
+            key, object_size(found.get("ContentLength"), place), seconds(found.get("LastModified"), place)
+        )
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for info in self.list_all(prefix):
@@ -205,20 +210,15 @@ class S3Store:
 
     def list_all(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Lists like `list`, including raypp's own bids."""
-        below = self._below
-        more: dict[str, Any] = {}
-        full = below + check_prefix(prefix)
-        while True:
-            page = self.ask(
-                prefix, partial(_send, operation="list_objects_v2", Bucket=self.bucket, Prefix=full, **more)
-            )
-            for entry in page.get("Contents", []):
-                # Some servers list folders as empty objects.
-                if not entry["Key"].endswith("/"):
-                    yield ObjectInfo(entry["Key"][len(below) :], entry["Size"], entry["LastModified"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        full = self._below + check_prefix(prefix)
+        ask = self._page_of("list_objects_v2", prefix, full)
+        return objects(ask, self._below, full, self.url, self.patience.budget)
+
+    def _page_of(self, operation: str, prefix: str, full: str) -> Callable[[dict[str, Any]], Any]:
+        def ask(more: dict[str, Any]) -> Any:
+            return self._read(prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more))
+
+        return ask
 
     def delete(self, keys: Iterable[str]) -> None:
         names = [self.name_of(key) for key in keys]
@@ -237,25 +237,15 @@ class S3Store:
                 if refused.get("Code") not in ("NoSuchKey", "404"):
                     raise StoreError(
                         Problem(
-                            f"s3://{self.bucket}/{refused.get('Key')}",
-                            f"was not deleted: {refused.get('Code')} {refused.get('Message')}",
+                            f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
+                            f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
                         )
                     )
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         full = self._below + check_prefix(prefix)
-        more: dict[str, Any] = {}
-        while True:
-            page = self.ask(
-                prefix, partial(_send, operation="list_multipart_uploads", Bucket=self.bucket, Prefix=full, **more)
-            )
-            for entry in page.get("Uploads", []):
-                if entry["Key"].startswith(full):
-                    key = entry["Key"][len(self._below) :]
-                    yield Unfinished(key, entry["UploadId"], entry["Initiated"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        ask = self._page_of("list_multipart_uploads", prefix, full)
+        return uploads(ask, self._below, full, self.url, self.patience.budget)
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
@@ -273,7 +263,7 @@ class S3Store:
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.
-        self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        self._read("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
@@ -340,23 +330,49 @@ class S3Store:
             request: Sends the request.
             also: Classifies further failures as temporary.
         """
-        pauses = self.patience.pauses()
-        begun, tries = time.monotonic(), 0
-        while True:
-            client = self._clients.current
-            tries += 1
-            try:
-                return request(client)
-            except Exception as error:
-                if is_credentials_error(error) and self._clients.renew(client):
-                    continue
-                spent = time.monotonic() - begun
-                gone = is_unreachable(error) and spent > self.patience.unreachable_s
-                pause = next(pauses, None) if (may_pass(error) or also(error)) and not gone else None
-                if pause is None:
-                    tried = f"tried {tries} times in {spent:.0f} s" if tries > 1 else ""
-                    raise translated(error, self, key, tried) from error
-                time.sleep(pause)
+        pauses, budget = self.patience.pauses(), self.patience.budget
+        begun, tries, renewals, failing = time.monotonic(), 0, 0, False
+        try:
+            while True:
+                client = self._clients.current
+                tries += 1
+                try:
+                    return request(client)
+                except Exception as error:
+                    if is_credentials_error(error) and renewals < _MOST_RENEWALS and self._clients.renew(client):
+                        renewals += 1
+                        continue
+                    spent = time.monotonic() - begun
+                    passing = may_pass(error) or also(error)
+                    if budget is not None and passing and not failing:
+                        failing = True
+                        budget.begin(spent)
+                    gone = is_unreachable(error) and spent > self.patience.unreachable_s
+                    over = budget is not None and budget.left_s <= 0
+                    pause = next(pauses, None) if passing and not gone and not over else None
+                    if pause is None:
+                        tried = f"tried {tries} times in {spent:.0f} s" if tries > 1 else ""
+                        if passing and over and budget is not None:
+                            tried += (
+                                f"{'; ' if tried else ''}failed requests of a command may take {budget.total_s:g} s"
+                            )
+                        raise translated(error, self, key, tried) from error
+                    time.sleep(pause if budget is None else max(0.0, min(pause, budget.left_s)))
+        finally:
+            if failing and budget is not None:
+                budget.end()
+
+    def _read(self, key: str, request: Callable[[S3Client], T]) -> T:
+        """Sends a request that changes nothing, like `ask`. A command waits for no trickle."""
+        budget = self.patience.budget
+        if budget is None:
+            return self.ask(key, request)
+
+        def read(client: S3Client) -> T:
+            limit = min(self._clients.timeout_s + CONNECT_S, max(_LEAST_S, budget.left_s))
+            return watched(lambda: request(client), limit)
+
+        return self.ask(key, read)
 
     def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
         """Sends a request once; returns None if it fails. For clean-up after another failure."""

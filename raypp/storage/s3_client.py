@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
+from raypp.storage.s3_answers import bound_answers
 from raypp.storage.s3_parts import prepare_client
 from raypp.storage.store import AccessRefused
 from raypp.storage.store_retry import seconds_from_environment
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 CONNECTIONS = 16
 """Number of concurrent requests of one client."""
-_TIMEOUT_S = 30.0
+CONNECT_S = 5.0
+"""Longest time until a server accepts a connection."""
+SILENCE_S = 30.0
+"""Longest silence on a connection, unless it is set."""
 _STYLES = ("path", "virtual", "auto")
 
 
@@ -33,7 +37,8 @@ class S3Clients:
             AWS.
         access_key: Together with `secret_key`; None for boto3's usual sources.
         secret_key: See `access_key`.
-        timeout_s: Longest silence on a connection; None for RAYPP_STORE_TIMEOUT_S, or 30 s.
+        timeout_s: Longest silence on a connection; None for RAYPP_STORE_TIMEOUT_S, or `usual_s`.
+        usual_s: See `timeout_s`.
 
     Raises:
         JobError: A setting is invalid.
@@ -46,12 +51,13 @@ class S3Clients:
         access_key: str | None = None,
         secret_key: str | None = None,
         timeout_s: float | None = None,
+        usual_s: float = SILENCE_S,
     ) -> None:
         self._given_endpoint = endpoint
         self._keys: dict[str, Any] = (
             {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key} if access_key else {}
         )
-        self._timeout_s = timeout_s or seconds_from_environment("RAYPP_STORE_TIMEOUT_S") or _TIMEOUT_S
+        self.timeout_s = timeout_s or seconds_from_environment("RAYPP_STORE_TIMEOUT_S") or usual_s
         self._lock = threading.Lock()
         self._client, self._identity = self._build()
         address = str(self._client.meta.endpoint_url)
@@ -102,7 +108,7 @@ class S3Clients:
                     "s3",
                     endpoint_url=self._given_endpoint,
                     region_name=region,
-                    config=_config(self._timeout_s, style, checksums),
+                    config=_config(self.timeout_s, style, checksums),
                     **self._keys,
                 )
                 return client
@@ -115,6 +121,7 @@ class S3Clients:
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
             prepare_client(client)
+            bound_answers(client, redirects=_is_aws(str(client.meta.endpoint_url)))
             credentials = core.get_credentials()
             return client, _identity(credentials)
         except CredentialRetrievalError as error:
@@ -145,7 +152,7 @@ def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
         settings["request_checksum_calculation"] = checksums
         settings["response_checksum_validation"] = checksums
     return Config(
-        connect_timeout=min(5.0, timeout_s),
+        connect_timeout=min(CONNECT_S, timeout_s),
         read_timeout=timeout_s,
         # raypp retries by itself: whether a request may be repeated depends on the request.
         retries={"mode": "standard", "total_max_attempts": 1},

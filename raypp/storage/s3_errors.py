@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from raypp.errors import Problem, RayppError
+from raypp.errors import Problem, RayppError, in_words
 from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
+from raypp.untrusted.text import visible
 
 CONFLICT = 409
 REFUSED_CONDITION = 412
@@ -30,6 +31,9 @@ _PASSING = {
     "XAmzContentChecksumMismatch",
 }
 _STAYING = {501, 505, 507}
+_LONGEST_TEXT = 500
+_PARSING = (ValueError, LookupError, OverflowError, RecursionError)
+"""boto3 parses whatever comes: a size that is no number is a ValueError."""
 _MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 
@@ -59,6 +63,12 @@ def code_of(error: BaseException) -> str:
     if not isinstance(error, ClientError):
         return ""
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def in_brief(text: object) -> str:
+    """Returns text of a server, or of an error about it, on one line; cut off if it is long."""
+    line = visible(str(text)[: 2 * _LONGEST_TEXT])
+    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…"
 
 
 def may_pass(error: BaseException) -> bool:
@@ -142,25 +152,37 @@ def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Ex
         )
     if isinstance(error, CredentialRetrievalError):
         return AccessRefused(
-            Problem(store.url, f"cannot get new credentials: {error}", "check the profile that AWS_PROFILE names")
+            Problem(
+                store.url, f"cannot get new credentials: {in_brief(error)}", "check the profile that AWS_PROFILE names"
+            )
         )
     if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
         return StoreError(
             Problem(
                 place,
-                f"the response is damaged: {error}{after}",
+                f"the response is damaged: {in_brief(error)}{after}",
                 "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently",
             )
         )
     if is_incomplete_response(error):
-        return StoreError(Problem(place, f"was cut off in transit: {error}{after}", "check the server and the network"))
+        return StoreError(
+            Problem(place, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
+        )
     if isinstance(error, (BotoCoreError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
             Problem(
                 place,
-                f"no answer from the S3 server at {where}: {error}{after}",
+                f"no answer from the S3 server at {where}: {in_brief(error)}{after}",
                 "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address",
+            )
+        )
+    if isinstance(error, _PARSING):
+        return StoreError(
+            Problem(
+                place,
+                f"the server's answer cannot be parsed: {in_brief(in_words(error))}",
+                "check the server, and every proxy before it",
             )
         )
     return error
@@ -169,7 +191,7 @@ def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Ex
 def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppError:
     status, code = status_of(error), code_of(error)
     answer = getattr(error, "response", {})
-    message = str(answer.get("Error", {}).get("Message", ""))
+    code, message = in_brief(code), in_brief(answer.get("Error", {}).get("Message", ""))
     at = f" at {store.endpoint}" if store.endpoint else ""
     if code == "NoSuchBucket":
         return BucketMissing(
@@ -218,7 +240,7 @@ def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[st
         headers = metadata.get("HTTPHeaders", {}) if isinstance(metadata, dict) else {}
         return (
             f"the clock of this machine and that of the server{at} are too far apart"
-            + (f" (the server says {headers['date']})" if "date" in headers else ""),
+            + (f" (the server says {in_brief(headers['date'])})" if "date" in headers else ""),
             "set this machine's clock (chrony, ntp); S3 allows 15 minutes",
         )
     return "", ""

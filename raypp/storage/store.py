@@ -8,6 +8,7 @@ hold both.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,20 @@ from typing import Protocol, TypeAlias
 
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 from raypp.failure_kinds import FailureKind
+from raypp.untrusted.text import visible
+
+log = logging.getLogger(__name__)
 
 Data: TypeAlias = bytes | bytearray | memoryview
 """What can be stored. A memoryview must be contiguous and of bytes (`memoryview(x).cast("B")`)."""
 
+MOST_WHOLE_BYTES = 64 << 20
+"""An object that is read to its end without a given end must not be larger."""
+MOST_LISTED = 1_000_000
+"""A listing with more objects is an error."""
 _LONGEST_KEY = 900
-_UNWELCOME = re.compile(r"[\x00-\x1f\x7f\\]")
+_LONGEST_SHOWN = 100
+_UNWELCOME = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 
 
 class AlreadyExists(RayppError):
@@ -119,6 +128,7 @@ class ObjectStore(Protocol):
 
         Raises:
             NotFound: The object does not exist.
+            StoreError: The store failed, or without `end` there are more than `MOST_WHOLE_BYTES`.
         """
         ...
 
@@ -127,7 +137,13 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yields every object whose key starts with `prefix` (any string), in no set order."""
+        """Yields every object whose key starts with `prefix` (any string), in no set order.
+
+        Passes over what raypp cannot hold under that name, with a warning (see `ForeignNames`).
+
+        Raises:
+            StoreError: The store failed, or there are more than `MOST_LISTED` objects.
+        """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -168,20 +184,48 @@ def check_key(key: str) -> str:
         JobError: It is absolute, empty or too long, or has an empty, `.` or `..` part or a control
             character.
     """
-    problem = ""
-    if not key:
-        problem = "is empty"
-    elif len(key.encode()) > _LONGEST_KEY:
-        problem = f"is longer than {_LONGEST_KEY} bytes"
-    elif _UNWELCOME.search(key):
-        problem = "holds a backslash or a control character"
-    elif any(part in ("", ".", "..") for part in key.split("/")):
-        problem = "is absolute, or has an empty, '.' or '..' part"
+    problem = problem_of_key(key)
     if problem:
         raise JobError(
             Problem("", f"object key {key!r} {problem}", "use a relative key such as run/step-00000001/COMMIT")
         )
     return key
+
+
+def problem_of_key(key: str) -> str:
+    """Returns why a store cannot hold a key; empty if it can."""
+    if not key:
+        return "is empty"
+    if len(key.encode(errors="surrogatepass")) > _LONGEST_KEY:
+        return f"is longer than {_LONGEST_KEY} bytes"
+    if _UNWELCOME.search(key):
+        return "holds a backslash, a control character, or bytes that are not UTF-8"
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        return "is absolute, or has an empty, '.' or '..' part"
+    return ""
+
+
+class ForeignNames:
+    """Warns once of what a listing passes over: names that no store of raypp holds.
+
+    Args:
+        url: The store, for the warning.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._warned = False
+
+    def pass_over(self, key: str, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: passes over %s, which %s", self._url, visible(repr(key[:_LONGEST_SHOWN])), problem)
+
+
+def too_large(place: str, size: int) -> StoreError:
+    return StoreError(
+        Problem(place, f"has {size:,} bytes; at most {MOST_WHOLE_BYTES:,} are read at once", "check who wrote it")
+    )
 
 
 def check_prefix(prefix: str) -> str:

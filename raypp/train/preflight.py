@@ -4,6 +4,8 @@ A process group that cannot connect hangs for minutes and then reports "timed ou
 rank of each node listens on the interface its traffic takes, publishes the address, and connects to
 every later node. Both directions carry more bytes than one packet holds, which also exposes a wrong
 MTU. No torch.
+
+The listener answers only nodes that know the attempt's secret (`Seat.secret`).
 """
 
 from __future__ import annotations
@@ -11,17 +13,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import socket
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Protocol
+
+from annotated_types import Ge, Le, Len
 
 from raypp.errors import Problem, UnreachableError
 from raypp.records import Seat
 from raypp.retry import Backoff
 from raypp.train.network import Chosen, interface_to
+from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.sockets import Listener, UnprovenError, connect, receive
+
+log = logging.getLogger(__name__)
 
 _PAYLOAD = 256 * 1024
 _MANY_NODES = 16
@@ -30,7 +39,12 @@ _HELLO = 96
 _CONNECT_S = 10.0
 _MEET_S = 300.0
 """Another node may still be importing torch. No answer at all fails after `2 · _CONNECT_S`."""
+_PAYLOAD_S = 60.0
+"""Longest time of a payload in one direction."""
 _SHOWN_IN_FULL = 3
+_STRANGER = "another process answers at this address"
+_Text = Annotated[str, Len(0, 512)]
+_PLACE_BOUNDS = Bounds(8192, 32)
 
 
 class Rendezvous(Protocol):
@@ -95,16 +109,52 @@ def wait_for_master(seat: Seat, chosen: Chosen, patience_s: float = _MEET_S) -> 
             time.sleep(0.05 if refused else 0.5)
 
 
-def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float = _MEET_S) -> list[LinkReport]:
+@dataclass(frozen=True)
+class Place:
+    """Where a node listens, as it publishes it.
+
+    Attributes:
+        node: The node's address as raypp knows it.
+        address, port: Where it listens.
+        interface: Name of the interface there.
+        why: Why it chose that interface.
+        identity: What it answers with: the run, the attempt and the node's number.
+    """
+
+    node: _Text
+    address: _Text
+    port: Annotated[int, Ge(1), Le(65535)]
+    interface: _Text
+    why: _Text
+    identity: _Text
+
+
+def parse_place(data: bytes, key: str) -> Place:
+    """Reads what a node published under a key.
+
+    Raises:
+        UnreachableError: It is no such place.
+    """
+    return parse_as(Place, data, key, _PLACE_BOUNDS, UnreachableError, "another program uses the rendezvous's port")
+
+
+def check_links(
+    seat: Seat,
+    chosen: Chosen,
+    store: Rendezvous,
+    patience_s: float = _MEET_S,
+    tell: Callable[[str], None] = log.warning,
+) -> list[LinkReport]:
     """Tests this node's links. Every node's first rank calls it once per attempt.
 
     Does nothing if there is only one node.
 
     Args:
-        seat: This rank's seat.
+        seat: This rank's seat, with a secret.
         chosen: The interface of this rank's traffic.
         store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
         patience_s: How long to wait for the other nodes.
+        tell: Called once, with the first connection that was refused.
 
     Returns:
         The links to all nodes with a higher number.
@@ -117,16 +167,11 @@ def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float
         return []
     identity = f"{seat.run}/{seat.attempt}/{seat.node_rank}"
     payload = _PAYLOAD if count <= _MANY_NODES else _SMALL_PAYLOAD
-    with _Listener(chosen.interface.address, identity, payload) as listener:
-        mine = {
-            "node": seat.node,
-            "address": chosen.interface.address,
-            "port": listener.port,
-            "interface": chosen.interface.name,
-            "why": chosen.why,
-            "identity": identity,
-        }
-        store.set(f"preflight/{seat.node_rank}", json.dumps(mine))
+    answer = partial(_answer, identity=identity, payload=payload)
+    address = chosen.interface.address
+    with Listener(address, bytes.fromhex(seat.secret), answer, "preflight", tell) as listener:
+        mine = Place(seat.node, address, listener.port, chosen.interface.name, chosen.why, identity)
+        store.set(f"preflight/{seat.node_rank}", json.dumps(asdict(mine)))
         places = {
             number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
         }
@@ -139,7 +184,7 @@ def check_links(seat: Seat, chosen: Chosen, store: Rendezvous, patience_s: float
     return reports
 
 
-def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dict[str, Any]:
+def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> Place:
     if not _await(store, f"preflight/{number}", patience_s):
         node = list(dict.fromkeys(seat.nodes))[number]
         raise UnreachableError(
@@ -149,7 +194,7 @@ def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> dic
                 "see the log of the first rank there; `raypp doctor` tries every pair",
             )
         )
-    return dict(json.loads(store.get(f"preflight/{number}")))
+    return parse_place(store.get(f"preflight/{number}"), f"preflight/{number}")
 
 
 def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
@@ -157,44 +202,43 @@ def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
     return Backoff(patience_s, first_s=0.002, longest_s=0.1, factor=1.5).wait(lambda: store.check([key]))
 
 
-def _measure(seat: Seat, chosen: Chosen, place: dict[str, Any], payload: int) -> LinkReport:
-    peer, address = str(place["node"]), str(place["address"])
+def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int) -> LinkReport:
     try:
-        with socket.create_connection((address, int(place["port"])), timeout=_CONNECT_S) as link:
-            link.settimeout(_CONNECT_S)
+        with connect(place.address, place.port, bytes.fromhex(seat.secret), timeout_s=_CONNECT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             start = time.perf_counter()
-            link.sendall(_hello(str(place["identity"])))
-            answer = _receive(link, _HELLO)
+            link.sendall(_hello(place.identity))
+            answer = receive(link, _HELLO, _CONNECT_S)
             seconds = time.perf_counter() - start
-            if answer != _hello(str(place["identity"])):
-                raise _link_error(seat, chosen, place, "another process answers at this address")
+            if answer != _hello(place.identity):
+                raise _link_error(seat, chosen, place, _STRANGER)
             start = time.perf_counter()
             link.sendall(bytes(payload))
-            _receive(link, payload)
+            receive(link, payload, _PAYLOAD_S)
             taken = max(1e-9, time.perf_counter() - start)
+    except UnprovenError:
+        raise _link_error(seat, chosen, place, _STRANGER) from None
     except OSError as error:
         raise _link_error(seat, chosen, place, _reason(error)) from None
-    return LinkReport(seat.node, peer, chosen.interface.name, seconds, 2 * payload * 8 / taken / 1e6)
+    return LinkReport(seat.node, place.node, chosen.interface.name, seconds, 2 * payload * 8 / taken / 1e6)
 
 
-def _link_error(seat: Seat, chosen: Chosen, place: dict[str, Any], why: str) -> UnreachableError:
+def _link_error(seat: Seat, chosen: Chosen, place: Place, why: str) -> UnreachableError:
     """Returns an error that names both nodes, both interfaces and the right interface."""
-    peer, address = str(place["node"]), str(place["address"])
     what = (
-        f"{seat.node} (interface {chosen.interface.name}, {chosen.why}) cannot exchange data with {peer} at {address} "
-        f"(interface {place['interface']} there, {place['why']}): {why}"
+        f"{seat.node} (interface {chosen.interface.name}, {chosen.why}) cannot exchange data with {place.node} at "
+        f"{place.address} (interface {place.interface} there, {place.why}): {why}"
     )
     fix = (
         "check cable, firewall (TCP, all ports between nodes) and MTU between the two; `raypp doctor` tries every pair"
     )
     with contextlib.suppress(UnreachableError):
-        right = interface_to(peer)
-        named = "named" in chosen.why or "named" in str(place["why"])
+        right = interface_to(place.node)
+        named = "named" in chosen.why or "named" in place.why
         if named:
             fix = (
                 "remove GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME from resources.env, or name the interface of the "
-                f"route between them: on {seat.node} that is {right.name} ({right.address}) to {peer}"
+                f"route between them: on {seat.node} that is {right.name} ({right.address}) to {place.node}"
             )
     return UnreachableError(Problem("resources.env" if "named" in chosen.why else "network", what, fix))
 
@@ -208,57 +252,18 @@ def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
     return f"{head}; {len(reports)} links work, the slowest: {slowest}"
 
 
-class _Listener:
-    """Answers nodes that connect: sends its identity and echoes the payload."""
-
-    def __init__(self, address: str, identity: str, payload: int) -> None:
-        self._identity = identity
-        self._payload = payload
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.listen(256)
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True, name="raypp-preflight").start()
-
-    def __enter__(self) -> _Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # close() alone leaves the thread blocked in accept().
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(link,), daemon=True).start()
-
-    def _answer(self, link: socket.socket) -> None:
-        with contextlib.suppress(OSError), link:
-            link.settimeout(_CONNECT_S)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _receive(link, _HELLO)
-            link.sendall(_hello(self._identity))
-            link.sendall(_receive(link, self._payload))
+def _answer(link: socket.socket, _number: int, identity: str, payload: int) -> None:
+    """Sends a node that connected the own identity, and echoes its payload."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    receive(link, _HELLO, _CONNECT_S)
+    link.sendall(_hello(identity))
+    echo = receive(link, payload, _PAYLOAD_S)
+    link.settimeout(_PAYLOAD_S)
+    link.sendall(echo)
 
 
 def _hello(identity: str) -> bytes:
     return identity.encode()[:_HELLO].ljust(_HELLO)
-
-
-def _receive(link: socket.socket, count: int) -> bytes:
-    got = bytearray()
-    while len(got) < count:
-        part = link.recv(min(1 << 16, count - len(got)))
-        if not part:
-            raise ConnectionResetError("the connection was closed early")
-        got += part
-    return bytes(got)
 
 
 def _reason(error: OSError) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,6 +35,8 @@ _CONNECT_S = 2.0
 _CONNECTIONS = "32"
 """Hardware queues of a GPU, the most there are. Streams that share one wait for each other's heads;
 a receive that is posted early must not stop the compute, or the send that its peer waits for."""
+_BACKLOG = 2048
+_DESCRIPTORS = 65_536
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 
 
@@ -69,13 +75,44 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
     # The constructor does not wait for other ranks: there, a cut connection would not unblock it.
     timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False)
-    except dist.DistNetworkError as error:
-        if not serve or "EADDRINUSE" not in str(error):
+        listening = _listening(address, port) if serve else None
+        return TCPStore(
+            address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False, master_listen_fd=listening
+        )
+    except (OSError, dist.DistNetworkError) as error:
+        if not serve or not _port_is_taken(error):
             raise
         what = f"another process has taken port {port} of {address}, where the ranks were to meet, since it was chosen"
         fix = "the next attempt chooses another; under torchrun, set another --master-port"
         raise UnreachableError(Problem("rendezvous", what, fix)) from error
+
+
+def _port_is_taken(error: OSError | dist.DistNetworkError) -> bool:
+    return getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
+
+
+def _listening(address: str, port: int) -> int | None:
+    """Returns the descriptor of a socket that listens on this address only.
+
+    None lets torch listen on all addresses: for a host name, which may mean another address on the
+    other nodes, and for an address that this machine does not have itself (behind NAT).
+
+    Raises:
+        OSError: The port is taken.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+    except ValueError:
+        if address != "localhost":
+            return None
+        address, family = "127.0.0.1", socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG).detach()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        log.warning("this machine does not have the address %s: the rendezvous listens on all addresses", address)
+        return None
 
 
 def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
@@ -97,6 +134,17 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
                 raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
         time.sleep(pause_s)
         pause_s = min(_ASK_SELDOM_S, 1.5 * pause_s)  # each try briefly takes a port, which could be the server's
+
+
+def _allow_descriptors() -> None:
+    """Lets this process open as many files and connections as Ray lets its workers open.
+
+    gloo keeps the connections of strangers, and ends the process when it can accept no more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
@@ -134,11 +182,16 @@ def joined(
             wait_for_master(seat, chosen)
         store = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0, timeout_s=timeout_s)
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
-    if reports := check_links(seat, chosen, attempt_store):
-        tell(Event("network", links_in_words(chosen, reports), attempt=seat.attempt, rank=seat.rank, node=seat.node))
+
+    def tell_here(kind: str, message: str) -> None:
+        tell(Event(kind, message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
+
+    if reports := check_links(seat, chosen, attempt_store, tell=partial(tell_here, "refused_connection")):
+        tell_here("network", links_in_words(chosen, reports))
     # After a join that failed half-way this process would use group names that new ones do not.
     restart_group_names()
     before_join()
+    _allow_descriptors()
     dist.init_process_group(
         backend,
         store=attempt_store,

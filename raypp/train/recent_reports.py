@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from raypp.observe.json_lines import report_of
 from raypp.records import Reporter, StepReport
 
 _MOST = 256
@@ -39,10 +38,10 @@ class RecentReports:
         """Returns the reports as plain JSON data, for a checkpoint."""
         return [dataclasses.asdict(report) for report in self._reports]
 
-    def restore(self, document: Iterable[Mapping[str, Any]]) -> None:
+    def restore(self, reports: Iterable[StepReport]) -> None:
         """Appends the reports that a checkpoint holds."""
-        for entry in document:
-            self._append(report_of(entry))
+        for report in reports:
+            self._append(report)
 
     def _append(self, report: StepReport) -> None:
         self._reports.append(report)

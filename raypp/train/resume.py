@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, Problem
@@ -108,7 +110,10 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             return 0
         loaded = None
         try:
-            loaded = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
+            found = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
+            if found is not None:
+                read_extra(found.extra, commit_key(mine.job.name, step))
+            loaded = found
         except CheckpointError as error:
             rejected.extend(error.problems)
             message = f"step {step} cannot be used: {error}"
@@ -124,10 +129,10 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
 
 def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
     """Restores what is saved with the tensors: the data position and the recent reports."""
-    position = extra.get("data_position")
-    if position is not None:
-        mine.loader.seek(position)
-    mine.recent.restore(extra.get("recent_steps", ()))
+    known = read_extra(extra, f"step {step}")
+    if known.data_position is not None:
+        mine.loader.seek(asdict(known.data_position))
+    mine.recent.restore(known.recent_steps)
     if mine.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)

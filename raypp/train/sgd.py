@@ -33,12 +33,14 @@ class Sgd(torch.optim.SGD):
         groups: Parameters and `weight_decay` of each group.
         lr: Learning rate.
         momentum: Coefficient of v; 0 keeps no state.
-        weights: Reads gradients and writes weights in bf16. v is in fp32.
+        weights: Updates weights that are in bf16; v is then in fp32. None: there are none.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, weights: Bf16Weights) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, momentum: float, weights: Bf16Weights | None = None
+    ) -> None:
         super().__init__([{**g, "decay": g["weight_decay"], "weight_decay": 0.0} for g in groups], lr, momentum)
-        self.weights = weights
+        self.weights = weights or Bf16Weights([])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -34,6 +34,7 @@ from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
+from raypp.untrusted.text import VisibleFormatter, visible_lines
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    shown = logging.StreamHandler(sys.stdout)
+    shown.setFormatter(VisibleFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[shown])
     logging.getLogger("raypp").setLevel(logging.INFO)
     try:
         file = with_hf_sizes(load_job(options.job, options.set))
@@ -142,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, JobError):
-            print(error, file=sys.stderr)  # noqa: T201
+            print(visible_lines(error), file=sys.stderr)  # noqa: T201
         return error.exit_code
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from raypp.parallel.context import ContextShare, RingShare
+from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.rehearsal import Rehearsal
 from raypp.schedules.action import Program
@@ -40,6 +41,7 @@ def warm_up(
     """
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
+    fill_wide_gradients(built.modules)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         rehearsal = Rehearsal(built.runtime, program)
         rehearsal.run(rows, [length], [batch.tokens_BT], [batch.stage_arguments()], [batch.labels_BT])

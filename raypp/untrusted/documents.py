@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt
 from pydantic import TypeAdapter, ValidationError
 
 from raypp.errors import CheckpointError, Problem, RayppError
@@ -22,6 +22,12 @@ T = TypeVar("T")
 
 Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 """A whole number of things or bytes."""
+
+Time = Annotated[float, Ge(0), Lt(253_402_300_800)]
+"""Seconds since 1970, before the year 10000: a date that can be shown."""
+
+Seconds = Annotated[float, Ge(0), Le(1e10)]
+"""A duration, of three centuries at most."""
 
 _SHOWN_PROBLEMS = 3
 _LONGEST_VALUE = 60
@@ -70,9 +76,16 @@ def parse_json(
 
 
 def parse_as(
-    shape: type[T], data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError,
-    fix: str = "", *, unknown: Literal["forbid", "ignore"] = "forbid",
-) -> T:  # fmt: skip
+    shape: type[T],
+    data: bytes,
+    place: str,
+    bounds: Bounds = Bounds(),
+    error: type[RayppError] = CheckpointError,
+    fix: str = "",
+    *,
+    kind: str = "",
+    unknown: Literal["forbid", "ignore", "allow"] = "forbid",
+) -> T:
     """Parses JSON of a shape, within bounds.
 
     Args:
@@ -82,18 +95,21 @@ def parse_as(
         bounds: Limits; checked before the parser takes memory.
         error: The kind of error to raise.
         fix: What the user can do; follows each problem.
-        unknown: Whether keys that the shape lacks are errors. Ignored ones cost little memory.
+        kind: What the document should be, with its article; each problem then begins with `is not
+            KIND: `.
+        unknown: Whether keys that the shape does not name are errors, left out, or kept.
 
     Raises:
         RayppError: Of the given kind, with a problem per wrong value, the first three.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        found: T = _adapter(cast(Any, shape)).validate_json(data, strict=True, extra=unknown)
+        adapter: TypeAdapter[T] = _adapter(cast(Any, shape))
+        return adapter.validate_json(data, strict=True, extra=unknown)
     except ValidationError as cause:
-        first = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
-        raise error([Problem(place, described(details), fix) for details in first]) from None
-    return found
+        found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
+        start = f"is not {kind}: " if kind else ""
+        raise error([Problem(place, start + described(details), fix) for details in found]) from None
 
 
 @cache

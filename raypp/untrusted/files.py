@@ -29,6 +29,11 @@ def special_kind(path: Path) -> str | None:
         return f"a link that cannot be followed ({getattr(cause, 'strerror', cause)})" if path.is_symlink() else None
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return None
+    return kind_of(mode)
+
+
+def kind_of(mode: int) -> str:
+    """Returns in words what a file is that is not regular, from its `st_mode`."""
     return next((name for test, name in _KINDS if test(mode)), "no regular file")
 
 
@@ -58,8 +63,7 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
-        raise error(Problem(where, f"{named}is {kind}", fix or "use a regular file"))
+        raise error(Problem(where, f"{named}is {kind_of(mode)}", fix or "use a regular file"))
     return os.fdopen(descriptor, "rb")
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
 
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, without tab and line feed
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # these reverse the direction of text
-    "\u2028\u2029\ufeff\ud800-\udfff\U000e0000-\U000e007f]"  # line breaks and marks that nobody sees
+    "\u2028\u2029\ud800-\udfff"  # line breaks; surrogates, which cannot be encoded
+    # Nobody sees these. Joiners and variation selectors stay: scripts and emoji need them.
+    "\u00ad\u034f\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ufffe\uffff"
+    "\U000e0000-\U000e007f]"
 )
 _ALSO_IN_A_LINE = re.compile(_UNSAFE.pattern[:-1] + "\t\n]")
 
@@ -20,6 +25,18 @@ def visible(text: object) -> str:
 def visible_lines(text: object) -> str:
     """Like `visible`, but tabs and line feeds stay."""
     return _UNSAFE.sub(_escaped, str(text))
+
+
+def shell_word(text: object) -> str:
+    """Returns text as one word of a shell command that the user may paste."""
+    return visible(shlex.quote(str(text)))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log records for a terminal. Further lines of a record are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record)).replace("\n", "\n    ")
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -1,18 +1,46 @@
-"""Documents of a run in its store."""
+"""Documents of a run in its store, through every command that reads them."""
 
 from __future__ import annotations
 
-from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.layout import rank_key
+import contextlib
+
+from raypp.checkpoint.announce import read_announcement
+from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.run_spec import read_spec
+from raypp.control import run_events
+from raypp.control.run_record import RunRecord
+from raypp.errors import CheckpointError
+from raypp.memory.files import parse_control
+from raypp.memory.slot import decode_tail
+from raypp.observe.reader import RunReader
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
 from raypp.untrusted.documents import parse_json
 from tests.fuzz import target
+from tests.fuzz.stored_run import (
+    COMMIT,
+    EVENTS,
+    HISTORY,
+    LOGS,
+    NAME,
+    OBJECT,
+    SPEC,
+    STATUS,
+    commit_with,
+    documents,
+    replaced,
+    run_commands,
+)
 
-KEY = "run/step-00000003/COMMIT"
-COMMIT = Commit(
-    "run", 3, 1, {"pp": 2, "fsdp": 1}, {"model": {"kind": "llama"}}, {"data_position": {"row": 3}},
-    tuple(ObjectRecord(rank_key("run", 3, 1, rank), 4096, "0" * 64, rank, 512, "1" * 64) for rank in range(2)),
-    created=1.5, nonce="0123456789abcdef",
-)  # fmt: skip
+_READ = ("checkpoints show RUN", "checkpoints show RUN/step-2 --json", "checkpoints verify RUN --json")
+_TAIL = (
+    b'{"tensors":[{"name":"w","dtype":"F32","shape":[2,3],"begin":0,"end":24,"global_shape":[4,3],"offset":[2,0],'
+    b'"python":""}],"extra":{"data_position":{"epoch":0,"block":1,"row":2,"data":"01"},"recent_steps":[]}}'
+)
+_CONTROL = (
+    b'{"run":"run","life":"0123456789ab","job":"01","attempt":1,"rank":0,"committed":-1,"keeper":[4,1.5],"format":1,'
+    b'"complete":true,"step":3,"data_size":24,"data_crc":7,"tail_size":9,"tail_crc":8}'
+)
 
 
 @target(b'{"a": [1, 2.5, "x"], "b": null}', b"[]")
@@ -20,6 +48,94 @@ def json(data: bytes) -> None:
     parse_json(data, "place")
 
 
-@target(COMMIT.to_bytes())
+@target(documents()[COMMIT])
 def commit(data: bytes) -> None:
-    Commit.from_bytes(data, KEY)
+    with replaced(**{COMMIT: data}) as store:
+        _record(DirectoryStore(store)).recover_from_commits([])
+        run_commands(store, [*_READ, "checkpoints list RUN", "checkpoints export RUN OUT"])
+
+
+@target(documents()[OBJECT])
+def header(data: bytes) -> None:
+    changed = {OBJECT: data, COMMIT: commit_with(OBJECT, data)}
+    with replaced(**changed) as store:
+        run_commands(store, [*_READ, "checkpoints diff RUN/step-2 RUN/step-1", "checkpoints export RUN/step-2 OUT"])
+
+
+@target(documents()[SPEC])
+def spec(data: bytes) -> None:
+    with replaced(**{SPEC: data}) as store:
+        new = parse_job({"name": NAME, "data": {"kind": "synthetic"}})
+        with contextlib.suppress(CheckpointError):
+            check_resume(read_spec(DirectoryStore(store), NAME), new)
+        run_commands(store, ["checkpoints prune RUN --dry-run", "checkpoints export RUN OUT", "status RUN"])
+
+
+@target(documents()[STATUS])
+def status(data: bytes) -> None:
+    with replaced(**{STATUS: data}) as store:
+        _record(DirectoryStore(store)).earlier_status()
+        run_commands(store, ["status RUN", "status RUN --json", "logs RUN"])
+
+
+@target(documents()[HISTORY])
+def history(data: bytes) -> None:
+    with replaced(**{HISTORY: data}) as store:
+        run_commands(store, ["history RUN", "status RUN"])
+
+
+@target(documents()[EVENTS])
+def events(data: bytes) -> None:
+    with replaced(**{EVENTS: data}) as store:
+        run_commands(store, ["events RUN", "events RUN --json"])
+        reader = RunReader(DirectoryStore(store), NAME)
+        found = reader.events()
+        reader.evaluations()
+    run_events.recorded_end(found)
+    run_events.failed_attempts(found)
+    run_events.last_shape(found)
+    run_events.requested_stop(found)
+    run_events.last_device(found)
+
+
+@target(documents()[LOGS])
+def logs(data: bytes) -> None:
+    with replaced(**{LOGS: data}) as store:
+        run_commands(store, ["logs RUN", "logs RUN --rank 1"])
+
+
+@target(
+    b'{"object": null, "facts": {"stall_s": 0.1, "upload_s": 0.2}}', b'{"error": "no"}', b'{"committed": true}',
+    b'{"object": {"key": "k", "size": 9, "sha256": "", "rank": 0}, "facts": {"stall_s": 0.1, "upload_s": 0.2}}',
+)  # fmt: skip
+def announcement(data: bytes) -> None:
+    read_announcement(data, 3, 1)
+
+
+@target(_CONTROL)
+def memory_control(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        parse_control(data)
+
+
+@target(_TAIL)
+def memory_tail(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        decode_tail(data, 24)
+
+
+def _record(store: DirectoryStore) -> RunRecord:
+    class Unwritten(RunRecord):
+        """Neither writes nor starts the thread that does."""
+
+        def __init__(self) -> None:
+            self._store, self._job = store, parse_job({"name": NAME, "data": {"kind": "synthetic"}})
+
+        def event(self, event: object) -> None: ...
+
+        def add_step(self, report: object, reported_in: int = 0) -> bool:
+            return True
+
+        def _say(self, text: str) -> None: ...
+
+    return Unwritten()

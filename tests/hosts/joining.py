@@ -23,6 +23,7 @@ seat = Seat(
     attempt=1,
     coordinates=Coordinates(pp=given["rank"]),
     mesh_sizes=Coordinates(2, 1, 1, 1),
+    secret="5e" * 32,
 )
 try:
     with joined(seat, 30, tell=lambda event: print(event.kind, event.message, flush=True)):

@@ -199,7 +199,7 @@ class Lives:
         self.document = {**document, "checkpoint": {"url": str(root), "every_steps": 0, **document["checkpoint"]}}
         self.store, self.nodes = DirectoryStore(root), nodes
         self.directories = [str(folder) for folder in directories]
-        self.attempt = 0
+        self.attempt = self.port = 0
         self._processes: dict[int, tuple[Any, Any]] = {}
 
     def attempt_once(self, fate: Fate | None = None, *, stay: bool = False) -> Told:
@@ -208,6 +208,7 @@ class Lives:
         self.attempt += 1
         claim_attempt(self.store, self.document["name"], self.attempt)
         mesh, port = Mesh.of(parse_job(self.document).mesh), free_port()
+        self.port = port
         told = Told()
         pipes: dict[int, Any] = {}
         for rank in range(mesh.world):

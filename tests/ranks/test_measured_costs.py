@@ -14,7 +14,7 @@ from raypp.cli.main import run
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ) -> None:

@@ -20,7 +20,7 @@ from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.parallel.shard import local_part
 from raypp.planning import offload
-from raypp.ports import free_port
+from raypp.ports import free_ports
 from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -110,7 +110,7 @@ def test_checkpoints_of_moments_in_8_bits_resume_with_and_without(precision: str
     plain, offloaded = SMALL[precision, "fsdp", False], SMALL[precision, "fsdp", True]
     lines = {"plain": [plain] * 3, "turns": [offloaded, plain, offloaded]}
     for name, line in lines.items():
-        run_ranks(2, lives, line, [free_port() for _ in line], str(tmp_path / name))
+        run_ranks(2, lives, line, free_ports(len(line)), str(tmp_path / name))
     assert saved(tmp_path / "turns") == saved(tmp_path / "plain")
 
 
@@ -177,7 +177,7 @@ def test_checkpoints_have_the_same_bytes_and_resume_with_and_without(kind: str, 
     plain, offloaded = job_of(kind, shape, False), job_of(kind, shape, True)
     lines = {"plain": [plain] * 3, "offloaded": [offloaded] * 3, "in turn": [offloaded, plain, offloaded]}
     results = {
-        name: run_ranks(world, lives, line, [free_port() for _ in line], str(tmp_path / name.replace(" ", "-")))
+        name: run_ranks(world, lives, line, free_ports(len(line)), str(tmp_path / name.replace(" ", "-")))
         for name, line in lines.items()
     }
     files = {name: saved(tmp_path / name.replace(" ", "-")) for name in lines}

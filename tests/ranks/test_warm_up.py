@@ -67,6 +67,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved, fsdp": (4, document(pp=2, fsdp=2, schedule="interleaved_1f1b", pipeline={"stages_per_rank": 2})),
     "zbv, replicas": (4, document(pp=2, dp_replicate=2, schedule="zbv", pipeline={"stages_per_rank": 2})),
     "bf16, recomputed": (2, document(fsdp=2, train={"precision": "bf16", "activation_checkpointing": "full"})),
+    "bf16 weights, zbv": (
+        2,
+        document(pp=2, schedule="zbv", pipeline={"stages_per_rank": 2}, train={"precision": "bf16_pure"}),
+    ),
     "tied, both ends": (2, tied(pp=2)),
     "tied, one stage": (1, tied()),
     "experts, ring": (4, experts({"pp": 2, "cp": 2, "ep": 2})),

@@ -61,7 +61,7 @@ def test_what_comes_from_memory_arrives_whole(store: S3Store, size: int) -> None
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[DirectoryStore]:
-    """A directory in memory where there is one: a busy disk takes longer to sync than the cap asks for."""
+    """A directory in memory if there is one, because a busy disk syncs slower than the cap."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         yield DirectoryStore(Path(folder))

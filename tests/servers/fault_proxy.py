@@ -36,7 +36,24 @@ class Request:
     headers: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the real server.
+
+    Attributes:
+        status: 200 …
+        headers: Names in lower case; without those of the connection and the body's length.
+        body: The bytes, out of their chunks.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
 Wanted = Callable[[Request], bool]
+Lie = Callable[[socket.socket, Request, Answer], None]
+"""Sends the client an answer of its own."""
 
 
 @dataclass
@@ -54,6 +71,8 @@ class Fault:
         lose_answer: The server carries the request out; the client gets a reset.
         flip_request_at, flip_answer_at: Flips a bit of this byte of the body.
         stall_s: Waits this many seconds before the answer's body.
+        lie: Sends the client what it likes instead of the server's answer; then the connection is
+            closed.
         then: Called after the request has been passed on and before the answer is.
         hits: How often the rule applied.
     """
@@ -69,6 +88,7 @@ class Fault:
     flip_request_at: int | None = None
     flip_answer_at: int | None = None
     stall_s: float = 0.0
+    lie: Lie | None = None
     then: Callable[[], None] | None = None
     hits: int = field(default=0, init=False)
 
@@ -208,6 +228,10 @@ class FaultProxy:
             answer = answers.head()
         if fault.then is not None:
             fault.then()
+        if fault.lie is not None:
+            fault.lie(client, request, _whole(answer, answers, request))
+            _end(client)
+            return False
         if fault.lose_answer:
             for _piece in answers.body(_parsed(answer)[1], answer=True):
                 pass
@@ -309,6 +333,25 @@ class _Reader:
         if not piece:
             raise EOFError
         self._held += piece
+
+
+def _whole(head: bytes, reader: _Reader, request: Request) -> Answer:
+    first, headers = _parsed(head)
+    status = int(first.split(" ")[1])
+    chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+    empty = request.method == "HEAD" or status in (204, 304)
+    pieces = [] if empty else list(reader.body(headers, answer=True))
+    wire = b"".join(pieces)
+    body = wire
+    if chunked:
+        body = b""
+        while size := int(wire.partition(b"\r\n")[0].split(b";")[0] or b"0", 16):
+            rest = wire.partition(b"\r\n")[2]
+            body, wire = body + rest[:size], rest[size + 2 :]
+    kept = {name: value for name, value in headers.items() if name not in ("transfer-encoding", "connection")}
+    if not empty:
+        kept.pop("content-length", None)
+    return Answer(status, kept, body)
 
 
 def _parsed(head: bytes) -> tuple[str, dict[str, str]]:

@@ -40,3 +40,16 @@ def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatc
         server.bind(("127.0.0.1", taken))
         server.listen()
         assert taken not in free_ports(10)
+
+
+def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = tmp_path / "range"
+    kernels.write_text("20110 60999")
+    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
+    monkeypatch.setattr(ports, "_LOWEST", 20_100)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind("\0raypp-port-20105")
+        assert 20_105 not in free_ports(10)
+    mine = free_ports(1)
+    assert mine == [20_105] or not ports.port_is_free(20_105), "its owner has ended"
+    assert all(port >= 20_110 for port in free_ports(10)), "all below were chosen before"

@@ -78,7 +78,7 @@ class Source:
 
 @cache
 def read_sources(root: Path, folders: tuple[str, ...]) -> list[Source]:
-    """Parses all Python files of some folders. It takes seconds: call it in a test, not on import."""
+    """Parses all Python files of some folders, in seconds: call it in a test, not on import."""
     return [_read(root, path) for folder in folders for path in sorted((root / folder).rglob("*.py"))]
 
 

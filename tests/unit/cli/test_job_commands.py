@@ -79,7 +79,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan"], "Missing argument 'JOB'"),
         (["plan", QUICKSTART, "--sett", "x"], "No such option"),
         (["plan", QUICKSTART, "--link-gbps", "0"], "--link-gbps"),
-        (["plan", "none.yaml"], "none.yaml: file not found"),
+        (["plan", "none.yaml"], "none.yaml: does not exist"),
         (["explain", "mesh.ppp"], "did you mean mesh.pp?"),
         (["list-kinds", "foo"], "use one of model.kind"),
     ],

@@ -34,7 +34,10 @@ SIZE = 100_000
 def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
     """Returns a complete snapshot, open."""
     slot = Slot.create(directory, name)
-    about = {"run": name.run, "attempt": name.attempt, "rank": name.rank, "keeper": keeper()}
+    about = {
+        "run": name.run, "life": name.life, "job": "0" * 16, "attempt": name.attempt, "rank": name.rank,
+        "committed": -1, "keeper": keeper(),
+    }  # fmt: skip
     slot.begin(name, about)
     slot.memory(SIZE).fill_(fill)
     slot.seal(step, about, SIZE, encode_tail("[]", '{"data_position":{"row":3}}'))
@@ -165,7 +168,7 @@ def receiver(tmp_path: Path) -> Iterator[tuple[CopyReceiver, list[Slot]]]:
             slots.append(Slot.create(there, SlotName("a-run", "0123456789ab", 3, owner, "copy", 0)))
         return slots[0]
 
-    receiver = CopyReceiver("127.0.0.1", b"secret", place)
+    receiver = CopyReceiver("127.0.0.1", b"secret", 2, place)
     yield receiver, slots
     receiver.close()
     for slot in slots:
@@ -233,7 +236,7 @@ def test_whoever_does_not_know_the_secret_places_nothing(
         assert wait_for(lambda: sender.error)
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(10)
-            assert len(stranger.recv(4096)) == 32  # the nonce
+            assert len(stranger.recv(4096)) == 32  # the random bytes
             stranger.sendall(json.dumps({"rank": 1}).encode() * 100)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(4096) == b""  # the receiver closed the connection

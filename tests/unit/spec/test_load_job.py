@@ -224,7 +224,7 @@ def test_a_text_that_is_no_job_is_told_with_its_line(folder: Path, text: str | b
 
 
 def test_a_missing_file_and_a_directory_are_told(folder: Path) -> None:
-    for name, what in (("none.yaml", "file not found"), (".", "is a directory")):
+    for name, what in (("none.yaml", "does not exist"), (".", "is a directory")):
         with pytest.raises(JobError, match=what):
             load_job(name)
 

@@ -26,6 +26,7 @@ SEAT = Seat(
     node="127.0.0.1",
     nodes=("127.0.0.1", "127.0.0.9"),
     interface="lo",
+    secret="5e" * 32,
 )
 
 
@@ -141,7 +142,7 @@ def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to
 
     # Another server at the address that the second node publishes.
     true_hello = preflight._hello
-    monkeypatch.setattr(preflight._Listener, "_answer", lambda self, link: link.sendall(true_hello("somebody")))
+    monkeypatch.setattr(preflight, "_answer", lambda link, *_, **__: link.sendall(true_hello("somebody")))
     first, _ = _together(seats, patience_s=1.0)
     assert isinstance(first, UnreachableError)
     problem = first.problems[0]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+from raypp.checkpoint.extra import read_extra
 from raypp.records import Event, Requests, StepReport
 from raypp.train.recent_reports import RecentReports
 
@@ -27,11 +29,15 @@ def _report(step: int) -> StepReport:
     return StepReport(step, 1 / step, 0.1, 10, 8, 0.3, 30.0, attempt=1, lr=1e-3, parts_s={"data": 0.1})
 
 
+def again(document: list[dict[str, Any]]) -> tuple[StepReport, ...]:
+    return read_extra(json.loads(json.dumps({"recent_steps": document})), "COMMIT").recent_steps
+
+
 def test_reports_come_back_from_a_checkpoint_bit_for_bit_and_go_on() -> None:
     first, second, listener = RecentReports(), RecentReports(), Listener()
     for step in range(1, 4):
         first.add(_report(step))
-    second.restore(json.loads(json.dumps(first.document())))
+    second.restore(again(first.document()))
     second.add(_report(4))
     second.report_again(listener)
     assert [(told.step, told.loss, told.attempt) for told in listener.steps] == [(n, 1 / n, 1) for n in range(1, 5)]
@@ -42,6 +48,6 @@ def test_only_the_newest_are_kept_and_unknown_fields_are_passed_over() -> None:
     for step in range(1, 1000):
         recent.add(_report(step))
     later = RecentReports()
-    later.restore([{**entry, "colour": "blue"} for entry in recent.document()])
+    later.restore(again([{**entry, "colour": "blue"} for entry in recent.document()]))
     later.report_again(listener)
     assert [told.step for told in listener.steps] == list(range(744, 1000))

@@ -1,0 +1,101 @@
+"""Prints tables and styled text by Rich. Text of others is neither markup nor control characters.
+
+Commands use these classes in place of Rich's: they are safe with any string. `output.py` is for
+plain lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self, cast
+
+import rich.console
+import rich.table
+import rich.text
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.style import Style
+
+from raypp.untrusted.text import visible, visible_lines
+
+LONGEST_CELL = 160
+"""Characters of a table's cell; longer ones end in `…`."""
+
+
+class Text(rich.text.Text):
+    """A line of styled text. A line feed in a string is shown as `\\n`, an escape as `\\x1b`."""
+
+    show: Callable[[object], str] = staticmethod(visible)
+
+    def __init__(self, text: str = "", style: str | Style = "", **options: Any) -> None:
+        super().__init__(self.show(text), style, **options)
+
+    @classmethod
+    def assemble(cls, *parts: Any, **options: Any) -> Self:
+        """Joins strings, (string, style) pairs and texts."""
+        return cast(Self, super().assemble(*parts, **options))
+
+    def append(self, text: rich.text.Text | str, style: str | Style | None = None) -> rich.text.Text:
+        """Adds text; a string as the constructor takes it."""
+        return super().append(self.show(text) if isinstance(text, str) else text, style)
+
+    def __add__(self, other: Any) -> rich.text.Text:
+        return super().__add__(self.show(other) if isinstance(other, str) else other)
+
+
+class Lines(Text):
+    """Styled text of any length and of several lines; for places where none can pose as another."""
+
+    show = staticmethod(visible_lines)
+
+
+class Table(rich.table.Table):
+    """A table whose cells are lines of limited length."""
+
+    @classmethod
+    def grid(cls, *headers: Any, **options: Any) -> rich.table.Table:
+        """Returns a layout without borders, whose cells are not truncated."""
+        return rich.table.Table.grid(*headers, **options)
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Adds a row. Cells that are strings, or text in one style, are truncated with `…`."""
+        super().add_row(*(_cell(cell) for cell in cells), **options)
+
+    def add_column(self, header: RenderableType = "", *rest: Any, **options: Any) -> None:
+        """Adds a column; the header is truncated as a cell is."""
+        super().add_column(_cell(header), *rest, **options)  # type: ignore[arg-type]
+
+
+def _cell(cell: RenderableType | None) -> RenderableType | None:
+    if isinstance(cell, Lines) or not isinstance(cell, str | rich.text.Text):
+        return cell
+    text = Text(cell) if isinstance(cell, str) else cell
+    return text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 1] + "…"
+
+
+class Console(rich.console.Console):
+    """A console that takes strings literally: no markup, no emoji codes, no control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> rich.text.Text:
+        """Makes text of a string; called by Rich for every string that it prints or measures."""
+        kept = {name: options[name] for name in ("style", "justify", "overflow") if name in options}
+        return Text(text, **kept)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Renders anything. All output passes here: what is no text of this file is shown, too."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment  # Rich's own, such as a cursor move of a live view
+            elif (shown := visible_lines(segment.text)) != segment.text:
+                yield Segment(shown, segment.style)
+            else:
+                yield segment
+
+
+def wide_console() -> Console:
+    """Returns a console for the terminal; 120 columns wide without one."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)

@@ -1,0 +1,64 @@
+"""Prints what commands say: lines, and JSON. Text of others cannot control the terminal.
+
+Commands print by this file, or by `console.py` where they need tables. Both show control characters
+as `\\x1b`, whoever wrote the text; `tests/unit/cli/test_output.py` finds commands that go another
+way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from raypp.untrusted.text import visible, visible_lines
+
+
+class Styled(NamedTuple):
+    """Text with the colours that `styled` gave it."""
+
+    text: object
+    style: Mapping[str, Any]
+
+
+def styled(text: object, **style: Any) -> Styled:
+    """Gives text the style of `click.style` (fg, bold, dim), for terminals."""
+    return Styled(text, style)
+
+
+def echo(*parts: object, err: bool = False) -> None:
+    """Prints one line. A line feed in a part is shown as `\\n`, so that it stays one line.
+
+    Args:
+        parts: Printed without a space between them.
+        err: To standard error.
+    """
+    click.echo("".join(_shown(part, visible) for part in parts), err=err)
+
+
+def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
+    """Prints text that may have several lines, such as an error or a log.
+
+    Args:
+        parts: Printed without a space between them.
+        err: To standard error.
+        nl: Whether a line feed follows.
+    """
+    click.echo("".join(_shown(part, visible_lines) for part in parts), err=err, nl=nl)
+
+
+def echo_json(value: Any, indent: int | None = None) -> None:
+    """Prints a JSON value, on one line without `indent`. ASCII only, without control characters."""
+    click.echo(json_text(value, indent))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Returns the JSON that `echo_json` prints."""
+    # json.dumps escapes all control characters but DEL, which can only be inside a string.
+    return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
+def _shown(part: object, show: Any) -> str:
+    return click.style(show(part.text), **part.style) if isinstance(part, Styled) else str(show(part))

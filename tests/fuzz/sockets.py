@@ -1,0 +1,59 @@
+"""What peers send: greetings, copies of snapshots, the places where nodes listen."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
+from raypp.train.preflight import parse_place
+from raypp.untrusted.sockets import GREETING_BYTES, checked_greeting, greeting, greeting_fits
+from tests.fuzz import target
+
+SECRET = b"s" * 32
+RANDOM = bytes(32)
+TAIL = b'{"tensors":[],"extra":{}}'
+DATA_BYTES = 2048
+CONTROL = json.dumps(
+    {
+        "run": "a-run", "life": "0123456789ab", "job": "0" * 16, "attempt": 3, "rank": 1, "committed": -1,
+        "keeper": [7, 1.5], "data_size": DATA_BYTES, "data_crc": 1, "tail_size": len(TAIL),
+        "tail_crc": zlib.crc32(TAIL), "format": 1, "complete": True, "step": 7,
+    }
+).encode()  # fmt: skip
+PLACE = json.dumps(
+    {
+        "node": "10.0.0.1", "address": "10.0.0.1", "port": 4000, "interface": "eth0", "why": "on the route to 10.0.0.2",
+        "identity": "run/1/0",
+    }
+).encode()  # fmt: skip
+
+
+@target(greeting(SECRET, 1, RANDOM, RANDOM))
+def hello(data: bytes) -> None:
+    heard = data[:GREETING_BYTES]
+    if greeting_fits(heard) and len(heard) == GREETING_BYTES:
+        number, theirs, fits = checked_greeting(heard, SECRET, RANDOM)
+        if fits:
+            assert heard == greeting(SECRET, number, RANDOM, theirs)
+
+
+@target(Frame(7, DATA_BYTES, len(CONTROL), len(TAIL)).to_bytes() + CONTROL)
+def copy(data: bytes) -> None:
+    frame = parse_frame(data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), "rank 1")
+    parse_control(data[FRAME_BYTES : FRAME_BYTES + frame.control_size], frame, 1, "rank 1")
+
+
+@target(CONTROL)
+def control(data: bytes) -> None:
+    parse_control(data, Frame(7, DATA_BYTES, len(data), len(TAIL)), 1, "rank 1")
+
+
+@target(CONTROL + b"\n" + TAIL)
+def facts(data: bytes) -> None:
+    parse_facts(data, DATA_BYTES, 7, 1, "rank 1")
+
+
+@target(PLACE)
+def place(data: bytes) -> None:
+    parse_place(data, "preflight/1")

@@ -1,0 +1,228 @@
+"""Strangers attack every port of a run while it trains; a partner gives back what it should not."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from lives import Fate, Lives, _Speaker, same
+from strangers import Address, Siege
+from test_memory_tier import document, shared_memory  # noqa: F401 - a fixture
+
+from raypp.memory import fetch
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 12
+PAGE = Path(__file__).parents[2] / "docs" / "ports.md"
+SIEGE = "RAYPP_TEST_SIEGE"
+"""Environment variable with the folder of two files: `begun`, which the run makes, and `over`."""
+
+
+def job(**checkpoint: Any) -> dict[str, Any]:
+    whole = document(**checkpoint)
+    return whole | {"train": {**whole["train"], "steps": STEPS}}
+
+
+def train_until_the_siege_is_over(_rank: int, _world: int, _port: int) -> None:
+    """Makes steps slow, and the last one wait. The process may open few descriptors at first."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    folder, phase = Path(os.environ[SIEGE]), _Speaker.phase
+
+    def slow(self: _Speaker, name: str, detail: str = "") -> None:
+        if detail.endswith(" read"):
+            time.sleep(0.1)
+            if detail == "4 read":
+                (folder / "begun").touch()
+            end = time.monotonic() + 90
+            while detail == f"{STEPS} read" and not (folder / "over").exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        phase(self, name, detail)
+
+    _Speaker.phase = slow  # type: ignore[method-assign]
+
+
+class Observer:
+    """Finds the ports of a run's processes, attacks them, and then lets the run end.
+
+    Attributes:
+        found: The addresses that each rank listens on, with what listens there.
+        error: What went wrong.
+    """
+
+    def __init__(self, lives: Lives, folder: Path) -> None:
+        self.found: dict[int, dict[Address, str]] = {}
+        self.connections = 0
+        self.error: BaseException | None = None
+        self._lives, self._folder = lives, folder
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join(120)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            self._look()
+            siege = Siege([address for ports in self.found.values() for address in ports], 100)
+            siege.wait()
+            self.connections = siege.connections
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`
+            self.error = error
+        finally:
+            (self._folder / "over").touch()
+
+    def _look(self) -> None:
+        """Waits until the run trains, then asks each of its ports what it is."""
+        end = time.monotonic() + 60
+        while not (self._folder / "begun").exists():
+            assert time.monotonic() < end, "the run does not begin"
+            time.sleep(0.05)
+        with ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for rank, (process, _) in list(self._lives._processes.items()):
+                self.found[rank] = {}
+                for one in psutil.Process(process.pid).net_connections("tcp"):
+                    if one.status == "LISTEN":
+                        self.found[rank][one.laddr] = "rendezvous" if one.laddr[1] == self._lives.port else "gloo"
+                        link = stack.enter_context(socket.create_connection(one.laddr, 5))
+                        selector.register(link, selectors.EVENT_READ, (rank, one.laddr))
+            end = time.monotonic() + 5  # raypp's own ports speak first
+            while time.monotonic() < end:
+                for key, _ in selector.select(0.1):
+                    rank, address = key.data
+                    assert len(key.fileobj.recv(100)) == 32, f"port {address} says something"  # type: ignore[union-attr]
+                    self.found[rank][address] = "copies of snapshots"
+                    selector.unregister(key.fileobj)
+
+
+def documented(*opened: str) -> dict[str, str]:
+    """Returns the ports of docs/ports.md that are open at some times, and who opens them."""
+    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in PAGE.read_text().splitlines()
+            if line.startswith("|")]  # fmt: skip
+    return {name: process for name, when, process, *_ in rows if when in opened}
+
+
+def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
+    tmp_path: Path,
+    shared_memory: Callable[[], Path],  # noqa: F811
+) -> None:
+    reference = Lives(job(memory_tier=False), tmp_path / "reference", [tmp_path] * 2, [0, 0])
+    losses = reference.attempt_once().losses
+    lives = Lives(
+        job(), tmp_path / "lives", [shared_memory(), shared_memory()], [0, 1], {SIEGE: str(tmp_path)},
+        prepare=train_until_the_siege_is_over,
+    )  # fmt: skip
+    observer = Observer(lives, tmp_path)
+    told = lives.attempt_once()
+    observer.wait()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert told.losses == losses and same(lives.final_state(), reference.final_state()), told
+    assert not told.errors and not told.left and observer.connections > 800
+
+    table = documented("while ranks train", "while ranks train on several nodes, with the memory tier")
+    everywhere = {name for name, process in table.items() if process == "every rank"}
+    assert set(observer.found[1].values()) == everywhere
+    assert set(observer.found[0].values()) == set(table)
+    assert {address[0] for ports in observer.found.values() for address in ports} == {"127.0.0.1"}
+
+    refused = [(event.rank, event.message) for event in told.of_kind("refused_connection")]
+    assert sorted(rank for rank, _ in refused) == [0, 1]
+    for _, message in refused:
+        assert re.match("a connection from 127.0.0.1 to the port for copies was refused: ", message)
+
+
+# A hostile partner --------------------------------------------------------------------------------
+
+
+def give_sizes(sizes: list[int]) -> Callable[..., None]:
+    def give(_best: Any, owner: int, _here: Any, damaged: set[Path]) -> None:
+        dist.send(torch.tensor(sizes), owner)
+        assert not fetch._heard(owner)
+        damaged.update(path for _, path, _ in _here)
+
+    return give
+
+
+def give_changed(change: Callable[[torch.Tensor], torch.Tensor], which: int) -> Callable[..., None]:
+    """Returns a `_give` that changes one of the two parts that it sends."""
+    give, send = fetch._give, fetch.send_bytes
+
+    def changed(best: Any, owner: int, here: Any, damaged: set[Path]) -> None:
+        parts = iter(range(2))
+        fetch.send_bytes = lambda part, to: send(change(part) if next(parts) == which else part, to)
+        give(best, owner, here, damaged)
+
+    return changed
+
+
+def deep(part: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(part, ord("["))
+
+
+def flipped(part: torch.Tensor) -> torch.Tensor:
+    return part ^ 1
+
+
+LIES: dict[str, tuple[Callable[[], Callable[..., None]], str]] = {
+    "sizes": (lambda: give_sizes([2**62, 2**62]), "rank 0's node announces 4611686018427387904 and"),
+    "negative sizes": (lambda: give_sizes([-5, 7]), "rank 0's node announces -5 and 7 bytes"),
+    "deep json": (lambda: give_changed(deep, 0), "the control block from rank 0's node"),
+    "garbage": (lambda: give_changed(flipped, 0), "the control block from rank 0's node"),
+    "other data": (lambda: give_changed(flipped, 1), "it arrived damaged"),
+}
+
+
+def lie(name: str) -> Callable[[int, int, int], None]:
+    return _Liar(name)
+
+
+class _Liar:
+    """Makes rank 0 a hostile partner. A class, because processes get it as a pickle."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, rank: int, _world: int, _port: int) -> None:
+        if rank == 0:
+            fetch._give = LIES[self._name][0]()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, float]]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    yield Lives(document(memory_tier=False), root, [root, root], [0, 0]).attempt_once().losses
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_partner_that_lies_is_not_believed_and_the_store_is_used(
+    name: str,
+    tmp_path: Path,
+    shared_memory: Callable[[], Path],  # noqa: F811
+    undisturbed: dict[int, float],
+) -> None:
+    here, there = shared_memory(), shared_memory()
+    lives = Lives(document(every_steps=3), tmp_path, [here, there], [0, 1])
+    lives.attempt_once(Fate((0, 1), after=5, copies=2, commit=3))
+    for path in there.iterdir():
+        path.unlink()
+    lives._prepare = lie(name)
+    second = lives.attempt_once()
+    assert second.restored().startswith("from the store: step 3; rank 1's snapshot of step ")
+    assert f"cannot be used: {LIES[name][1]}" in second.restored()
+    assert second.losses == {step: undisturbed[step] for step in second.losses} and not second.errors
+    assert sorted(second.losses)[-1] == max(undisturbed)

@@ -1,0 +1,198 @@
+"""Commands on a store that lies or dies: each lie, and each command, ends soon and in words."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_proxy import FaultProxy, fault_proxy
+from hf_folder import write_hf_folder
+from lies import LIES, answer, redirect
+from seaweed import BUCKET
+
+from raypp.cli.main import run as raypp
+from raypp.clusters.seaweed import SeaweedServer
+from raypp.observe.json_lines import LogLine
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.storage import StoreError, open_store
+from raypp.storage.s3 import S3Store
+from raypp.storage.store_retry import Patience, bounded_command
+
+pytestmark = pytest.mark.s3
+BOUND_S = 30.0
+"""Of a command whose patience is 0.3 s; on a busy machine most of it is waiting for a CPU."""
+PREFIX = "lying"
+COMMANDS = {
+    "status": ["status", "RUN"],
+    "history": ["history", "RUN"],
+    "events": ["events", "RUN"],
+    "logs": ["logs", "RUN"],
+    "list": ["checkpoints", "list", "RUN"],
+    "show": ["checkpoints", "show", "RUN"],
+    "verify": ["checkpoints", "verify", "RUN"],
+    "export": ["checkpoints", "export", "RUN", "OUT"],
+    "submit": [],
+}
+
+
+@pytest.fixture(scope="module")
+def place(seaweed_server: SeaweedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    """A proxy before a store with a run: its records, and a checkpoint of a model."""
+    folder = tmp_path_factory.mktemp("lying")
+    with fault_proxy(seaweed_server.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        for name, value in seaweed_server.environment().items():
+            patch.setenv(name, value)
+        patch.setenv("RAYPP_HOME", str(folder / "home"))
+        patch.delenv("RAYPP_ADDRESS", raising=False)
+        sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 100}
+        write_hf_folder(folder / "hf", **sizes)
+        assert raypp(["checkpoints", "import", str(folder / "hf"), f"s3://{BUCKET}/{PREFIX}/model"]) == 0
+        store = open_store(f"s3://{BUCKET}/{PREFIX}")
+        with RunRecorder(store, "model", "a1") as recorder:
+            recorder.step(StepReport(1, 2.0, 0.5, 1000, 64, 0.1, 10000.0, 1))
+            recorder.event(Event("submitted", "sent to the cluster", 100.0))
+            recorder.log(LogLine("hello", 0, "pp0", 1, time=1.0))
+            recorder.status(RunStatus("model", RunState.SUCCEEDED, 1, 1))
+        patch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        patch.setenv("RAYPP_STORE_PATIENCE_S", "0.3")
+        patch.setenv("RAYPP_STORE_TIMEOUT_S", "0.3")
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def _truthful(place: FaultProxy) -> Iterator[None]:
+    yield
+    place.clear()
+
+
+def command(name: str, out: Path) -> int:
+    """Runs a command; for `submit`, its questions to the store, which a cluster would precede."""
+    if name != "submit":
+        words = {"RUN": f"s3://{BUCKET}/{PREFIX}/model", "OUT": str(out)}
+        return raypp([words.get(word, word) for word in COMMANDS[name]])
+    with bounded_command():
+        store = open_store(f"s3://{BUCKET}/{PREFIX}")
+        try:
+            store.probe()
+            store.limitations()
+            store.head("model/spec.json")
+        except StoreError as error:
+            assert error.problems[0].key and error.problems[0].what
+            return error.exit_code
+    return 0
+
+
+def test_every_command_succeeds_on_the_store_when_it_tells_the_truth(place: FaultProxy, tmp_path: Path) -> None:
+    assert {name: command(name, tmp_path / "out") for name in COMMANDS} == dict.fromkeys(COMMANDS, 0)
+
+
+def tell(
+    place: FaultProxy, lie: str, commands: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> list[tuple[str, int, str]]:
+    """Runs commands on a store that lies; returns what each said."""
+    place.add(LIES[lie][0], times=None, lie=LIES[lie][1])
+    said = []
+    for name in commands:
+        capsys.readouterr()
+        begun = time.monotonic()
+        code = command(name, out / name)
+        spent = time.monotonic() - begun
+        text = capsys.readouterr()
+        both = text.out + text.err
+        assert spent < BOUND_S, f"{name} took {spent:.1f} s: {both[-500:]}"
+        assert code in (0, 1, 2, 3) and "internal error" not in both and "Traceback" not in both, (name, both)
+        assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in both), (name, both)
+        said.append((name, code, both))
+    return said
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_ends_commands_soon_and_in_words(
+    lie: str, place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command per lie, in turns; those that meet it."""
+    names = ("verify", "submit") if lie.startswith("heads of ") else ("submit",) if "writes" in lie else tuple(COMMANDS)
+    tell(place, lie, [names[list(LIES).index(lie) % len(names)]], tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_ends_every_command_soon_and_in_words(
+    lie: str, place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell(place, lie, list(COMMANDS), tmp_path, capsys)
+
+
+def test_an_error_says_how_often_and_how_long_the_store_was_asked(
+    place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "1")
+    for lie in ("503 for ever", "bodies cut short"):
+        [(_, code, said)] = tell(place, lie, ["verify"], tmp_path, capsys)
+        assert code == 3
+        assert re.search(r"tried \d+ times in 1 s", said)
+        place.clear()
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        ("a listing that continues with the same token", "does not move on"),
+        ("a listing of new tokens and the same keys", "does not move on"),
+        ("a listing of one new key a page", "did not end|does not end"),
+        ("listed sizes below 0", "has -1 bytes"),
+        ("listings of another kind", "is not a listing"),
+        ("listings without end", "more than 4,194,304 bytes"),
+        ("bodies of another range", "were asked for"),
+        ("redirects to itself (302)", "answered 302"),
+        ("errors with control characters", r"Bad\\x9b"),
+    ],
+)
+def test_an_error_names_the_lie(
+    lie: str, words: str, place: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAYPP_STORE_TIMEOUT_S", "5")
+    [(_, code, said)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
+    assert code == 3
+    assert re.search(words, " ".join(said.split())), said
+
+
+def test_a_redirect_takes_no_credentials_elsewhere(
+    place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fault_proxy(place.upstream) as elsewhere:
+        for status in (301, 302, 307, 308):
+            place.add(lambda _: True, times=None, lie=redirect(status, elsewhere.endpoint))
+            assert command("status", tmp_path) == 3
+            place.clear()
+        assert not elsewhere.seen
+
+
+def test_training_stays_as_patient_as_it_was(place: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget outside of a command: a store that fails for longer is asked until it answers."""
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "20")
+    store = open_store(f"s3://{BUCKET}/{PREFIX}")
+    assert isinstance(store, S3Store)
+    assert store.patience == Patience(20.0, 20.0, None)
+    fault = place.add(lambda _: True, times=3, status=503, code="SlowDown")
+    assert store.head("model/spec.json") is not None
+    assert fault.hits == 3
+
+
+def test_a_large_object_is_read_in_ranges_from_a_server_that_ignores_ranges(place: FaultProxy) -> None:
+    store = open_store(f"s3://{BUCKET}/{PREFIX}")
+    store.put("numbers", bytes(range(256)) * 1000)
+    place.add(
+        lambda request: request.method == "GET",
+        times=None,
+        lie=lambda client, _, __: answer(client, 200, {}, bytes(range(256)) * 1000),
+    )
+    assert store.get("numbers", 1000, 1010) == bytes(range(232, 242))
+    assert store.get("numbers", 255_990) == bytes(range(246, 256))
+    assert store.get("numbers", 255_999, 300_000) == b"\xff"
+    assert store.get("numbers", 256_000, 300_000) == b""

@@ -1,0 +1,141 @@
+"""Commands print by `output.py` and `console.py` only, and these show whatever they are given."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+from pathlib import Path
+
+import nasty_world as nasty
+import pytest
+import rich.table
+from rich.cells import cell_len
+from rich.console import Group
+from rich.padding import Padding
+
+import raypp.cli
+from raypp.cli.console import LONGEST_CELL, Console, Lines, Table, Text
+from raypp.cli.error_view import show_error
+from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.errors import JobError, Problem
+
+FOLDER = Path(raypp.cli.__file__).parent
+OWN = {"output.py", "console.py"}
+FORBIDDEN = {
+    "click.echo", "click.secho", "click.style", "click.echo_via_pager", "click.prompt", "click.confirm", "print",
+    "sys.stdout.write", "sys.stderr.write", "traceback.print_exc", "traceback.print_exception",
+}  # fmt: skip
+FORBIDDEN_IMPORTS = {
+    "rich.print", "rich.get_console", "rich.console.Console", "rich.text", "rich.text.Text", "rich.table",
+    "rich.table.Table", "rich.markup", "rich.pretty", "rich.traceback", "rich.logging", "pprint",
+}  # fmt: skip
+
+
+def other_ways(source: str) -> list[str]:
+    """Returns what prints past the two modules in a source."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in FORBIDDEN:
+                found.append(name)
+            # Without a console these two print to Rich's own.
+            if name in ("Live", "Progress", "Status") and "console" not in {one.arg for one in node.keywords}:
+                found.append(f"{name} without console=")
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+            found += sorted(names & FORBIDDEN_IMPORTS)
+        elif isinstance(node, ast.Import):
+            found += sorted({one.name for one in node.names} & (FORBIDDEN_IMPORTS | {"rich"}))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_command_prints_by_the_two_modules(path: Path) -> None:
+    if path.name not in OWN:
+        assert other_ways(path.read_text()) == []
+
+
+def test_other_ways_are_found() -> None:
+    source = (
+        "import click, rich\nfrom rich.console import Console\nfrom rich.text import Text\n"
+        "click.echo('a')\nprint('b')\nLive('c')\n"
+    )
+    assert sorted(other_ways(source)) == sorted(
+        ["rich", "rich.console.Console", "rich.text", "rich.text.Text", "click.echo", "print", "Live without console="]
+    )
+
+
+def drawn(*things: object, width: int = 100, **options: object) -> str:
+    screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
+    screen.print(*things, **options)
+    shown = screen.file
+    assert isinstance(shown, io.StringIO)
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+def test_whatever_rich_prints_is_shown(text: str) -> None:
+    table = Table(title=text, caption=text)
+    styled_twice = Text(text, "red") + Text(text, "blue")
+    table.add_column(text, overflow="fold")
+    table.add_column("number")
+    for cell in (text, Text(text), Text(text, "red"), Text.assemble("a", (text, "bold"), text), styled_twice):
+        table.add_row(cell, text)
+    joined = Text("  ").join([Text(text), Text("a") + text])
+    for thing in (text, Text(text), table, Group(text, table), Padding(text, (0, 2)), joined):
+        shown = drawn(thing)
+        assert nasty.faults(shown, coloured=True) == []
+        assert nasty.MARK in shown
+        assert nasty.faults(drawn(thing, style="bold", soft_wrap=True), coloured=True) == []
+    assert nasty.faults(drawn("a", text, Text(text), sep=" ", end="\n"), coloured=True) == []
+    assert nasty.faults(drawn(Lines(text, "green")).replace("FORGED", ""), coloured=True) == []
+
+
+@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+def test_rows_of_a_table_stay_rows_within_the_width(text: str) -> None:
+    table = Table(box=None)
+    table.add_column("name", overflow="fold")
+    table.add_column("size", no_wrap=True)
+    for size in range(3):
+        table.add_row(text, f"{size} kB")
+    lines = [line for line in drawn(table, width=LONGEST_CELL * 2 + 20).splitlines() if line.strip()]
+    bare = [nasty._SGR.sub("", line).rstrip() for line in lines]
+    assert all(cell_len(line) <= LONGEST_CELL * 2 + 20 for line in bare)
+    assert sum(" kB" in line for line in bare) == 3
+    ends = {cell_len(line) for line in bare if " kB" in line}
+    assert len(ends) == 1
+
+
+def test_a_layout_does_not_truncate() -> None:
+    grid = Table.grid()
+    grid.add_row("x" * 300)
+    assert drawn(grid, width=400).strip() == "x" * 300
+    assert isinstance(grid, rich.table.Table)
+
+
+def test_markup_is_text() -> None:
+    assert drawn("[bold]x[/bold] [/] :warning:").strip() == "[bold]x[/bold] [/] :warning:"
+    assert len(Text("x" * 5)) == 5
+
+
+@pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
+def test_lines_and_json_are_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    echo("a ", styled(text, fg="red"), text)
+    shown = capsys.readouterr().out
+    assert nasty.faults(shown) == []
+    assert shown.count("\n") == 1
+    echo_lines(f"a {text}", err=True)
+    assert "\x1b" not in capsys.readouterr().err
+    echo_json({text: [text]})
+    shown = capsys.readouterr().out
+    assert nasty.faults(shown) == [] and shown.isascii() and shown.count("\n") == 1
+    assert json.loads(shown) == {text: [text]}
+
+
+def test_lines_of_an_error_cannot_pose_as_another_one(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error(JobError(Problem("a\nb", "what\nfix: no", "yes\nother: error", "job.yaml:1")))
+    assert capsys.readouterr().err.splitlines() == [
+        "job.yaml:1 a", "    b: what", "    fix: no", "  fix: yes", "    other: error",
+    ]  # fmt: skip

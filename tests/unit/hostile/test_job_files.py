@@ -1,0 +1,212 @@
+"""Whatever a job file says, the answer is a plan or problems with their places: soon, and in little
+memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.cli.load_job import load_checked_job
+from raypp.cli.main import cli
+from raypp.errors import JobError, RayppError
+from raypp.planning.check import check_plan, divisors
+from raypp.planning.plan import make_plan
+from raypp.spec import limits
+from raypp.spec.load import job_document, load_job, parse_job
+from tests.unit.hostile.job_cases import Case, name_cases, number_cases, override_cases, text_cases
+
+MOST_S = 5.0
+"""Seconds of CPU. What is measured outside tests is below 2."""
+
+LARGE = ("50-MB", "100000-ranks", "=100000", "layers-10000", "large-", "larger-", "layers-1000-", "layers-200", "1e4-layers",
+         "experts-10000", "lora-targets", "window-layers", "num_layers=10000", "experts-mlp", "offload",
+         "200-KB-of-k", "200-KB-of-e", "200-KB-of-t", "200-KB-of-d", "200-KB-of-w", "200-KB-of-a")  # fmt: skip
+"""Cases that take seconds, or megabytes: `test_large_plans` has some."""
+
+
+def table(cases: list[Case]) -> list[object]:
+    return [pytest.param(*case[1:], id=case[0]) for case in cases if not any(word in case[0] for word in LARGE)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(data: bytes, overrides: tuple[str, ...]) -> None:
+    """Loads, checks and plans a job. Every problem has a place, a fix and a bounded length."""
+    Path("job.yaml").write_bytes(data)
+    begun = time.process_time()
+    try:
+        file = load_checked_job("job.yaml", overrides)
+        make_plan(file.job).as_dict()
+        assert parse_job(job_document(file.job)) == file.job
+    except RayppError as error:
+        assert len(error.problems) <= 2 * limits.PROBLEMS + 1
+        for problem in error.problems:
+            assert problem.where or problem.key, str(problem)
+            assert problem.fix, str(problem)
+            assert len(problem.what) < 20_000 and len(problem.where) < 300
+    assert time.process_time() - begun < MOST_S
+
+
+@pytest.mark.parametrize(("data", "overrides"), table(list(text_cases())))
+def test_texts(data: bytes, overrides: tuple[str, ...]) -> None:
+    plan(data, overrides)
+
+
+@pytest.mark.parametrize(("data", "overrides"), table(list(override_cases())))
+def test_overrides(data: bytes, overrides: tuple[str, ...]) -> None:
+    plan(data, overrides)
+
+
+@pytest.mark.parametrize(("data", "overrides"), table(list(number_cases())))
+def test_numbers(data: bytes, overrides: tuple[str, ...]) -> None:
+    plan(data, overrides)
+
+
+NAMES = [case for case in name_cases() if not case[0].startswith(("data.", "checkpoint", "from_hf", "schedule"))]
+"""Without paths: they are tested with what reads them."""
+
+
+@pytest.mark.parametrize(("data", "overrides"), table(NAMES))
+def test_names(data: bytes, overrides: tuple[str, ...]) -> None:
+    if "model.kind" not in str(overrides):  # its module would be built in another process
+        plan(data, overrides)
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    Path("job.yaml").write_text(text)
+    with pytest.raises(JobError) as caught:
+        load_checked_job("job.yaml", overrides)
+    return [f"{problem.where} {problem.key}: {problem.what}" for problem in caught.value.problems]
+
+
+def test_limits_are_told_with_their_lines() -> None:
+    head = "name: a\ndata: {kind: synthetic}\n"
+    assert problems(f"{head}mesh: {{pp: {'9' * 5000}}}\n") == [
+        "job.yaml:3 mesh.pp: is a number of 5,000 characters; at most 40 are read"
+    ]
+    assert problems(f"{head}train:\n  steps: 1000000000000000000\n") == [
+        "job.yaml:4 train.steps: must be at most 1,000,000,000,000, is 1000000000000000000"
+    ]
+    assert problems(f"{head}x: {'[' * 40}") == ["job.yaml:3 : sections and lists are nested more than 32 levels deep"]
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmn", "bcdefghijklmno", strict=True)
+    )
+    (told,) = problems(bomb)
+    assert "more than 15,000 values, those that aliases repeat included" in told
+    assert problems(head, "mesh.pp=100000") == [
+        "--set mesh.pp=100000 mesh.pp: mesh.pp 100,000 are 100,000 stages; a pipeline has at most 1,024"
+    ]
+    assert problems(head, "mesh.fsdp=100000", "mesh.cp=100") == [
+        "--set mesh.fsdp=100000 mesh: has 10,000,000 ranks; at most 131,072 are possible"
+    ]
+    (told,) = problems(head, "pipeline.microbatches=200000")
+    assert "make 400,000 actions; a program has at most 250,000" in told
+
+
+def test_the_first_problems_are_listed_and_the_others_counted() -> None:
+    found = problems("name: a\ndata: {kind: synthetic}\n" + "".join(f"key{i}: 1\n" for i in range(1000)))
+    assert len(found) == limits.PROBLEMS + 1
+    assert found[0].startswith("job.yaml:3 key0") and found[-1] == "job.yaml:52 : and 950 more problems"
+
+
+@pytest.mark.parametrize(("kind", "make"), [("a FIFO", os.mkfifo), ("a directory", os.mkdir)])
+def test_a_job_file_is_a_regular_file(kind: str, make: object) -> None:
+    make("job")  # type: ignore[operator]
+    for path in ("job", "/dev/zero") if kind == "a FIFO" else ("job",):
+        with pytest.raises(JobError, match=rf"{path}: is a "):
+            load_job(path)
+
+
+@pytest.mark.parametrize("lines", [8_000, 3_000_000])
+def test_a_job_file_beyond_the_limit_is_not_read(lines: int) -> None:
+    Path("job.yaml").write_bytes(b"name: a\n" + b"# comment, and more of it, until the limit is passed\n" * lines)
+    with pytest.raises(JobError, match=r"job.yaml: has more than 262,144 bytes"):
+        load_job("job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("mesh", "pp"), 10**500),
+        (("train", "steps"), 10**18),
+        (("model", "x"), float("inf")),
+        (("data", "path"), "a\0"),
+        (("data", "path"), "\ud800"),
+        (("resources", "env"), {"k" * 1000: "1"}),
+        (("resources", "env"), {f"k{i}": "1" for i in range(100_000)}),
+        (("model", "rope"), reduce(lambda inner, _: [inner], range(60), [0])),
+        (("pipeline", "layers_per_stage"), ["x"] * 20_000),
+    ],
+)
+def test_a_stored_job_has_the_same_limits(where: tuple[str, str], value: object) -> None:
+    document = job_document(parse_job({"name": "a"}))
+    document["model"]["kind"] = "module:function"
+    document[where[0]][where[1]] = value
+    with pytest.raises(JobError):
+        parse_job(document)
+
+
+def test_limits_refuse_no_real_job() -> None:
+    """A world, a model and a schedule several times larger than any that is known."""
+    numbers = {"num_layers": 1000, "hidden_size": 65536, "num_heads": 512, "ffn_size": 262144, "vocab_size": 2_000_000}
+    job = parse_job(
+        {
+            "name": "a",
+            "model": numbers,
+            "data": {"kind": "synthetic", "seq_len": 10_000_000},
+            "mesh": {"pp": 128, "dp_replicate": 16, "fsdp": 64},
+            "pipeline": {"microbatches": 512, "schedule": "1f1b"},
+            "train": {"steps": 10_000_000},
+        }
+    )
+    assert check_plan(job) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh.fsdp=100000",),
+        ("model.num_layers=10000", "mesh.pp=100", "mesh.fsdp=8", "pipeline.microbatches=4", "pipeline.schedule=gpipe"),
+    ],
+)
+def test_large_plans(overrides: tuple[str, ...]) -> None:
+    Path("job.yaml").write_text("name: a\ndata: {kind: synthetic}\n")
+    make_plan(load_checked_job("job.yaml", overrides).job)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "1e-308", "0", "x"])
+@pytest.mark.parametrize("option", ["--link-gbps", "--search-time", "--per-node"])
+def test_options_of_plan_are_numbers_within_limits(option: str, value: str) -> None:
+    Path("job.yaml").write_text("name: a\ndata: {kind: synthetic}\nmesh: {pp: 2}\n")
+    result = CliRunner().invoke(cli, ["plan", "job.yaml", option, value])
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+_TEXT = st.text(st.sampled_from("ab:-?[]{}&*!|>'\"%#,<~ \n\t\\0.e9"), max_size=60)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(_TEXT, st.lists(_TEXT, max_size=2))
+def test_any_text(text: str, overrides: list[str]) -> None:
+    Path("any.yaml").write_text("name: a\ndata: {kind: synthetic}\n" + text)
+    try:
+        load_job("any.yaml", overrides)
+    except JobError as error:
+        assert all(problem.where or problem.key for problem in error.problems)

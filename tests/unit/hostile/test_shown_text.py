@@ -1,0 +1,233 @@
+"""No command prints a control character that it did not make, or obeys markup, whoever wrote the
+text: names of runs, tensors, nodes and files, messages, logs, values, and servers' answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+import nasty_world as nasty
+import pytest
+from rich.cells import cell_len
+
+from raypp.cli import doctor_command, live, parity_command, run_commands
+from raypp.cli.console import Console
+from raypp.cli.main import run
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
+from raypp.control.client import answer_in
+from raypp.doctor.findings import Finding, Severity
+from raypp.errors import Problem
+from raypp.observe.reader import RunReader
+from raypp.storage import open_store
+from raypp.untrusted.text import VisibleFormatter, shell_word
+
+WIDTH = 100
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module", params=nasty.GROUPS, ids=str)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Returns the hostile text and the folder in which it is everywhere."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "w").mkdir()
+    nasty.write_world(folder / "w", folder / "home", nasty.GROUPS[request.param])
+    return nasty.GROUPS[request.param], folder
+
+
+@pytest.fixture
+def text(world: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    text, folder = world
+    monkeypatch.setenv("RAYPP_HOME", str(folder / "home"))
+    monkeypatch.setenv("RAYPP_ADDRESS", NOWHERE)
+    monkeypatch.chdir(folder / "w")
+    return text
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "coloured"])
+def coloured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if request.param:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+    else:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    return bool(request.param)
+
+
+def test_commands_show_text_of_others(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, shown = [], set()
+    for arguments in nasty.commands(text):
+        code = run(arguments)
+        told = capsys.readouterr()
+        found = nasty.faults(told.out, coloured=coloured)
+        found += nasty.faults(told.err, coloured=coloured, live=coloured)  # a bar of progress
+        found += [f"exit code {code}"] * (code not in (0, 1, 2, 3, 4))
+        bad += [(arguments[:3], found)] if found else []
+        if nasty.MARK in told.out + told.err:
+            shown.add(" ".join(arguments[:2]))
+        if not coloured and arguments[0] in ("status", "list") and code == 0:
+            assert max(map(cell_len, told.out.splitlines())) <= WIDTH, arguments
+    assert bad == []
+    assert {"status a", "events a", "logs a", "list", "plan values.yaml"} <= shown
+
+
+def test_json_commands_print_json(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in nasty.json_commands(text):
+        assert run(arguments) in (0, 1)
+        told = capsys.readouterr()
+        assert nasty.faults(told.out) == []  # JSON has no colours
+        assert nasty.faults(told.err, coloured=coloured, live=coloured) == []
+        lines = told.out.splitlines()
+        assert lines and all(json.loads(line) is not None for line in lines), arguments
+        assert len(lines) == (2 if arguments[0] == "history" else 1)
+
+
+def test_tracebacks_show_text_of_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "values.yaml", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and nasty.MARK in told
+    assert nasty.faults(told.replace("Traceback", "").replace("FORGED", "")) == []
+
+
+def test_every_line_of_a_log_has_a_short_tag(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["logs", "a"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(" | " in line for line in lines)
+    assert all(cell_len(line.partition(" | ")[0]) <= 24 for line in lines)
+
+
+def test_colours_of_a_log_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RAYPP_ADDRESS", NOWHERE)
+    store = open_store(str(tmp_path))
+    nasty.write_run(store, "a", "\x1b[1;31mred\x1b[0m\t10%\r20%\x1b[K\r100%")
+    run(["logs", f"{tmp_path}/a", "--rank", "0"])
+    assert capsys.readouterr().out == "pp0 | red\t10%\npp0 | 20%\\x1b[K\npp0 | 100%\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_live_view_shows_text_of_others(text: str, world: tuple[str, Path], terminal: bool) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=terminal, width=WIDTH)
+    place = RunPlace("s", "a", None)
+    reader = RunReader(open_store("s"), "a")
+    view = live.LiveView(screen, poll_s=0.01)
+    status = view.follow(place, reader)
+    view.summary(RunPlace("s", text, None), status, reader.history(), reader.events())
+    screen.print(view._waiting_text())
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert nasty.faults(shown, coloured=terminal, live=terminal) == []
+    assert nasty.MARK in shown
+
+
+def report(text: str) -> dict[str, Any]:
+    """Returns a report of `raypp doctor` in which all that a node tells is hostile."""
+    node = {
+        "ip": text, "hostname": text, "python": text, "packages": {"torch": text, "ray": text}, "torch": None,
+        "interfaces": [{"name": text, "address": text, "mbps": 1000}], "memory_free": 1, "shm_free": 1, "disk_free": 1,
+        "cpus": 1.0, "gpus": 0,
+    }  # fmt: skip
+    gpu = {"kind": text, "flops": 1e12, "memory": 1, "capability": [text, 0]}
+    other = {**node, "ip": f"b{text}", "torch": {"torch": text, "devices": [gpu], "driver": text, "nccl": text}}
+    link = {"from": text, "to": f"b{text}", "interface": text, "gbps_out": 1.0, "gbps_in": 1.0, "latency_ms": 1.0}
+    store = {"url": text, "nodes": [{"ip": text, "error": text}, {"ip": text, "up_mbps": 1.0, "down_mbps": 1.0}]}
+    nodes = [node, other, {"ip": f"c{text}", "hostname": text, "error": text}]
+    links = [link, {"from": text, "to": f"c{text}", "error": text}]
+    return {"nodes": nodes, "links": links, "store": store}
+
+
+def test_doctor_shows_what_nodes_tell(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor_command._show(report(text), [Finding(Severity.BREAKS, Problem(text, text, text, text))], True)
+    shown = capsys.readouterr().out
+    assert nasty.faults(shown, coloured=coloured) == []
+    assert nasty.MARK in shown
+
+
+def test_parity_shows_names_of_parameters(text: str) -> None:
+    from raypp.spec.load import parse_job
+
+    job = parse_job({"name": "a", "model": {}, "data": {"kind": "synthetic"}})
+    answer = {
+        "steps": [], "bitwise": False, "passed": False, "max_error": 1.0, "tolerance": 0.1,
+        "parameters": [{"name": text, "gradient_error": 1.0, "weight_error": 0.0}],
+    }  # fmt: skip
+    screen = Console(file=io.StringIO(), width=WIDTH)
+    screen.print(parity_command.parity_view(job, answer))
+    assert isinstance(screen.file, io.StringIO)
+    assert nasty.faults(screen.file.getvalue()) == []
+
+
+def jobs(text: str) -> bytes:
+    facts = {"raypp_run": text, "raypp_url": "s"}
+    return json.dumps([{"submission_id": text, "start_time": 1, "status": text, "metadata": facts}]).encode()
+
+
+@pytest.mark.parametrize("status", [200, 403, 500])
+def test_answers_of_a_cluster_are_shown(
+    text: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = text.encode("utf-8", "surrogatepass")
+    with nasty.server(body, status, [("/api/jobs/", jobs(text))]) as url:
+        monkeypatch.setenv("RAYPP_ADDRESS", url)
+        for arguments in (
+            ["list"], ["submit", "good.yaml", "--dry-run"], ["doctor"], ["save", "a"], ["stop", "a"], ["status", "a"],
+        ):  # fmt: skip
+            assert run(arguments) in (0, 1, 2, 3, 4)
+            told = capsys.readouterr()
+            assert nasty.faults(told.out + told.err) == [], arguments
+
+
+def test_the_log_of_a_ray_job_is_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = json.dumps({"logs": text, "status": "FAILED", "message": text}).encode()
+    with nasty.server(log) as url:
+        watch = run_commands._JobWatch(Cluster(url, Dashboard(url)), RunPlace("s", "a", url, text))
+        assert watch.tail_log() == 1
+    told = capsys.readouterr().out
+    assert nasty.MARK in told
+    assert nasty.faults(told.replace("FORGED", "")) == []
+
+
+def test_a_line_that_is_no_answer_is_passed_over() -> None:
+    assert answer_in('{"found": true}\n{broken', "") == {"found": True}
+
+
+def s3_error(text: str) -> bytes:
+    told = "".join(f"&#{ord(one)};" if one in "<>&" else one for one in text)
+    return f"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>{told}</Message></Error>".encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def test_error_messages_of_s3_are_shown(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "c"}.items():
+        monkeypatch.setenv(name, value)
+    with nasty.server(s3_error(text), 403) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        assert run(["status", "s3://bucket/a"]) in (1, 2, 3)
+    told = capsys.readouterr()
+    assert nasty.faults(told.out + told.err) == []
+
+
+def test_commands_to_paste_are_words(text: str) -> None:
+    for status in ("FAILED", "RUNNING", "SUCCEEDED", "STOPPED"):
+        facts = {"state": status, "checkpoint": text}
+        for command, _ in live.next_commands(RunPlace("s", text, None), facts):
+            words = shlex.split(command)
+            assert words[0] == "raypp"
+            assert sum("zqx" in word for word in words) == 1
+            assert words[1:2] != ["owned"] and len(words) <= 8
+    assert len(shlex.split(f"--set {shell_word(text)}")) == 2
+
+
+def test_a_warning_of_a_library_is_shown(text: str) -> None:
+    record = logging.LogRecord("botocore", logging.WARNING, "", 1, "said %s", (text,), None)
+    assert nasty.faults(VisibleFormatter().format(record)) == []
