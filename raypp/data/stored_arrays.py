@@ -17,6 +17,7 @@ from raypp.untrusted.text import visible
 
 _MAGIC, _VERSION_AT, _LENGTH_AT = b"\x93NUMPY", 6, 8
 _MOST_HEADER = 1 << 16
+_SHOWN = 300
 _META = Bounds(size=4096)
 
 
@@ -52,7 +53,7 @@ def map_array(path: Path, place: str, name: str = "", fix: str = "write it with 
     try:
         found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy raises many types, tokenize's among them
-        raise DataError(Problem(place, f"{what}{visible(in_words(error))}", fix)) from error
+        raise DataError(Problem(place, f"{what}{visible(in_words(error)[:_SHOWN])}", fix)) from error
     return found
 
 
