@@ -27,8 +27,9 @@ train: {steps: 5, optimizer: {lr: 3e-4}}
 resources: {env: {A: '1'}}
 """
 _WORDS = (
-    b"&a", b"*a", b"<<: *mesh", b"!!python/object:os.system", b"!!int", b"? ", b"- ", b"---\n", b"|\n", b">\n", b"%YAML 1.2\n",
-    b"[", b"]", b"{", b"}", b'"\\ud800"', b'"\\0"', b".inf", b".nan", b"1e308", b"0x", b"9" * 50, b"auto", b"null", b"\xef\xbb\xbf",
+    b"&a", b"*a", b"<<: *mesh", b"!!python/object:os.system", b"!!int", b"? ", b"- ", b"---\n", b"|\n", b">\n",
+    b"[", b"]", b"{", b"}", b'"\\ud800"', b'"\\0"', b".inf", b".nan", b"1e308", b"0x", b"9" * 50, b"auto", b"null",
+    b"%YAML 1.2\n", b"\xef\xbb\xbf",
 )  # fmt: skip
 
 

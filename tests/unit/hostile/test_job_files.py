@@ -25,8 +25,8 @@ from tests.unit.hostile.job_cases import Case, name_cases, number_cases, overrid
 MOST_S = 5.0
 """Seconds of CPU. What is measured outside tests is below 2."""
 
-LARGE = ("50-MB", "100000-ranks", "=100000", "layers-10000", "large-", "larger-", "layers-1000-", "layers-200", "1e4-layers",
-         "experts-10000", "lora-targets", "window-layers", "num_layers=10000", "experts-mlp", "offload",
+LARGE = ("50-MB", "100000-ranks", "=100000", "layers-10000", "large-", "larger-", "layers-1000-", "layers-200",
+         "1e4-layers", "experts-10000", "lora-targets", "window-layers", "num_layers=10000", "experts-mlp", "offload",
          "200-KB-of-k", "200-KB-of-e", "200-KB-of-t", "200-KB-of-d", "200-KB-of-w", "200-KB-of-a")  # fmt: skip
 """Cases that take seconds, or megabytes: `test_large_plans` has some."""
 
