@@ -28,8 +28,8 @@ only has to detect accidents."""
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-BOUNDS = Bounds(size=64 << 20, values=500_000)
-"""Of a header: about 30,000 tensors, and the checksums of half a TB."""
+BOUNDS = Bounds(size=128 << 20, values=1_000_000)
+"""Of a header: about 60,000 tensors, and the checksums of 1 TB."""
 _ADVICE = "use an older checkpoint (a resume does so by itself)"
 Shape = tuple[Count, ...]
 _PYTHON = ("", "int", "float", "bool")
@@ -206,6 +206,11 @@ def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> b
             "data_offsets": [entry.begin, entry.end],
         }
     header = json.dumps(document, separators=(",", ":")).encode()
+    if not BOUNDS.hold(header):
+        raise CheckpointError(
+            f"a rank's {len(entries):,} tensors need a larger header than any reader accepts",
+            "spread the layers over more pipeline stages",
+        )
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 _CHECK_BYTES = 8 << 20
 _SIZES = ("data_size", "data_crc", "tail_size", "tail_crc")
-TAIL = Bounds(size=64 << 20, values=500_000)
-"""Of a tail: about 30,000 tensors."""
+TAIL = Bounds(size=128 << 20, values=1_000_000)
+"""Of a tail: about 60,000 tensors."""
 
 
 class Slot:

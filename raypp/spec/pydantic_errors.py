@@ -49,7 +49,7 @@ def problems_of(error: ValidationError, document: Any) -> tuple[list[Problem], i
     return list(problems.values()), len(others)
 
 
-def _too_large(path: KeyPath, value: Any, most: float) -> Problem:
+def _too_large(path: KeyPath, value: Any, most: Any) -> Problem:
     words = f"{most:,}" if isinstance(most, int) else f"{most:g}"
     return Problem(dotted(path), f"must be at most {words}, is {shown(value)}", f"use a number up to {words}")
 

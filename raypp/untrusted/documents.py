@@ -46,6 +46,10 @@ class Bounds:
     size: int = 16 << 20
     values: int = 300_000
 
+    def hold(self, data: bytes) -> bool:
+        """Returns whether a text is within them. Writers ask, so that it can be read."""
+        return len(data) <= self.size and _values(data) <= self.values
+
 
 def parse_json(
     data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
@@ -120,9 +124,13 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 def _check_bounds(data: bytes, place: str, bounds: Bounds, error: type[RayppError], fix: str) -> None:
     if len(data) > bounds.size:
         _fail(error, place, f"has {len(data):,} bytes; at most {bounds.size:,} are read", fix)
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    values = _values(data)
     if values > bounds.values:
         _fail(error, place, f"has about {values:,} values; at most {bounds.values:,} are read", fix)
+
+
+def _values(data: bytes) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def described(details: Any) -> str:

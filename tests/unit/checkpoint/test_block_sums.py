@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.checkpoint.tensor_file import BLOCK_BYTES, BlockSums, block_digest
+from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, TensorEntry, block_digest, header_size
+from raypp.errors import CheckpointError
 from raypp.storage.byte_source import MemorySource
 
 SIZE = 3 * BLOCK_BYTES + 777
@@ -43,3 +45,10 @@ def test_a_source_of_several_buffers_sums_over_their_borders(one: int, other: in
         MemorySource((1000, SIZE - 1000), buffers.__getitem__, crc32=crc32),
     ):
         assert source.crc32(start, end) == zlib.crc32(DATA[start:end])
+
+
+def test_a_header_that_no_reader_accepts_is_not_written() -> None:
+    entries = [TensorEntry(f"t{i}", "F32", (1,), 4 * i, 4 * i + 4, (1,), (0,)) for i in range(100_000)]
+    with pytest.raises(CheckpointError, match="100,000 tensors need a larger header"):
+        header_size(entries, 400_000, {})
+    assert header_size(entries[:50_000], 200_000, {}) < BOUNDS.size
