@@ -42,6 +42,9 @@ class _Yaml12Loader(yaml.SafeLoader):
             raise _LimitError.of_values(self.get_mark())
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
+            # JSON writes a character beyond U+FFFF as two escapes, which PyYAML does not join.
+            node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return node
 
 

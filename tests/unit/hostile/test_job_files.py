@@ -19,6 +19,7 @@ from raypp.errors import JobError, RayppError
 from raypp.planning.check import check_plan, divisors
 from raypp.planning.plan import make_plan
 from raypp.spec import limits
+from raypp.spec.document import read_document
 from raypp.spec.load import job_document, load_job, parse_job
 from tests.unit.hostile.job_cases import Case, name_cases, number_cases, override_cases, text_cases
 
@@ -173,6 +174,7 @@ def test_limits_refuse_no_real_job() -> None:
     assert check_plan(job) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -210,3 +212,8 @@ def test_any_text(text: str, overrides: list[str]) -> None:
         load_job("any.yaml", overrides)
     except JobError as error:
         assert all(problem.where or problem.key for problem in error.problems)
+
+
+def test_a_character_that_json_writes_as_two_escapes_is_read() -> None:
+    document = read_document('name: "\\ud83d\\ude80"\n"\\ud83d\\ude80": 1\n', "job.yaml")
+    assert document.value == {"name": "\U0001f680", "\U0001f680": 1} and not document.problems

@@ -163,8 +163,8 @@ def test_a_header_that_does_not_describe_its_object_is_told(said: str, change: C
 
 def test_a_header_with_too_many_tensors_or_too_large_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
     one = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
-    many = b"{" + b"".join(one % number for number in range(100_000)) + b'"":{}}'
-    with pytest.raises(CheckpointError, match="values; at most 500,000 are read"):
+    many = b"{" + b"".join(one % number for number in range(200_000)) + b'"":{}}'
+    with pytest.raises(CheckpointError, match="values; at most 1,000,000 are read"):
         decode_header(len(many).to_bytes(8, "little") + many, OBJECT, len(many) + 8)
     commit = changed(COMMIT, lambda d: d["objects"][1].update(size=10**15, header_size=10**14))
     with replaced(**{COMMIT: commit}) as store:

@@ -75,7 +75,8 @@ def test_commands_show_text_of_others(text: str, coloured: bool, capsys: pytest.
         if not coloured and arguments[0] in ("status", "list") and code == 0:
             assert max(map(cell_len, told.out.splitlines())) <= WIDTH, arguments
     assert bad == []
-    assert {"status a", "events a", "logs a", "list", "plan values.yaml"} <= shown
+    refused = {"plan values.yaml"} if "\0" in text else set()  # a job file has no NUL
+    assert {"status a", "events a", "logs a", "list", "plan values.yaml"} - refused <= shown
 
 
 def test_json_commands_print_json(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +97,7 @@ def test_json_commands_print_json(text: str, coloured: bool, capsys: pytest.Capt
 def test_tracebacks_show_text_of_others(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "values.yaml", "--debug"]) == 2
     told = capsys.readouterr().err
-    assert "Traceback" in told and nasty.MARK in told
+    assert "Traceback" in told and (nasty.MARK in told or "contains a NUL character" in told)
     assert nasty.faults(told.replace("Traceback", "").replace("FORGED", "")) == []
 
 
