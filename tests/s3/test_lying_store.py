@@ -87,7 +87,11 @@ def command(name: str, out: Path) -> int:
     return 0
 
 
-def test_every_command_succeeds_on_the_store_when_it_tells_the_truth(place: FaultProxy, tmp_path: Path) -> None:
+def test_every_command_succeeds_on_the_store_when_it_tells_the_truth(
+    place: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "30")
+    monkeypatch.setenv("RAYPP_STORE_TIMEOUT_S", "30")
     assert {name: command(name, tmp_path / "out") for name in COMMANDS} == dict.fromkeys(COMMANDS, 0)
 
 
