@@ -52,15 +52,21 @@ def _widths(job: Job) -> _Widths:
     model = job.model
     largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    family = family_of(model) or FAMILIES["llama"]
-    known = {"q_norm": queries, "k_norm": keys}
-    norms = [weight.name.split(".")[-2] for weight in family.weights(model, 0) if weight.part == "norm"]
-    normed = sum(known.get(name, model.hidden_size) for name in norms)
+    normed = _normed(model)
     if model.stage_ends().gain_from_zero:  # computed in fp32
         normed = normed * 4 // activation_bytes(job)
     ruled = _ruled(model, job.data.seq_len)
     rows = 2 * largest.sent * model.hidden_size
     return _Widths(model.hidden_size, queries, keys, largest.inner, rows, normed, queries if ruled else 0)
+
+
+@lru_cache(maxsize=64)
+def _normed(model: DecoderOptions) -> int:
+    """Returns the widths of what the norms of a layer take."""
+    known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
+    family = family_of(model) or FAMILIES["llama"]
+    norms = [weight.name.split(".")[-2] for weight in family.weights(model, 0) if weight.part == "norm"]
+    return sum(known.get(name, model.hidden_size) for name in norms)
 
 
 @lru_cache(maxsize=64)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from functools import lru_cache
 
 from raypp.spec.families import FAMILIES, family_of
 from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
 
+@lru_cache(maxsize=1024)
 def base_bytes(
     model: DecoderOptions,
     layers: range,
@@ -17,7 +18,7 @@ def base_bytes(
     last: bool,
     rest: int,
     ep: int = 1,
-    without: Container[str] = (),
+    without: tuple[str, ...] = (),
 ) -> int:
     """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
 
@@ -41,6 +42,7 @@ def base_bytes(
     return total
 
 
+@lru_cache(maxsize=64)
 def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False) -> int:
     """Returns the bytes of the largest matrix while it is dequantised for a product.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from raypp.errors import Problem
 from raypp.spec.families import family_of
@@ -84,6 +85,7 @@ def adapter_names(matrix: str, adapter: Adapter) -> tuple[str, str]:
     return layer + adapter.a.name, layer + adapter.b.name
 
 
+@lru_cache(maxsize=1024)
 def trains(options: DecoderOptions, layers: range) -> bool:
     """Whether a stage with these layers has parameters that are trained."""
     return options.lora is None or any(layer_adapters(options, index) for index in layers)

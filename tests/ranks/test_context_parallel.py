@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -184,11 +183,6 @@ def numbers(world: int, job: dict[str, Any]) -> Numbers:
     return InBothTypes(world, {"": job}, STEPS).numbers("")
 
 
-@cache
-def one_process(kv_heads: int = 2) -> Numbers:
-    return numbers(1, document(model={"num_kv_heads": kv_heads}))
-
-
 MESHES = [
     {"cp": 2},
     {"cp": 2, "cp_style": "ulysses"},
@@ -208,47 +202,77 @@ def on_mesh(mesh: dict[str, Any]) -> dict[str, Any]:
     return document(mesh, microbatches=4 // (mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)))
 
 
-MESH_BATCHES = {
-    world: InBothTypes(world, {str(mesh): on_mesh(mesh) for mesh in MESHES if ranks_of(mesh) == world}, STEPS)
-    for world in (2, 4)
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_context_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, Any]) -> None:
-    assert one_process().wide["grad_norm"][0] > 0.05  # the norm is large enough to be clipped
-    assert_same_sums(MESH_BATCHES[ranks_of(mesh)].numbers(str(mesh)), one_process())
-
-
-def test_ulysses_with_fewer_key_value_heads_than_ranks() -> None:
-    job = document({"cp": 2, "cp_style": "ulysses"}, model={"num_kv_heads": 1})
-    assert_same_sums(numbers(2, job), one_process(kv_heads=1))
-
-
-def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> None:
-    pipeline = {"schedule": "zbv", "stages_per_rank": 2}
-    job = document({"pp": 2, "cp": 2}, pipeline=pipeline, train={"activation_checkpointing": "full"})
-    assert_same_sums(numbers(4, job), one_process())
-
-
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 7},
     "gemma2": {"kind": "gemma2", "sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
     "gpt_oss": {"kind": "gpt_oss", "sliding_window": 9, "num_experts": 4, "expert_ffn_size": 24},
 }
+STYLES = ("ring", "ulysses")
+ONE_KEY = {"num_kv_heads": 1}
+
+# Jobs of as many ranks share processes.
+ALONE = InBothTypes(
+    1,
+    {
+        "": document(),
+        "one key": document(model=ONE_KEY),
+        **{kind: document(model=model) for kind, model in WINDOWED.items()},
+    },
+    STEPS,
+)
+PAIRS = InBothTypes(
+    2,
+    {
+        **{str(mesh): on_mesh(mesh) for mesh in MESHES if ranks_of(mesh) == 2},
+        "one key": document({"cp": 2, "cp_style": "ulysses"}, model=ONE_KEY),
+        "experts": document({"fsdp": 2, "ep": 2}, model=WINDOWED["gpt_oss"], microbatches=2),
+        **{
+            (kind, style): document({"cp": 2, "cp_style": style}, model=model)
+            for kind, model in WINDOWED.items()
+            for style in STYLES
+        },
+    },
+    STEPS,
+)
+ZERO_BUBBLE = document(
+    {"pp": 2, "cp": 2},
+    pipeline={"schedule": "zbv", "stages_per_rank": 2},
+    train={"activation_checkpointing": "full"},
+)
+FOURS = InBothTypes(
+    4,
+    {**{str(mesh): on_mesh(mesh) for mesh in MESHES if ranks_of(mesh) == 4}, "zero bubble": ZERO_BUBBLE},
+    STEPS,
+)
+
+
+def one_process() -> Numbers:
+    return ALONE.numbers("")
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_context_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, Any]) -> None:
+    assert one_process().wide["grad_norm"][0] > 0.05  # the norm is large enough to be clipped
+    found = PAIRS if ranks_of(mesh) == 2 else FOURS
+    assert_same_sums(found.numbers(str(mesh)), one_process())
+
+
+def test_ulysses_with_fewer_key_value_heads_than_ranks() -> None:
+    assert_same_sums(PAIRS.numbers("one key"), ALONE.numbers("one key"))
+
+
+def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> None:
+    assert_same_sums(FOURS.numbers("zero bubble"), one_process())
 
 
 def test_experts_with_biases_on_two_ranks_add_up_what_one_process_does() -> None:
-    model = WINDOWED["gpt_oss"]
-    found = numbers(2, document({"fsdp": 2, "ep": 2}, model=model, microbatches=2))
-    assert_same_sums(found, numbers(1, document(model=model)))
+    assert_same_sums(PAIRS.numbers("experts"), ALONE.numbers("gpt_oss"))
 
 
-@pytest.mark.parametrize("style", ["ring", "ulysses"])
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("kind", WINDOWED)
 def test_layers_with_a_window_add_up_what_one_process_does(kind: str, style: str) -> None:
-    model = WINDOWED[kind]
-    assert_same_sums(numbers(2, document({"cp": 2, "cp_style": style}, model=model)), numbers(1, document(model=model)))
+    assert_same_sums(PAIRS.numbers((kind, style)), ALONE.numbers(kind))
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
@@ -262,7 +286,7 @@ def write_documents(path: Path, lengths: list[int]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("style", ["ring", "ulysses"])
+@pytest.mark.parametrize("style", STYLES)
 def test_a_microbatch_without_any_label_among_packed_documents_of_different_lengths(style: str, tmp_path: Path) -> None:
     # A document one token longer than a row leaves a piece of one token, which has nothing to
     # predict, and no room after it.

@@ -25,7 +25,14 @@ from raypp.spec.families import FAMILIES
 from raypp.spec.family import HfFormat
 
 transformers: Any = pytest.importorskip("transformers")
-every_family = pytest.mark.parametrize("kind", FAMILIES)
+ALIKE = {
+    "gemma2", "glm", "granite", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "smollm3",
+}  # fmt: skip
+"""Families whose keys another one reads alike. Their walks take a minute and are slow tests."""
+every_family = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in FAMILIES]
+)
 TOKENS = torch.randint(0, 60, (1, 33), generator=torch.Generator().manual_seed(0))
 WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
 OF_IMAGES = {"get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"}

@@ -158,11 +158,14 @@ def use_tokenizer(path: Path) -> None:
         raise RayppError(problems)
 
 
-def _model_with(name: str, content: bytes) -> Case:
+def _model_with(name: str, content: bytes | Callable[[], bytes]) -> Case:
+    """Returns a case of a model of which one file is changed; a large content is made when it
+    runs."""
+
     def case(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
         (folder / "model.safetensors").write_bytes(model_file(LLAMA))
-        (folder / name).write_bytes(content)
+        (folder / name).write_bytes(content() if callable(content) else content)
         use_model(folder)
 
     return case
@@ -236,16 +239,21 @@ def _weight_cases() -> Iterator[tuple[str, Case]]:
     yield "overlapping tensors", _model_with("model.safetensors", header({"v": good, "w": good}, 16))
     large = {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}
     yield "a tensor of 4 EB", _model_with("model.safetensors", header({"model.norm.weight": large}, 16))
-    many = b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number for number in range(1_000_000))
-    yield "a million tensors", _model_with("model.safetensors", header(b"{" + many + b"}"))
-    where = b",".join(b'"%d":"model.safetensors"' % number for number in range(1_000_000))
-    yield (
-        "an index of a million tensors",
-        _model_with("model.safetensors.index.json", b'{"weight_map":{' + where + b"}}"),
-    )
+    yield "a million tensors", _model_with("model.safetensors", _header_of_a_million)
+    yield "an index of a million tensors", _model_with("model.safetensors.index.json", _index_of_a_million)
     for key in ("../../etc/passwd", "/etc/passwd", "a/../../b", "", ".", "\0", "a\\b", "\x1b[2J", "x" * 5000, "none"):
         index = json.dumps({"weight_map": dict.fromkeys(model_tensors(LLAMA), key)}).encode()
         yield f"an index that names {key[:20]!r}", _model_with("model.safetensors.index.json", index)
+
+
+def _header_of_a_million() -> bytes:
+    many = b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number for number in range(1_000_000))
+    return header(b"{" + many + b"}")
+
+
+def _index_of_a_million() -> bytes:
+    where = b",".join(b'"%d":"model.safetensors"' % number for number in range(1_000_000))
+    return b'{"weight_map":{' + where + b"}}"
 
 
 def _special(name: str, what: str, use: Callable[[Path], object]) -> Iterator[tuple[str, Case]]:

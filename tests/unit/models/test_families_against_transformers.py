@@ -37,6 +37,12 @@ from raypp.train.optimizer import build_optimizer
 
 transformers: Any = pytest.importorskip("transformers")
 every_case = pytest.mark.parametrize(("kind", "case"), FAMILY_CASES)
+once_each = pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, marks=() if case == "plain" else pytest.mark.slow) for kind, case in FAMILY_CASES],
+)
+"""A family's other cases differ in sizes, biases, ties and keys: slow tests go through their files.
+"""
 # A large eps: where a gradient is nearly 0, a step of Adam would depend on its rounding errors.
 ADAMW = OptimizerOptions(lr=1e-2, eps=1e-3, weight_decay=0.1)
 TOKENS = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(0))
@@ -147,7 +153,7 @@ def test_two_stages_compute_the_bits_of_one(kind: str, case: str, theirs: Any) -
     assert [name for name in gradients if not torch.equal(gradients[name], found[name])] == []
 
 
-@every_case
+@once_each
 def test_import_then_no_step_then_export_gives_the_same_bytes(
     kind: str, case: str, theirs: Any, tmp_path: Path
 ) -> None:

@@ -85,11 +85,15 @@ def assert_all_hold(job: Job, found: Fitting, card: str, gbps: float = 1.0) -> N
 @pytest.mark.parametrize(
     ("sections", "gib"),
     [
-        ({"train": {"micro_batch_size": 8}, "pipeline": {"schedule": "gpipe", "microbatches": 2}}, 8),
+        pytest.param(
+            {"train": {"micro_batch_size": 8}, "pipeline": {"schedule": "gpipe", "microbatches": 2}},
+            8,
+            marks=pytest.mark.slow,
+        ),
         ({"mesh": {"pp": 1}, "train": {"micro_batch_size": 4}}, 7),
         ({"mesh": {"pp": 1, "fsdp": 2}, "train": {"micro_batch_size": 1}}, 6),
         ({"mesh": {"pp": 1}, "data": {"seq_len": 8192}, "train": {"micro_batch_size": 4}}, 7),
-        ({"pipeline": {"lookahead": 4}, "train": {"micro_batch_size": 8}}, 8),
+        pytest.param({"pipeline": {"lookahead": 4}, "train": {"micro_batch_size": 8}}, 8, marks=pytest.mark.slow),
     ],
 )
 def test_every_change_that_is_proposed_makes_the_job_fit(sections: dict[str, dict[str, object]], gib: float) -> None:
@@ -100,6 +104,7 @@ def test_every_change_that_is_proposed_makes_the_job_fit(sections: dict[str, dic
     assert_all_hold(job, found, "rtx4090")
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from([{"pp": 1}, {"pp": 2}, {"pp": 1, "fsdp": 2}]),
@@ -211,10 +216,10 @@ def test_on_a_cpu_nothing_is_offloaded() -> None:
     ("card", "world", "fits_now", "fits_changed"),
     [
         ("RTX 3090", 4, False, True),
-        ("RTX 3090", 2, False, False),
-        ("a100-40", 4, False, True),
+        pytest.param("RTX 3090", 2, False, False, marks=pytest.mark.slow),
+        pytest.param("a100-40", 4, False, True, marks=pytest.mark.slow),
         ("a100", 4, True, True),
-        ("a100-40", 6, False, True),
+        pytest.param("a100-40", 6, False, True, marks=pytest.mark.slow),
         ("NVIDIA H100", 4, True, True),
     ],
 )
