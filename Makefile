@@ -1,7 +1,7 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
-# make test-slow   the rest: every fault, several hosts
+# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
@@ -30,7 +30,9 @@ E2E := tests/e2e tests/chaos tests/hosts
 TESTS ?=
 # Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
 WORKERS ?= logical
-PYTEST := $(BIN)/python -m pytest -m 'not slow'
+# SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
+SLOW ?=
+PYTEST := $(BIN)/python -m pytest -m '$(if $(SLOW),slow,not slow)'
 
 # The oldest supported torch, in an environment of its own.
 VENV211 := .venv-torch211
