@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from harness import run_in_turn
 
@@ -16,7 +17,7 @@ from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
 from raypp.train.own_seat import local_seat as seat_of
 
-__all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "train_steps", "whole"]
+__all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "thinned", "train_steps", "whole"]
 
 
 class Unlabelled:
@@ -112,6 +113,17 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def thinned(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
+    """Returns the cases of a parametrised test, of which some are slow tests.
+
+    Those left should have every feature, schedule and axis once.
+    """
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if case in slow else ())
+        for case in cases
+    ]
+
+
 class Batch:
     """Jobs that the same processes train one after another, because starting four processes costs
     as much as a small job.
@@ -123,6 +135,7 @@ class Batch:
         device_type: Device of the computation.
         blank: As for `train_steps`.
         train: Takes the arguments of `train_steps` and returns what it returns.
+        slow: Names of the jobs that slow tests ask for (`thinned`). They run apart from the others.
     """
 
     def __init__(
@@ -133,21 +146,23 @@ class Batch:
         device_type: str = "cpu",
         blank: tuple[int, ...] = (),
         train: Callable[..., dict[str, Any]] = train_steps,
+        slow: Container[Any] = (),
     ) -> None:
-        self._train = train
+        self._train, self._slow = train, slow
         self._world, self._jobs, self._steps, self._device_type, self._blank = world, jobs, steps, device_type, blank
         self._results: dict[Any, list[dict[str, Any]]] = {}
 
-    def _cases(self) -> dict[Any, tuple[Any, ...]]:
+    def _cases(self, jobs: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[Any, ...]]:
         """Returns the arguments of `train_steps`, by the key that `ranks` takes."""
-        return {name: (job, self._steps, self._device_type, self._blank) for name, job in self._jobs.items()}
+        return {name: (job, self._steps, self._device_type, self._blank) for name, job in jobs.items()}
 
     def ranks(self, name: Any) -> list[dict[str, Any]]:
         """Returns what each rank found."""
-        if not self._results:
-            cases = self._cases()
-            results = run_in_turn(self._world, self._train, list(cases.values()))
-            self._results = dict(zip(cases, results, strict=True))
+        for slow in (False, True):
+            cases = self._cases({one: job for one, job in self._jobs.items() if (one in self._slow) is slow})
+            if name in cases and name not in self._results:
+                results = run_in_turn(self._world, self._train, list(cases.values()))
+                self._results |= dict(zip(cases, results, strict=True))
         return self._results[name]
 
     def __getitem__(self, name: Any) -> dict[str, Any]:
@@ -165,11 +180,11 @@ class Numbers(NamedTuple):
 class InBothTypes(Batch):
     """Jobs that are trained in fp64 and, for one step, in fp32. `ranks` takes `(name, dtype)`."""
 
-    def _cases(self) -> dict[Any, tuple[Any, ...]]:
+    def _cases(self, jobs: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[Any, ...]]:
         lengths = {torch.float64: self._steps, torch.float32: 1}
         return {
             (name, dtype): (job, steps, self._device_type, self._blank, dtype)
-            for name, job in self._jobs.items()
+            for name, job in jobs.items()
             for dtype, steps in lengths.items()
         }
 
