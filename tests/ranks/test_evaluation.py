@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from harness import run_in_turn
 from test_mesh_does_not_change_numbers import document
-from training import seat_of
+from training import seat_of, thinned
 
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import open_loader
@@ -105,6 +105,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 SPREAD = [name for name, mesh in WITH_EXPERTS.items() if "ep" in mesh]
 QUIET = ("one", "fsdp", "cp", "pp and cp", *WITH_EXPERTS)
 """Runs that also run without evaluation."""
+SLOW = {"gpipe", "recomputed", "ulysses", "pp and dp_replicate", "experts, pp and ep over cp"}
 EXPERTS = {
     "kind": "qwen3_moe", "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
     "z_loss_weight": 0.01,
@@ -123,10 +124,11 @@ def world_of(source: dict[str, Any]) -> int:
 
 
 @cache
-def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Runs all jobs of `world` ranks one after another in the same processes. Returns each rank's
-    reports by name and cadence."""
-    names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if world_of(source_of(name)) == world]
+def runs_on(world: int, slow: bool) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Runs all jobs of `world` ranks one after another in the same processes: those of slow tests,
+    or the others. Returns each rank's reports by name and cadence."""
+    names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if (name in SLOW) is slow]
+    names = [name for name in names if world_of(source_of(name)) == world]
     keys = [(name, every) for name in names for every in ((2, 0) if name in QUIET else (2,))]
     with TemporaryDirectory() as folder:
         sources = [
@@ -137,7 +139,7 @@ def runs_on(world: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
     """Returns rank 0's reports of a complete run and the final weights."""
-    results = runs_on(world_of(source_of(name)))[name, every]
+    results = runs_on(world_of(source_of(name)), name in SLOW)[name, every]
     assert not any(result["evaluations"] for result in results[1:])
     assert all(("evaluate" in result["phases"]) == bool(every) for result in results)
     return results[0]
@@ -147,7 +149,7 @@ def losses(found: dict[str, Any]) -> list[tuple[int, float, int]]:
     return [(step, details["loss"], details["tokens"]) for step, details in found["evaluations"]]
 
 
-@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("name", thinned(QUIET, SLOW))
 def test_a_run_with_evaluation_has_the_bits_of_one_without(name: str) -> None:
     with_it, without = run_of(name), run_of(name, 0)
     assert [step for step, _, _ in losses(with_it)] == [2, 3] and not losses(without)
@@ -180,13 +182,13 @@ def reference_of(name: str) -> dict[str, Any]:
     return run_of("one with experts" if name in WITH_EXPERTS else "one")
 
 
-@pytest.mark.parametrize("name", [*PIPELINES, "experts, pp"])
+@pytest.mark.parametrize("name", thinned([*PIPELINES, "experts, pp"], SLOW))
 def test_every_pipeline_finds_the_bits_of_one_process(name: str) -> None:
     assert losses(run_of(name)) == losses(reference_of(name))
     assert run_of(name)["numbers"] == reference_of(name)["numbers"]
 
 
-@pytest.mark.parametrize("name", [*REPLICAS, *SPREAD])
+@pytest.mark.parametrize("name", thinned([*REPLICAS, *SPREAD], SLOW))
 def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str) -> None:
     for ours, theirs in zip(losses(run_of(name)), losses(reference_of(name)), strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from training import thinned
 
 from raypp.cli.main import run
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", thinned(["fp32", "bf16_pure", "bf16"], {"bf16_pure", "bf16"}))
 def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
 from own_schedule import backwards_in_pairs
-from training import Batch, InBothTypes, Numbers, merged, train_steps
+from training import Batch, InBothTypes, Numbers, merged, thinned, train_steps
 
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
@@ -20,7 +20,14 @@ STEPS = 3
 
 
 def document(
-    *, pp: int = 1, fsdp: int = 1, dp_replicate: int = 1, microbatches: int = 8, schedule: str = "1f1b", **other: Any
+    *,
+    pp: int = 1,
+    fsdp: int = 1,
+    dp_replicate: int = 1,
+    layers: int = 4,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    **other: Any,
 ) -> dict[str, Any]:
     pipeline = {
         "schedule": schedule,
@@ -36,7 +43,7 @@ def document(
     return {
         "name": "numbers",
         "model": {
-            "kind": "llama", "num_layers": 8, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+            "kind": "llama", "num_layers": layers, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
             "vocab_size": 96,
         },
         "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
@@ -52,6 +59,7 @@ ONE = Batch(
     1,
     {
         "fp32": document(),
+        "8 layers": document(layers=8),
         "bf16": document(train={"precision": "bf16"}),
         "step": document(pipeline={"variable_seq_len": "step"}),
         "off": document(pipeline={"variable_seq_len": "off"}),
@@ -80,29 +88,35 @@ def sizes_of(schedule: str) -> list[tuple[str, int, int]]:
     return [(schedule, *size) for size in sorted(tried) if kind.least_microbatches(size[0]) <= 8]
 
 
+def layers_for(stages: int) -> int:
+    return 4 if stages <= 4 else 8
+
+
 PIPELINES = [size for schedule in SCHEDULES.names() for size in sizes_of(schedule)]
+SLOW = {size for size in PIPELINES if size[1] * size[2] > 6}
 PIPELINE_BATCHES = {
     world: Batch(
         world,
         {
-            (name, pp, stages): document(pp=pp, schedule=name, pipeline={"stages_per_rank": stages})
+            (name, pp, stages): document(
+                pp=pp, layers=layers_for(pp * stages), schedule=name, pipeline={"stages_per_rank": stages}
+            )
             for name, pp, stages in PIPELINES
             if pp == world
         },
         STEPS,
+        slow=SLOW,
     )
     for world in (2, 3, 4)
 }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp", "stages_per_rank"),
-    [pytest.param(*size, marks=pytest.mark.slow if size[1] == 4 and size[2] > 1 else ()) for size in PIPELINES],
-)
+@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), thinned(PIPELINES, SLOW))
 def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bit(
     schedule: str, pp: int, stages_per_rank: int
 ) -> None:
-    assert_identical(PIPELINE_BATCHES[pp][schedule, pp, stages_per_rank], one_process())
+    reference = one_process("fp32" if layers_for(pp * stages_per_rank) == 4 else "8 layers")
+    assert_identical(PIPELINE_BATCHES[pp][schedule, pp, stages_per_rank], reference)
 
 
 AHEAD = {("1f1b", 1): {"lookahead": 2}, ("interleaved_1f1b", 2): {"lookahead": 2, "stages_per_rank": 2}}
@@ -142,17 +156,18 @@ SHARDED = {
     for kind in SCHEDULES
     if kind.least_microbatches(2) <= 4
 }
-SHARDED_BATCH = InBothTypes(4, SHARDED, STEPS)
+SLOW_SHARDED = {"gpipe", "interleaved_1f1b", "dualpipev"}
+SHARDED_BATCH = InBothTypes(4, SHARDED, STEPS, slow=SLOW_SHARDED)
 
 
-@pytest.mark.parametrize("schedule", SHARDED)
+@pytest.mark.parametrize("schedule", thinned(SHARDED, SLOW_SHARDED))
 def test_schedules_of_sharded_stages_add_up_what_one_process_does(schedule: str) -> None:
     assert_same_sums(SHARDED_BATCH.numbers(schedule), sums_of_one_process())
 
 
 def test_an_uneven_cut_gives_the_same_bits() -> None:
-    job = document(pp=3, pipeline={"layers_per_stage": [1, 5, 2]})
-    assert_identical(merged(run_ranks(3, train_steps, job, STEPS)), one_process())
+    job = document(pp=3, layers=8, pipeline={"layers_per_stage": [1, 5, 2]})
+    assert_identical(merged(run_ranks(3, train_steps, job, STEPS)), one_process("8 layers"))
 
 
 @pytest.mark.parametrize("mode", ["step", "off"])

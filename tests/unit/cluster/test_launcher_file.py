@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
 
 _ROOT = Path(__file__).parents[3]
 _FILE = _ROOT / "cluster" / "lan.yaml"
@@ -15,6 +14,8 @@ sys.path.insert(0, str(_ROOT))
 
 
 def test_ray_takes_the_launcher_file() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
     config = yaml.safe_load(_FILE.read_text())
     prepared = prepare_config(config)
     validate_config(prepared)

@@ -38,7 +38,6 @@ from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.storage.directory import DirectoryStore
 
 transformers: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
 TOKENS = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
 LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
@@ -100,8 +99,16 @@ def loaded(folder: Path) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """PEFT takes seconds to import, in every worker that collects this file."""
+    return pytest.importorskip("peft")
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(
+    kind: str, tmp_path: Path, peft: Any
+) -> None:
     folder = folder_of(kind, tmp_path / "hf")
     options = options_of(folder)
     stage = whole(options)
@@ -119,7 +126,7 @@ def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(k
     torch.testing.assert_close(their_logits(adapted.merge_and_unload()), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_targets_of_some_matrices_are_exported_as_peft_names_them(tmp_path: Path) -> None:
+def test_targets_of_some_matrices_are_exported_as_peft_names_them(tmp_path: Path, peft: Any) -> None:
     folder = folder_of("llama", tmp_path / "hf")
     options = options_of(folder, targets=("q_proj", "layers.1.mlp.down_proj"))
     stage = whole(options)
@@ -252,7 +259,7 @@ def test_adapters_begin_as_peft_draws_them() -> None:
     ],
 )
 def test_peft_computes_the_logits_of_some_adapters_of_layers_with_experts(
-    kind: str, targets: tuple[str, ...], tmp_path: Path
+    kind: str, targets: tuple[str, ...], tmp_path: Path, peft: Any
 ) -> None:
     folder = folder_of(kind, tmp_path / "hf")
     options = options_of(folder, targets=targets)
