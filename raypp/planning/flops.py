@@ -9,6 +9,8 @@ activations and the softmax are counted in bytes (`weights.py`).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from raypp.planning.sizes import ModelSizes, sizes_of
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
@@ -23,9 +25,13 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
     Averages over layers.
     """
-    multiplied = sum(layer.multiplied for layer in sizes.layers) / len(sizes.layers)
-    keys = sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
-    return 2.0 * multiplied + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+    keys = _keys_of_layers(model, seq_len)
+    return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+
+
+@lru_cache(maxsize=64)
+def _keys_of_layers(model: DecoderOptions, seq_len: int) -> float:
+    return sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
 
 
 def _keys(window: int | None, seq_len: int) -> float:
@@ -57,7 +63,7 @@ def weight_share(job: Job) -> float:
     if job.model.lora is None:
         return 0.5
     sizes = sizes_of(job.model)
-    adapted = sum(layer.adapted for layer in sizes.layers) / len(sizes.layers)
+    adapted = sizes.mean("adapted")
     return 2.0 * adapted / (layer_flops(job.model, sizes, job.data.seq_len) * backward_factor(job))
 
 

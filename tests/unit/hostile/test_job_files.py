@@ -112,7 +112,7 @@ def test_limits_are_told_with_their_lines() -> None:
         "--set mesh.fsdp=100000 mesh: has 10,000,000 ranks; at most 131,072 are possible"
     ]
     (told,) = problems(head, "pipeline.microbatches=200000")
-    assert "make 400,000 actions; a program has at most 250,000" in told
+    assert "make 400,000 actions; a program has at most 131,072" in told
 
 
 def test_the_first_problems_are_listed_and_the_others_counted() -> None:
