@@ -166,42 +166,48 @@ class _Run:
     def advance(self, rank: int) -> None:
         """Runs a rank as far as it can."""
         self._queued.discard(rank)
-        actions, slots, clock = self.program[rank], self.slots[rank], self.clock[rank]
-        for position in range(self.position[rank], len(actions)):
-            action = actions[position]
+        inputs, seconds, takers, rank_of = self.inputs, self.seconds, self.takers, self.rank_of
+        actions, slots, clock, posting = self.program[rank], self.slots[rank], self.clock[rank], self.receives is not None
+        done = self.position[rank]
+        while done < len(actions):
+            action = actions[done]
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            if self.receives is not None:
+            if posting:
                 self.clock[rank] = clock
-                self._post(rank, position)
+                self._post(rank, done)
             ready: float | None = 0.0
-            if (arrivals := self.inputs[kind][stage]) is not None:
+            if (arrivals := inputs[kind][stage]) is not None:
                 ready = arrivals.get(microbatch)
                 if ready is None:
                     break
-            start = max(clock, ready)
-            clock = start + self.seconds[kind][stage]
+            start = ready if ready > clock else clock
+            clock = start + seconds[kind][stage]
             slots.append(Slot(action, start, clock))
-            self.position[rank] = position + 1
-            if (to := self.takers[kind][stage]) is not None:
-                self._send(rank, "F" if kind == "F" else "B", stage, to, microbatch, clock)
-        self.clock[rank] = clock
+            done += 1
+            if (to := takers[kind][stage]) is None:
+                continue
+            direction: Literal["F", "B"] = "F" if kind == "F" else "B"
+            if rank_of[to] == rank:
+                self._arrive(direction, to, microbatch, clock)
+            else:
+                self.position[rank] = done
+                self._send(rank, direction, stage, to, microbatch, clock)
+        self.clock[rank], self.position[rank] = clock, done
 
     def _send(
         self, rank: int, direction: Literal["F", "B"], stage: int, to: int, microbatch: int, arrives: float
     ) -> None:
         peer = self.rank_of[to]
-        if peer != rank:
-            if self.receives is not None:
-                self.sent[rank, peer].append((Message(direction, stage, microbatch), arrives))
-                self._cross(rank, peer)
-                return
-            # A link has one sender, which runs its actions in order, so this is the order of
-            # messages.
-            link = rank, peer
-            arrives = max(arrives, self.link_free[link]) + self.messages[min(stage, to)]
-            self.link_free[link] = arrives
-            if peer not in self._queued:
-                self.wake(peer)
+        link = rank, peer
+        if self.receives is not None:
+            self.sent[link].append((Message(direction, stage, microbatch), arrives))
+            self._cross(rank, peer)
+            return
+        # A link has one sender, which runs its actions in order, so this is the order of messages.
+        arrives = max(arrives, self.link_free[link]) + self.messages[min(stage, to)]
+        self.link_free[link] = arrives
+        if peer not in self._queued:
+            self.wake(peer)
         self._arrive(direction, to, microbatch, arrives)
 
     def _arrive(self, direction: Literal["F", "B"], stage: int, microbatch: int, time: float) -> None:

@@ -174,7 +174,6 @@ def test_limits_refuse_no_real_job() -> None:
     assert check_plan(job) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
