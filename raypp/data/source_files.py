@@ -14,6 +14,7 @@ from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 from raypp.untrusted.files import open_file, special_kind
 from raypp.untrusted.folders import Search
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 MOST_TEXT_BYTES = 512 << 20
@@ -114,7 +115,7 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
 
 
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    root, search = Path(os.path.expanduser(path)), Search(place)  # noqa: PTH111 - leaves unknown users as they are
+    root, search = expand_home(path), Search(place)
     wanted = ""
     found: Iterable[Path]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from raypp.errors import DataError, Problem, in_words
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
@@ -130,7 +130,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
         DataError: The file is missing or invalid, or has no end-of-text token.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))  # noqa: PTH111
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(expand_home(name))
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:

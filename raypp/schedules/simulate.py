@@ -167,7 +167,12 @@ class _Run:
         """Runs a rank as far as it can."""
         self._queued.discard(rank)
         inputs, seconds, takers, rank_of = self.inputs, self.seconds, self.takers, self.rank_of
-        actions, slots, clock, posting = self.program[rank], self.slots[rank], self.clock[rank], self.receives is not None
+        actions, slots, clock, posting = (
+            self.program[rank],
+            self.slots[rank],
+            self.clock[rank],
+            self.receives is not None,
+        )
         done = self.position[rank]
         while done < len(actions):
             action = actions[done]

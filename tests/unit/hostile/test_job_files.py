@@ -74,11 +74,7 @@ def test_numbers(data: bytes, overrides: tuple[str, ...]) -> None:
     plan(data, overrides)
 
 
-NAMES = [case for case in name_cases() if not case[0].startswith(("data.", "checkpoint", "from_hf", "schedule"))]
-"""Without paths: they are tested with what reads them."""
-
-
-@pytest.mark.parametrize(("data", "overrides"), table(NAMES))
+@pytest.mark.parametrize(("data", "overrides"), table(list(name_cases())))
 def test_names(data: bytes, overrides: tuple[str, ...]) -> None:
     if "model.kind" not in str(overrides):  # its module would be built in another process
         plan(data, overrides)
