@@ -120,7 +120,7 @@ class FileTokenizer:
         def encode() -> None:
             try:
                 answers.put(self._backend.encode_batch(list(texts), add_special_tokens=False))
-            except BaseException as error:  # a regular expression that gives up is a panic, which is no Exception
+            except BaseException as error:  # noqa: BLE001 - a pattern that gives up panics: no Exception
                 answers.put(error)
 
         characters = sum(map(len, texts))

@@ -15,6 +15,8 @@ from raypp.errors import DataError, Problem, RayppError
 MOST_ENTRIES = 300_000
 """Most files and folders that one search looks at."""
 
+_KERNEL = ("/proc", "/sys")
+"""Folders that the kernel makes up count as empty: they hold no data, and looking is slow."""
 _Folder = tuple[int, int]
 
 
@@ -33,7 +35,7 @@ class Search:
         self._place, self._most, self._error = place, most, error
         self._seen = 0
 
-    def below(self, root: Path) -> Iterator[Path]:
+    def below(self, root: Path) -> Iterator[str]:
         """Yields all files of a folder and of those in it. Follows no link to a folder.
 
         Raises:
@@ -45,9 +47,9 @@ class Search:
                 if _is_folder(entry, links=False):
                     folders.append(entry.path)
                 else:
-                    yield Path(entry.path)
+                    yield entry.path
 
-    def matches(self, pattern: str) -> Iterator[Path]:
+    def matches(self, pattern: str) -> Iterator[str]:
         """Yields the paths that a pattern of `glob` with `recursive` matches; `**` ends at loops.
 
         Raises:
@@ -56,7 +58,7 @@ class Search:
         drive, rest = ("/", pattern.lstrip("/")) if pattern.startswith("/") else ("", pattern)
         for path in self._matches(drive, [part for part in rest.split("/") if part], pattern):
             if path and (not pattern.endswith("/") or os.path.isdir(path)):  # noqa: PTH112
-                yield Path(path)
+                yield path
 
     def _matches(self, start: str, parts: list[str], pattern: str) -> Iterator[str]:
         if not parts:
@@ -102,6 +104,8 @@ class Search:
                     yield start + name
 
     def _entries(self, folder: str, searched: str) -> Iterator[os.DirEntry[str]]:
+        if folder in _KERNEL:
+            return
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
