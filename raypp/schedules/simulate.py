@@ -180,12 +180,11 @@ class _Run:
             if posting:
                 self.clock[rank] = clock
                 self._post(rank, done)
-            ready: float | None = 0.0
+            start = clock
             if (arrivals := inputs[kind][stage]) is not None:
-                ready = arrivals.get(microbatch)
-                if ready is None:
+                if (ready := arrivals.get(microbatch)) is None:
                     break
-            start = ready if ready > clock else clock
+                start = max(clock, ready)
             clock = start + seconds[kind][stage]
             slots.append(Slot(action, start, clock))
             done += 1
