@@ -12,9 +12,10 @@ from raypp.checkpoint.arrays import Array, numpy_dtype
 from raypp.checkpoint.boxes import cover_once
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files
-from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
+from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 OPTIMIZER = "optim/"
 

@@ -19,15 +19,13 @@ from typing_extensions import TypedDict
 
 from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
 _DIGITS = 8
 """Hex digits of a CRC-32. Blocks use CRC-32 instead of SHA-256 because it is 2.5 times as fast and
 only has to detect accidents."""
-ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
 BOUNDS = Bounds(size=128 << 20, values=1_000_000)
 """Of a header: about 60,000 tensors, and the checksums of 1 TB."""
 _ADVICE = "use an older checkpoint (a resume does so by itself)"

@@ -25,6 +25,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -141,7 +142,7 @@ def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, Deco
     options = options_from_config(files.config(), DecoderOptions(from_hf=files.store.url), files.place("config.json"))
     model = {key: value for key, value in options.model_dump(mode="json").items() if key not in (*OWN_KEYS, "from_hf")}
     if not is_remote(url):
-        url = str(Path(url).expanduser().absolute())
+        url = str(expand_home(url).absolute())
     store = open_store(url)
     return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}
 

@@ -22,6 +22,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesE
 from raypp.kinds import SOURCES
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
 
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
@@ -61,7 +62,7 @@ def doctor_command(
     cluster.dashboard.ray_version()
     url = store_url or (checked.checkpoint.url if checked else "")
     if url and not re.match(r"^[a-z0-9]+://", url):
-        url = str(Path(url).expanduser().absolute())
+        url = str(expand_home(url).absolute())
     options = ProbeOptions(url, _paths(checked), max(0.05, min(seconds, 60.0)), not no_devices)
     report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
     found = findings(report)
@@ -85,7 +86,7 @@ def _paths(job: Job | None) -> list[str]:
     if job is None or not SOURCES.get(job.data.kind).endings or not job.data.path or is_remote(job.data.path):
         return []
     tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and not is_remote(job.data.tokenizer) else []
-    return [str(Path(path).expanduser().absolute()) for path in [job.data.path, *tokenizer]]
+    return [str(expand_home(path).absolute()) for path in [job.data.path, *tokenizer]]
 
 
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:

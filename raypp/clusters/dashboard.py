@@ -14,12 +14,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 from raypp.retry import Backoff
 from raypp.untrusted.files import read_file
+from raypp.untrusted.paths import expand_home
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _TOKEN_BYTES = 64 << 10
@@ -99,7 +99,7 @@ def token_from_environment() -> str | None:
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    path = expand_home(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token")
     try:
         return read_file(path, _TOKEN_BYTES).decode(errors="replace").strip() or None
     except RayppError:

@@ -22,6 +22,7 @@ from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
 from raypp.untrusted.documents import parse_json
 from raypp.untrusted.files import read_file
+from raypp.untrusted.paths import expand_home
 
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 _MORE_PORTS = ("filer.port", "filer.port.grpc")
@@ -87,7 +88,7 @@ class SeaweedServer:
             UnreachableError: The program is not installed, or did not start; the message contains
                 the end of its log.
         """
-        directory = Path(directory).expanduser().absolute()
+        directory = expand_home(directory).absolute()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / "data").mkdir(mode=0o700, exist_ok=True)
         access_key, secret_key = _keys(directory / "s3.json", access_key, secret_key)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypp.errors import JobError, Problem
+from raypp.untrusted.paths import expand_home
 
 
 def raypp_home() -> Path:
     """Returns the directory, which may not exist yet."""
-    return Path(os.environ.get("RAYPP_HOME") or "~/.raypp").expanduser().absolute()
+    return expand_home(os.environ.get("RAYPP_HOME") or "~/.raypp").absolute()
 
 
 def private_directory(path: Path) -> Path:

@@ -16,15 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raypp.errors import DataError, Problem
+from raypp.untrusted.paths import expand_home
 
 
 def cache_directory() -> Path:
     """Returns the directory of this node's entries."""
     own = os.environ.get("RAYPP_CACHE_DIR")
     if own:
-        return Path(own).expanduser()
+        return expand_home(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "raypp"
+    return (expand_home(base) if base else Path.home() / ".cache") / "raypp"
 
 
 def made_once(entry: Path, make: Callable[[Path], None]) -> Path:

@@ -14,6 +14,7 @@ from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 from raypp.untrusted.files import open_file, special_kind
 from raypp.untrusted.folders import Search
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 MOST_TEXT_BYTES = 512 << 20
@@ -114,26 +115,26 @@ def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") ->
 
 
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    root, search = Path(os.path.expanduser(path)), Search(place)  # noqa: PTH111 - leaves unknown users as they are
+    root, search = expand_home(path), Search(place)
     wanted = ""
-    found: Iterable[Path]
+    found: Iterable[str]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        found = (file for file in search.below(root) if file.suffix.lower() in endings)
+        found = (file for file in search.below(root) if os.path.splitext(file)[1].lower() in endings)  # noqa: PTH122
         wanted = f" with the ending {' or '.join(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
-        found = [root]
+        found = [str(root)]
     else:
         found = search.matches(str(root))
     regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
-    chosen = sorted(set(islice(regular, MOST_FILES + 1)))
+    chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
         raise DataError(
             Problem(place, f"{visible(path)} has more than {MOST_FILES:,} files", "join them into fewer files")
         )
     files = []
-    for file in chosen:
+    for file in sorted(set(map(Path, chosen))):
         stat = file.stat()
         files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:

@@ -19,7 +19,7 @@ from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
-from raypp.data.tokenizer import NotEncodable, Tokenizer
+from raypp.data.tokenizer import NotEncodable, Tokenizer, TooSlow
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.untrusted.files import open_file
@@ -132,9 +132,10 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
     try:
         return request.tokenizer.encode_batch([document.text for document in batch])
     except NotEncodable as error:
-        if len(batch) > 1:  # finds the document that fails
+        if len(batch) > 1 and not isinstance(error, TooSlow):  # finds the document that fails
             return [ids for document in batch for ids in _encoded(request, [document])]
-        what = f"the tokenizer cannot encode {batch[0].place}: {error}"
+        others = f" to {batch[-1].place}" if len(batch) > 1 else ""
+        what = f"the tokenizer cannot encode {batch[0].place}{others}: {error}"
         raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,17 +14,26 @@ from numpy.typing import NDArray
 
 from raypp.errors import DataError, Problem, in_words
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
 """Common end-of-text tokens, in the order of preference."""
 
-
+PATIENCE_S = 60.0
+"""Seconds that a batch of texts may take, however short they are."""
+LEAST_PER_S = 20_000
+"""Characters of a longer text that a second must suffice for. Real tokenizers encode 50 times as
+many."""
 _SHOWN = 300
 
 
 class NotEncodable(Exception):
     """A tokenizer cannot encode a text; `tokenised` adds which one."""
+
+
+class TooSlow(NotEncodable):
+    """A tokenizer takes so long for some texts that it may never end."""
 
 
 class Tokenizer(Protocol):
@@ -96,11 +106,34 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        try:
-            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises no narrower type
-            raise NotEncodable(in_words(error)) from error
+        encodings = self._within_patience(texts)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def _within_patience(self, texts: Sequence[str]) -> list[Any]:
+        """Encodes texts unless a regular expression of the file backtracks for too long.
+
+        The library cannot be interrupted: after an error its thread computes on until the process
+        ends.
+        """
+        answers: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
+
+        def encode() -> None:
+            try:
+                answers.put(self._backend.encode_batch(list(texts), add_special_tokens=False))
+            except BaseException as error:  # noqa: BLE001 - a pattern that gives up panics: no Exception
+                answers.put(error)
+
+        characters = sum(map(len, texts))
+        patience_s = PATIENCE_S + characters / LEAST_PER_S
+        threading.Thread(target=encode, name="tokenizer", daemon=True).start()
+        try:
+            answer = answers.get(timeout=patience_s)
+        except Empty:
+            what = f"{characters:,} characters took more than {patience_s:.0f} s: a regular expression"
+            raise TooSlow(f"{what} of the tokenizer may backtrack without end") from None
+        if isinstance(answer, BaseException):
+            raise NotEncodable(in_words(answer)) from answer
+        return answer
 
 
 def _backend(content: bytes, path: Path) -> Any:
@@ -130,7 +163,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
         DataError: The file is missing or invalid, or has no end-of-text token.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))  # noqa: PTH111
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(expand_home(name))
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:

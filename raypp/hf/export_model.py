@@ -14,7 +14,6 @@ from typing import Any
 from raypp.checkpoint.arrays import FLOATS, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
-from raypp.checkpoint.tensor_file import ELEMENT_BYTES
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.config import config_from_options
@@ -24,6 +23,7 @@ from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.storage import ObjectStore
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 from raypp.untrusted.text import visible
 
 PIECE_BYTES = 32 << 20

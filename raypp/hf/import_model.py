@@ -21,7 +21,7 @@ from raypp.checkpoint.commit import (
 )
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.run_spec import write_spec
-from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry, encode_header
+from raypp.checkpoint.tensor_file import TensorEntry, encode_header
 from raypp.errors import JobError, Problem
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles, HfTensor
@@ -29,6 +29,7 @@ from raypp.hf.names import HfPart, hf_parts, model_tensors
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
 from raypp.storage import AlreadyExists, ObjectStore
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 OBJECT_BYTES = 256 << 20
 """Maximum tensor data of one object, which is in memory at once."""

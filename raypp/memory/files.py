@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-from annotated_types import Ge, Len, Lt
+from annotated_types import Ge, Le, Len, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import CheckpointError
@@ -38,6 +38,10 @@ LIMIT_VARIABLE = "RAYPP_MEMORY_LIMIT_MB"
 """Environment variable for the most memory, in MB, that the files on a node may take, set by the
 operator. Without it, the available memory is the limit."""
 CONTROL_BYTES = 4096
+LARGEST_TAIL = 128 << 20
+LARGEST_DATA = 1 << 44
+LARGEST_STEP = 10**12 - 1
+"""As many digits as a file's name may have."""
 _MAGIC = b"RAYPPMT1"
 _PAGE = 4096
 _FORGET_S = 3600.0
@@ -45,6 +49,7 @@ _FORGET_S = 3600.0
 (the raylet, the torchrun agent) lives: the run may be between two attempts."""
 _YOUNG_S = 60.0
 _Crc = Annotated[int, Ge(0), Lt(1 << 32)]
+_Name = Annotated[str, Len(0, 128)]
 _Figure = Annotated[float, Ge(0), Lt(1e12)]
 _LOOKS = 5
 _NAME = re.compile(
@@ -175,22 +180,22 @@ def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
     os.pwrite(descriptor, block, 0)
 
 
-class _Control(TypedDict, total=False):
-    """The known keys of a control block."""
+class Control(TypedDict, total=False):
+    """The keys of a control block. That of a complete snapshot has all of them."""
 
-    run: str
-    life: str
-    job: str
-    attempt: Count
-    rank: Count
-    step: Count
-    committed: Annotated[int, Ge(-1)]
+    run: _Name
+    life: _Name
+    job: _Name
+    attempt: Annotated[int, Ge(0), Le(10**9)]
+    rank: Annotated[int, Ge(0), Le(10**7)]
+    step: Annotated[int, Ge(0), Le(LARGEST_STEP)]
+    committed: Annotated[int, Ge(-1), Le(LARGEST_STEP)]
     keeper: Annotated[list[_Figure], Len(2, 2)]
     format: Count
     complete: bool
-    data_size: Count
+    data_size: Annotated[int, Ge(0), Le(LARGEST_DATA)]
     data_crc: _Crc
-    tail_size: Count
+    tail_size: Annotated[int, Ge(0), Le(LARGEST_TAIL)]
     tail_crc: _Crc
 
 
@@ -201,8 +206,8 @@ def decode_control(text: bytes) -> dict[str, Any]:
         ValueError: It is not one.
     """
     try:
-        bounds = Bounds(CONTROL_BYTES)
-        return dict(parse_as(_Control, text, "", bounds, kind="a control block", unknown="allow"))
+        bounds = Bounds(CONTROL_BYTES, 64)
+        return dict(parse_as(Control, text, "", bounds, kind="a control block", unknown="allow"))
     except CheckpointError as error:
         raise ValueError(error.problems[0].what) from None
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from raypp.checkpoint.extra import read_extra
-from raypp.checkpoint.tensor_file import ELEMENT_BYTES, TensorEntry
+from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError
 from raypp.memory.files import (
     CONTROL_BYTES,
+    LARGEST_TAIL,
     SlotName,
     close_unlocked,
     open_locked,
@@ -32,13 +33,14 @@ from raypp.memory.files import (
     write_control,
 )
 from raypp.untrusted.documents import Bounds, parse_as, shown
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 _CHECK_BYTES = 8 << 20
 _SIZES = ("data_size", "data_crc", "tail_size", "tail_crc")
-TAIL = Bounds(size=128 << 20, values=1_000_000)
+TAIL = Bounds(size=LARGEST_TAIL, values=1_000_000)
 """Of a tail: about 60,000 tensors."""
 
 
@@ -96,7 +98,7 @@ class Slot:
         if about.get("step") != self.name.step or any(key not in about for key in _SIZES):
             return None
         end = tail_offset(about["data_size"]) + about["tail_size"]
-        return about if end <= os.fstat(self._descriptor).st_size and about["tail_size"] <= TAIL.size else None
+        return about if end <= os.fstat(self._descriptor).st_size else None
 
     def memory(self, size: int, pinned: bool = False) -> Tensor:
         """Maps the data section as a uint8 tensor `[size]` and allocates its memory at once.

@@ -8,46 +8,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge, Le, Len
+from dataclasses import dataclass
+from typing import Any
 
 from raypp.errors import CheckpointError
-from raypp.memory.files import CONTROL_BYTES
-from raypp.untrusted.documents import Bounds, parse_as
+from raypp.memory.files import CONTROL_BYTES, LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, Control, decode_control
+from raypp.untrusted.text import visible
 
-LARGEST_TAIL = 256 << 20
 LARGEST_FACTS = CONTROL_BYTES + 1 + LARGEST_TAIL
-LARGEST_DATA = 1 << 44
-LARGEST_STEP = 10**12 - 1
-"""As many digits as a file's name may have."""
 _FRAME = struct.Struct("<QQII")
 FRAME_BYTES = _FRAME.size
-_BOUNDS = Bounds(CONTROL_BYTES, 64)
-
-_Crc = Annotated[int, Ge(0), Le(2**32 - 1)]
-_Name = Annotated[str, Len(0, 128)]
-
-
-@dataclass(frozen=True)
-class CopyControl:
-    """The control block of a complete snapshot, as `Slot.seal` writes it."""
-
-    run: _Name
-    life: _Name
-    job: _Name
-    attempt: Annotated[int, Ge(0), Le(10**9)]
-    rank: Annotated[int, Ge(0), Le(10**7)]
-    committed: Annotated[int, Ge(-1), Le(LARGEST_STEP)]
-    keeper: Annotated[list[float], Len(2, 2)]
-    data_size: Annotated[int, Ge(0), Le(LARGEST_DATA)]
-    data_crc: _Crc
-    tail_size: Annotated[int, Ge(0), Le(LARGEST_TAIL)]
-    tail_crc: _Crc
-    format: int
-    complete: Literal[True]
-    step: Annotated[int, Ge(0), Le(LARGEST_STEP)]
 
 
 @dataclass(frozen=True)
@@ -96,7 +66,15 @@ def parse_control(text: bytes, frame: Frame, owner: int, who: str) -> dict[str, 
     Raises:
         CheckpointError: It is no control block, or does not agree with the frame.
     """
-    control = asdict(parse_as(CopyControl, text, f"the control block from {who}", _BOUNDS))
+    try:
+        control = decode_control(text)
+    except ValueError as error:
+        raise CheckpointError(f"what {who} sent {error}") from None
+    if wrong := sorted(control.keys() ^ Control.__annotations__.keys()):
+        what = "an unknown key" if wrong[0] in control else "no"
+        raise CheckpointError(f"{who} sent a control block with {what} {visible(wrong[0])}")
+    if not control["complete"]:
+        raise CheckpointError(f"{who} sent the control block of an incomplete snapshot")
     said = {"rank": owner, "step": frame.step, "data_size": frame.size, "tail_size": frame.tail_size}
     for key, value in said.items():
         if control[key] != value:

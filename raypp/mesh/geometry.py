@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 
 from raypp.records import Coordinates
 from raypp.spec.job import MeshSection
@@ -49,9 +49,13 @@ class Mesh:
             place.append(index)
         return Coordinates(*reversed(place))
 
+    def places(self) -> Iterator[Coordinates]:
+        """Yields the coordinates of every rank, by rank."""
+        return starmap(Coordinates, product(*(range(getattr(self.sizes, axis)) for axis in AXES)))
+
     def labels(self) -> list[str]:
         """Returns the coordinates of every rank as text: `pp0-fsdp1`."""
-        return [self.coordinates(rank).label(self.sizes) for rank in range(self.world)]
+        return [place.label(self.sizes) for place in self.places()]
 
     def rank(self, place: Coordinates) -> int:
         """Returns the rank at given coordinates."""
@@ -69,11 +73,12 @@ class Mesh:
         unknown = [name for name in along if name not in AXES]
         if unknown:
             raise KeyError(f"no axis {unknown[0]!r}; there are {', '.join(AXES)}")
-        fixed = [name for name in AXES if name not in along]
-        found = []
-        for held in product(*(range(getattr(self.sizes, name)) for name in fixed)):
-            place = dict(zip(fixed, held, strict=True))
-            free = product(*(range(getattr(self.sizes, name)) for name in AXES if name in along))
-            names = [name for name in AXES if name in along]
-            found.append([self.rank(Coordinates(**place, **dict(zip(names, index, strict=True)))) for index in free])
-        return sorted(found)
+        firsts, offsets, stride = [0], [0], 1
+        for name in reversed(AXES):
+            steps = range(0, stride * getattr(self.sizes, name), stride)
+            if name in along:
+                offsets = [step + offset for step in steps for offset in offsets]
+            else:
+                firsts = [step + first for step in steps for first in firsts]
+            stride *= len(steps)
+        return [[first + offset for offset in offsets] for first in firsts]

@@ -11,7 +11,7 @@ from raypp.errors import Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.records import NodeFacts
 
-_Block = list[int]
+_Block = Sequence[int]
 """Positions in the sorted list of workers that belong together."""
 
 
@@ -40,13 +40,23 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
             Problem("mesh", f"the mesh has {mesh.world} ranks, but there are {len(facts)} workers", fix)
         )
     workers = sorted(range(len(facts)), key=lambda worker: _place(facts[worker]))
-    nodes: dict[str, _Block] = {}
+    nodes: dict[str, list[int]] = {}
     for position, worker in enumerate(workers):
         nodes.setdefault(facts[worker].node_id, []).append(position)
     ranks = [0] * len(facts)
-    for rank, position in enumerate(_arrange(list(nodes.values()), _block_sizes(mesh))):
+    for rank, position in enumerate(arrange(mesh, list(nodes.values()))):
         ranks[workers[position]] = rank
     return ranks
+
+
+def arrange(mesh: Mesh, nodes: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the position of every rank, by rank.
+
+    Args:
+        mesh: The mesh.
+        nodes: The positions on each node; together one for each rank.
+    """
+    return _arrange(nodes, _block_sizes(mesh))
 
 
 def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:
@@ -73,12 +83,12 @@ def _block_sizes(mesh: Mesh) -> list[int]:
     return [*blocks, 1]
 
 
-def _arrange(nodes: list[_Block], sizes: list[int]) -> _Block:
+def _arrange(nodes: Sequence[_Block], sizes: list[int]) -> list[int]:
     """Returns all positions in rank order."""
     return [position for block in _blocks(nodes, sizes) for position in block]
 
 
-def _blocks(nodes: list[_Block], sizes: list[int]) -> list[_Block]:
+def _blocks(nodes: Sequence[_Block], sizes: list[int]) -> list[_Block]:
     """Returns blocks of `sizes[0]` positions: within a node if possible, else from remainders."""
     size, *smaller = sizes
     whole: list[_Block] = []

@@ -50,7 +50,7 @@ class _Widths:
 
 def _widths(job: Job) -> _Widths:
     model = job.model
-    largest = max(sizes_of(model).layers, key=lambda layer: layer.inner)
+    largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
     normed = _normed(model)
     if model.stage_ends().gain_from_zero:  # computed in fp32

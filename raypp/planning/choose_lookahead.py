@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypp.errors import JobError
-from raypp.schedules.action import without_idle_backwards
+from raypp.schedules.action import Program, without_idle_backwards
 from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.schedules.simulate import StageTimes, Timeline, simulate
 
 WORTH = 0.01
 """A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
@@ -29,11 +29,15 @@ class Depth:
         lookahead: Extra forwards per rank below.
         step_s: Simulated time of the program.
         in_flight: Largest number of microbatches in flight, by stage.
+        program: The program.
+        timeline: Its simulation.
     """
 
     lookahead: int
     step_s: float
     in_flight: tuple[int, ...]
+    program: Program = field(repr=False)
+    timeline: Timeline = field(repr=False)
 
 
 def depths(
@@ -79,7 +83,7 @@ def depths(
         in_flight = tuple(timeline.in_flight)
         if found and most_in_flight is not None and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True)):
             break
-        found.append(Depth(lookahead, timeline.makespan, in_flight))
+        found.append(Depth(lookahead, timeline.makespan, in_flight, program, timeline))
         if len(found) > _PATIENCE and found[-1].step_s >= found[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return found

@@ -37,7 +37,7 @@ def end_weights(job: Job) -> tuple[float, float]:
 def layer_cost(job: Job) -> float:
     """Returns the cost of one layer's forward and backward per token, in FLOPs, bytes included."""
     model, sizes = job.model, declared_sizes(job.model)
-    inner = sum(layer.inner for layer in sizes.layers) / len(sizes.layers)
+    inner = sizes.mean("inner")
     heads = model.dim_per_head * (model.num_heads + 2 * model.kv_heads)
     moved = _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + _PASSES_OVER_INNER * inner
     flops = layer_flops(model, sizes, job.data.seq_len) * (1 + recompute_factor(job))

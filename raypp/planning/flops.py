@@ -25,9 +25,9 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
     Averages over layers.
     """
-    multiplied = sum(layer.multiplied for layer in sizes.layers) / len(sizes.layers)
     keys = _keys_of_layers(model, seq_len)
-    return 2.0 * multiplied + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+    return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +64,7 @@ def weight_share(job: Job) -> float:
     if job.model.lora is None:
         return 0.5
     sizes = sizes_of(job.model)
-    adapted = sum(layer.adapted for layer in sizes.layers) / len(sizes.layers)
+    adapted = sizes.mean("adapted")
     return 2.0 * adapted / (layer_flops(job.model, sizes, job.data.seq_len) * backward_factor(job))
 
 

@@ -114,9 +114,11 @@ def forecast(
         room = _most_in_flight(job, cut, placement, device_memory, kind) if device_memory else None
         whole, which = pipeline.whole_backwards, pipeline.trained
         found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole, trained=which)
-        lookahead = best_depth(found).lookahead
-    program = pipeline.program_with(lookahead)
-    timeline = simulate(program, times)
+        best = best_depth(found)
+        lookahead, program, timeline = best.lookahead, best.program, best.timeline
+    else:
+        program = pipeline.program_with(lookahead)
+        timeline = simulate(program, times)
     free = simulate(program, replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
     memory = tuple(rank_memory(job, stages, cut, program[rank], kind) for rank, stages in enumerate(placement))
 

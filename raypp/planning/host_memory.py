@@ -15,8 +15,10 @@ from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
 from raypp.planning.machines import Machines
 from raypp.planning.memory import RankMemory, offloaded_bytes, state_of
+from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.stored_bytes import size_text
+from raypp.planning.traffic import of_pipeline_rank
 from raypp.spec.job import Job
 
 OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4
@@ -105,8 +107,10 @@ def host_memory(
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
     pipeline_ranks: dict[str, list[int]] = {}
-    for rank, node in enumerate(seats):
-        pipeline_ranks.setdefault(node.name, []).append(mesh.coordinates(rank).pp)
+    for pp in range(job.mesh.pp):
+        for node in of_pipeline_rank(mesh, seats, pp):
+            pipeline_ranks.setdefault(node.name, []).append(pp)
+    free = {node.name: node.memory for node in machines.nodes}
     for name, here in pipeline_ranks.items():
         ranks = len(here)
         state = max(saved[pp] for pp in here)
@@ -121,7 +125,7 @@ def host_memory(
                 saving=sum(saved[pp] for pp in here),
                 computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
                 offloaded=sum(moved[pp] for pp in here),
-                available=next(node.memory for node in machines.nodes if node.name == name),
+                available=free[name],
             )
         )
     return max(found, key=lambda node: (node.total - node.available, node.total))
@@ -144,8 +148,10 @@ def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Pro
         nodes: Free bytes of host memory by node; 0 if that is not known.
         kind: The kind of device. On a CPU nothing is offloaded to other memory.
     """
+    if kind == "cpu" or not offload_in_words(job, cpu=False) or not all(nodes.values()):
+        return []
     each = offloaded_by_ranks(job)
-    if kind == "cpu" or not any(each) or not all(nodes.values()):
+    if not any(each):
         return []
     largest, together = max(nodes.values(), default=0), sum(nodes.values())
     needed = sum(each) * (job.mesh.world // job.mesh.pp)

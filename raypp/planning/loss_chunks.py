@@ -29,11 +29,15 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
     return max(_MULTIPLE, fit // _MULTIPLE * _MULTIPLE)
 
 
+def chunk_size(tokens: int, vocab_size: int, device_type: str) -> int:
+    """Returns the tokens of the largest of these chunks."""
+    return -(-tokens // max(1, -(-tokens // chunk_tokens(vocab_size, device_type))))
+
+
 def chunk_sizes(tokens: int, vocab_size: int, device_type: str) -> list[int]:
     """Returns the tokens of each chunk of a microbatch: as few chunks as possible, of one size.
 
     The last chunk may be smaller.
     """
-    count = -(-tokens // chunk_tokens(vocab_size, device_type))
-    size = -(-tokens // max(1, count))
+    size = chunk_size(tokens, vocab_size, device_type)
     return [min(size, tokens - start) for start in range(0, tokens, max(1, size))]

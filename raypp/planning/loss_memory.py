@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
 from raypp.planning.end_weights import activation_bytes
-from raypp.planning.loss_chunks import chunk_sizes
+from raypp.planning.loss_chunks import chunk_size
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 
@@ -48,8 +48,8 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     """
     model, compute = job.model, activation_bytes(job)
     capped = model.stage_ends().logit_cap is not None
-    chunks = chunk_sizes(tokens, model.vocab_size, kind)
-    if len(chunks) == 1 or family_of(model) is None:
+    chunk = chunk_size(tokens, model.vocab_size, kind)
+    if chunk == tokens or family_of(model) is None:
         values = tokens * model.vocab_size
         return LossMemory(
             kept=values * (compute + _FP32 + (compute if capped else 0)),
@@ -57,5 +57,5 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
             backward=values * 2 * _FP32,
         )
     projection = model.vocab_size * model.hidden_size * (_FP32 + (compute if compute < _FP32 else 0))
-    working = (3 if capped else 2) * _FP32 * chunks[0] * model.vocab_size + projection
+    working = (3 if capped else 2) * _FP32 * chunk * model.vocab_size + projection
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=working)

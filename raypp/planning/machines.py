@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 
 from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import seat_order
-from raypp.records import NodeFacts
+from raypp.mesh.seating import arrange
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -143,18 +142,15 @@ class Machines:
         if mesh.world > self.devices:
             what = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(what, "use a smaller mesh, or add nodes")
-        facts: list[NodeFacts] = []
         homes: list[Node] = []
-        for position, node in enumerate(self.nodes):
-            for device in range(node.devices):
-                if len(facts) == mesh.world:
-                    break
-                address = f"10.{position // 65536}.{position // 256 % 256}.{position % 256}"
-                facts.append(NodeFacts(node.name, address, node.name, device, "", device_index=device))
-                homes.append(node)
-        ranks = seat_order(mesh, facts)
-        by_rank = dict(zip(ranks, homes, strict=True))
-        return [by_rank[rank] for rank in range(mesh.world)]
+        positions: list[range] = []
+        for node in self.nodes:
+            devices = min(node.devices, mesh.world - len(homes))
+            if not devices:
+                break
+            positions.append(range(len(homes), len(homes) + devices))
+            homes += [node] * devices
+        return [homes[position] for position in arrange(mesh, positions)]
 
 
 def read_machines(path: Path) -> Machines:

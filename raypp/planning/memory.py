@@ -154,7 +154,7 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
     ranks = job.mesh.fsdp * job.mesh.cp
     share = _trained_share(job, stages, cut)
     ends = 0 in stages or len(cut) - 1 in stages
-    largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
     largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
     weights = weight_bytes(job) * share
     return held_state(job, share, -(-largest // ranks), weights, state_bytes(job, share), kind)
@@ -228,7 +228,7 @@ def _moments(
     # A gradient that is summed in a wider dtype is there in both before it is added.
     own, summed = weight_bytes(job), gradient_bytes(job)
     each = own if own == summed else own + summed
-    matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).layers)
+    matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
     embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
     # Gradients wider than their weights are there from the start (`parallel.wide_gradients`).

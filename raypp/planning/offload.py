@@ -163,6 +163,8 @@ def host_activation_bytes(job: Job, actions: Sequence[Action], cut: Sequence[int
         cut: Layers of every stage.
         tokens: Tokens of a microbatch on one rank.
     """
+    if job.train.activation_checkpointing != "offload":
+        return 0
     one = tokens * job.model.hidden_size * activation_bytes(job)
     rounded = 1 << (one - 1).bit_length()
     most = held = 0

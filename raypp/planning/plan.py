@@ -47,6 +47,16 @@ class PlannedRank:
     stages: tuple[int, ...]
     layers: tuple[tuple[int, int], ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        # Spelled out: a plan has one per rank.
+        return {
+            "rank": self.rank,
+            "coordinates": self.coordinates.as_dict(),
+            "label": self.label,
+            "stages": list(self.stages),
+            "layers": list(map(list, self.layers)),
+        }
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -212,17 +222,15 @@ def _backwards_remark(pipeline: ResolvedPipeline) -> str:
 
 def _rank_map(mesh: Mesh, pipeline: ResolvedPipeline) -> list[PlannedRank]:
     layers = [(held.start, held.stop - 1) for held in pipeline.layers_of_stage]
-    found = []
-    for rank in range(mesh.world):
-        place = mesh.coordinates(rank)
-        stages = pipeline.stages_of_rank[place.pp]
-        spans = tuple(layers[stage] for stage in stages)
-        found.append(PlannedRank(rank, place, place.label(mesh.sizes), stages, spans))
-    return found
+    spans = [tuple(layers[stage] for stage in stages) for stages in pipeline.stages_of_rank]
+    return [
+        PlannedRank(rank, place, place.label(mesh.sizes), pipeline.stages_of_rank[place.pp], spans[place.pp])
+        for rank, place in enumerate(mesh.places())
+    ]
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, RankMemory):
+    if isinstance(value, RankMemory | PlannedRank):
         return value.as_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -9,8 +9,9 @@ compute the same cut, even if nothing was counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -76,18 +77,35 @@ class ModelSizes:
         if first and last:
             return self.whole
         ends = (self.first if first else 0) + (self.last if last else 0)
-        return ends + sum(self.layers[index].parameters for index in layers)
+        return ends + self._sum("parameters", layers)
 
     def stage_experts(self, layers: range) -> int:
         """Returns the parameters of a stage that belong to experts."""
-        return sum(self.layers[index].experts for index in layers)
+        return self._sum("experts", layers)
 
     def stage_trained(self, layers: range, *, first: bool, last: bool) -> tuple[int, int]:
         """Returns the parameters of a stage that are trained, and those of them of experts."""
         if not self.frozen:
             return self.stage_parameters(layers, first=first, last=last), self.stage_experts(layers)
-        own = [self.layers[index] for index in layers]
-        return sum(layer.adapters for layer in own), sum(layer.expert_adapters for layer in own)
+        return self._sum("adapters", layers), self._sum("expert_adapters", layers)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerSize, ...]:
+        """The different layers, in the order in which they first appear."""
+        return tuple(dict.fromkeys(self.layers))
+
+    def mean(self, name: str) -> float:
+        """Returns the mean of a number of the layers."""
+        return self._sums[name][-1] / len(self.layers)
+
+    def _sum(self, name: str, layers: range) -> int:
+        return self._sums[name][layers.stop] - self._sums[name][layers.start]
+
+    @cached_property
+    def _sums(self) -> dict[str, list[int]]:
+        """Sums of each number over the first 0, 1, 2, … layers."""
+        names = [field.name for field in fields(LayerSize)]
+        return {name: [0, *accumulate(getattr(layer, name) for layer in self.layers)] for name in names}
 
 
 _counted: dict[DecoderOptions, ModelSizes] = {}

@@ -54,5 +54,5 @@ def update_bytes(job: Job, kind: str) -> int:
     """
     if job.train.precision != "bf16_pure" and job.train.optimizer.state == "fp32":
         return 0
-    largest = max(layer.largest for layer in sizes_of(job.model).layers)
+    largest = max(layer.largest for layer in sizes_of(job.model).kinds)
     return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, job.model.vocab_size * job.model.hidden_size))

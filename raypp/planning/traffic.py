@@ -6,6 +6,7 @@ from one node to another at the same place, each gets an `n`-th of the cable's r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,14 +66,14 @@ def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper:
     if upper == lower:
         return Border({}, 0.0)
     senders, receivers = of_pipeline_rank(mesh, seats, upper), of_pipeline_rank(mesh, seats, lower)
-    pairs = [(a.name, b.name) for a, b in zip(senders, receivers, strict=True)]
+    pairs = Counter((a.name, b.name) for a, b in zip(senders, receivers, strict=True))
     leaving: dict[str, int] = {}
     arriving: dict[str, int] = {}
     crossings: dict[tuple[str, str], int] = {}
-    for a, b in pairs:
+    for (a, b), count in pairs.items():
         if a != b:
-            leaving[a], arriving[b] = leaving.get(a, 0) + 1, arriving.get(b, 0) + 1
-            crossings[a, b] = crossings.get((a, b), 0) + 1
+            leaving[a], arriving[b] = leaving.get(a, 0) + count, arriving.get(b, 0) + count
+            crossings[a, b] = count
     seconds = 0.0
     for a, b in pairs:
         link = machines.between(a, b)
@@ -101,7 +102,7 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
         )
         seconds += _over(_slowest(machines, seats, mesh.groups("cp")), tokens * moved * number)
     if job.mesh.ep > 1:
-        sent = max(layer.sent for layer in sizes_of(model).layers)
+        sent = max(layer.sent for layer in sizes_of(model).kinds)
         rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
         seconds += _over(_slowest(machines, seats, mesh.groups(("fsdp", "cp"))), tokens * rows * number)
     return seconds
@@ -142,20 +143,21 @@ def _slowest(machines: Machines, seats: Sequence[Node], groups: Sequence[Sequenc
     Groups that leave a node together share its cable.
     """
     leaving: dict[str, int] = {}
+    pairs: dict[tuple[str, str], None] = {}  # in the order of the rings
     for group in groups:
-        names = {seats[rank].name for rank in group}
-        for name in names if len(names) > 1 else ():
+        names = [seats[rank].name for rank in group]
+        different = set(names)
+        for name in different if len(different) > 1 else ():
             leaving[name] = leaving.get(name, 0) + 1
+        pairs.update(dict.fromkeys(zip(names, [*names[1:], names[0]], strict=True)))
     slowest: Link | None = None
-    for group in groups:
-        for one, other in zip(group, [*group[1:], group[0]], strict=True):
-            a, b = seats[one].name, seats[other].name
-            link = machines.between(a, b)
-            if link is None:
-                continue
-            rate = link.gbps / (max(leaving.get(a, 1), leaving.get(b, 1)) if a != b else 1)
-            if slowest is None or rate < slowest.gbps:
-                slowest = Link(rate, link.latency_s)
+    for a, b in pairs:
+        link = machines.between(a, b)
+        if link is None:
+            continue
+        rate = link.gbps / (max(leaving.get(a, 1), leaving.get(b, 1)) if a != b else 1)
+        if slowest is None or rate < slowest.gbps:
+            slowest = Link(rate, link.latency_s)
     return slowest
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
-from raypp.schedules.action import Action, Program, stages_with_backward
+from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, Receive
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ class StageTimes:
                 return self.backward[action.stage] * (rest if self.weight_share is None else self.weight_share)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One action with its start and end."""
 
     action: Action
@@ -120,8 +121,7 @@ def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | No
         raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
     makespan = max(run.clock.values())
     idle = [makespan - sum(slot.end - slot.start for slot in run.slots[rank]) for rank in sorted(program)]
-    in_flight = [_peak(actions, stage) for stage, actions in sorted(_by_stage(program).items())]
-    on_rank = [_peak(program[rank]) for rank in sorted(program)]
+    in_flight, on_rank = _peaks(program)
     return Timeline(run.slots, makespan, idle, in_flight, on_rank)
 
 
@@ -129,13 +129,27 @@ class _Run:
     """The state of a simulation: the position of every rank and the arrival times of messages."""
 
     def __init__(self, program: Program, times: StageTimes, num_stages: int, lines: Mapping[int, Line] | None) -> None:
-        self.program, self.times, self.num_stages = program, times, num_stages
+        self.program, stages = program, range(num_stages)
+        self.seconds = {kind: [times.of(Action(stage, kind, 0)) for stage in stages] for kind in _KINDS}
+        self.messages = [times.message(boundary) for boundary in range(num_stages - 1)]
         self.rank_of = {action.stage: rank for rank, actions in program.items() for action in actions}
-        self.backward = stages_with_backward(program)
         self.position = dict.fromkeys(program, 0)
         self.clock = dict.fromkeys(program, 0.0)
         self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
-        self.arrival: dict[tuple[str, int, int], float] = {}
+        # By direction and stage: when the input of a microbatch arrives; None: it needs none.
+        self.inputs: dict[str, list[dict[int, float] | None]] = {
+            "F": [{} if stage else None for stage in stages],
+            "B": [{} if stage < num_stages - 1 else None for stage in stages],
+            "W": [None] * num_stages,
+        }
+        # By direction and stage: the stage that takes the output; None: nobody does.
+        backward = stages_with_backward(program)
+        self.takers: dict[str, list[int | None]] = {
+            "F": [stage + 1 if stage + 1 < num_stages else None for stage in stages],
+            "B": [stage - 1 if stage - 1 in backward else None for stage in stages],
+            "W": [None] * num_stages,
+        }
+        self.inputs["I"], self.takers["I"] = self.inputs["B"], self.takers["B"]
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.receives = None if lines is None else {rank: _receives(line) for rank, line in lines.items()}
         self.posted: dict[Message, float] = {}
@@ -152,43 +166,58 @@ class _Run:
     def advance(self, rank: int) -> None:
         """Runs a rank as far as it can."""
         self._queued.discard(rank)
-        actions = self.program[rank]
-        for position in range(self.position[rank], len(actions)):
-            action = actions[position]
-            if self.receives is not None:
-                self._post(rank, position)
-            ready = self._ready(action)
-            if ready is None:
-                break
-            start = max(self.clock[rank], ready)
-            self.clock[rank] = start + self.times.of(action)
-            self.slots[rank].append(Slot(action, start, self.clock[rank]))
-            self.position[rank] = position + 1
-            if action.kind != "W":
-                self._send(action, rank, "F" if action.kind == "F" else "B")
+        inputs, seconds, takers, rank_of = self.inputs, self.seconds, self.takers, self.rank_of
+        actions, slots, clock, posting = (
+            self.program[rank],
+            self.slots[rank],
+            self.clock[rank],
+            self.receives is not None,
+        )
+        done = self.position[rank]
+        while done < len(actions):
+            action = actions[done]
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            if posting:
+                self.clock[rank] = clock
+                self._post(rank, done)
+            start = clock
+            if (arrivals := inputs[kind][stage]) is not None:
+                if (ready := arrivals.get(microbatch)) is None:
+                    break
+                start = max(clock, ready)
+            clock = start + seconds[kind][stage]
+            slots.append(Slot(action, start, clock))
+            done += 1
+            if (to := takers[kind][stage]) is None:
+                continue
+            direction: Literal["F", "B"] = "F" if kind == "F" else "B"
+            if rank_of[to] == rank:
+                self._arrive(direction, to, microbatch, clock)
+            else:
+                self.position[rank] = done
+                self._send(rank, direction, stage, to, microbatch, clock)
+        self.clock[rank], self.position[rank] = clock, done
 
-    def _ready(self, action: Action) -> float | None:
-        """Returns when the input of an action arrives on its rank; None if not known yet."""
-        if action.kind == "W" or action.stage == (0 if action.kind == "F" else self.num_stages - 1):
-            return 0.0
-        return self.arrival.get(("F" if action.kind == "F" else "B", action.stage, action.microbatch))
-
-    def _send(self, action: Action, rank: int, direction: Literal["F", "B"]) -> None:
-        to = action.stage + (1 if direction == "F" else -1)
-        if not 0 <= to < self.num_stages or (direction == "B" and to not in self.backward):
-            return
-        peer, arrives = self.rank_of[to], self.clock[rank]
-        if peer != rank and self.receives is not None:
-            self.sent[rank, peer].append((Message(direction, action.stage, action.microbatch), arrives))
+    def _send(
+        self, rank: int, direction: Literal["F", "B"], stage: int, to: int, microbatch: int, arrives: float
+    ) -> None:
+        peer = self.rank_of[to]
+        link = rank, peer
+        if self.receives is not None:
+            self.sent[link].append((Message(direction, stage, microbatch), arrives))
             self._cross(rank, peer)
             return
-        if peer != rank:
-            # A link has one sender, which runs its actions in order, so this is the order of
-            # messages.
-            arrives = max(arrives, self.link_free[rank, peer]) + self.times.message(min(action.stage, to))
-            self.link_free[rank, peer] = arrives
+        # A link has one sender, which runs its actions in order, so this is the order of messages.
+        arrives = max(arrives, self.link_free[link]) + self.messages[min(stage, to)]
+        self.link_free[link] = arrives
+        if peer not in self._queued:
             self.wake(peer)
-        self.arrival[direction, to, action.microbatch] = arrives
+        self._arrive(direction, to, microbatch, arrives)
+
+    def _arrive(self, direction: Literal["F", "B"], stage: int, microbatch: int, time: float) -> None:
+        arrivals = self.inputs[direction][stage]
+        assert arrivals is not None
+        arrivals[microbatch] = time
 
     def _post(self, rank: int, position: int) -> None:
         """Posts the receives of a rank that precede its action at `position`."""
@@ -203,10 +232,10 @@ class _Run:
         while sent and sent[0][0] in self.posted:
             message, ready = sent.popleft()
             begins = max(ready, self.link_free[source, to], self.posted[message])
-            arrives = begins + self.times.message(min(message.stage, message.to_stage))
+            arrives = begins + self.messages[min(message.stage, message.to_stage)]
             self.link_free[source, to] = arrives
             self.wake(to)
-            self.arrival[message.kind, message.to_stage, message.microbatch] = arrives
+            self._arrive(message.kind, message.to_stage, message.microbatch, arrives)
 
 
 def _receives(line: Line) -> dict[int, list[Message]]:
@@ -221,23 +250,29 @@ def _receives(line: Line) -> dict[int, list[Message]]:
     return found
 
 
-def _by_stage(program: Program) -> dict[int, list[Action]]:
-    stages: dict[int, list[Action]] = defaultdict(list)
-    for actions in program.values():
-        for action in actions:
-            stages[action.stage].append(action)
-    return stages
-
-
-def _peak(actions: Sequence[Action], stage: int | None = None) -> int:
-    """Returns the most forwards without their backward at one time, of one stage or of all.
+def _peaks(program: Program) -> tuple[list[int], list[int]]:
+    """Returns the most forwards without their backward at one time: of each stage, of each rank.
 
     A stage without backwards keeps nothing.
     """
-    now = peak = 0
-    backward = {action.stage for action in actions if action.kind != "F"}
-    for action in actions:
-        if action.stage in backward and (stage is None or action.stage == stage):
-            now += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            peak = max(peak, now)
-    return peak
+    by_stage: dict[int, int] = {}
+    by_rank = []
+    for rank in sorted(program):
+        backward = {action.stage for action in program[rank] if action.kind != "F"}
+        now: dict[int, int] = defaultdict(int)
+        peaks: dict[int, int] = {action.stage: 0 for action in program[rank]}
+        together = peak = 0
+        for action in program[rank]:
+            if (stage := action.stage) not in backward:
+                continue
+            if action.kind == "F":
+                now[stage] += 1
+                together += 1
+                peaks[stage] = max(peaks[stage], now[stage])
+                peak = max(peak, together)
+            elif action.kind != "I":
+                now[stage] -= 1
+                together -= 1
+        by_stage.update(peaks)
+        by_rank.append(peak)
+    return [by_stage[stage] for stage in sorted(by_stage)], by_rank

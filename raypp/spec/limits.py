@@ -36,7 +36,7 @@ RANKS = 131_072
 """Ranks of a mesh, and of each of its axes."""
 STAGES = 1024
 """Stages of a pipeline."""
-ACTIONS = 250_000
+ACTIONS = 131_072
 """Actions of a schedule's program: ranks · stages per rank · microbatches · 2."""
 ROWS = 10**6
 """Rows of a microbatch."""

@@ -18,7 +18,7 @@ from raypp.spec.overrides import apply_overrides
 from raypp.spec.paths import resolve_paths
 from raypp.spec.pydantic_errors import problems_of, shown
 from raypp.spec.type_names import section_of
-from raypp.untrusted.files import read_file
+from raypp.untrusted.files import read_file_or_pipe
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     """Loads a job file.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or a pipe that the shell made of `<(command)`.
         overrides: `section.key=value` overrides that replace values of the file.
 
     Raises:
@@ -108,7 +108,7 @@ def job_document(job: Job) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
-    data = read_file(path, FILE_BYTES, JobError)
+    data = read_file_or_pipe(path, FILE_BYTES, JobError)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

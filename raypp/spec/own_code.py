@@ -55,7 +55,7 @@ def _files(top: str) -> Iterator[tuple[str, Path]]:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     single = [Path(spec.origin)] if spec.origin and spec.has_location and not folders else []
     search = Search(f"module {top}", error=JobError)
-    for path in [*single, *(path for folder in folders for path in sorted(search.below(folder)))]:
+    for path in [*single, *(path for folder in folders for path in sorted(map(Path, search.below(folder))))]:
         home = path.parent if path in single else next(folder.parent for folder in folders if folder in path.parents)
         kept = path.is_file() and path.suffix in _SUFFIXES and "__pycache__" not in path.parts
         if kept and not any(place in path.parents for place in _INSTALLED):

@@ -10,6 +10,7 @@ from pathlib import Path
 from raypp.errors import JobError
 from raypp.spec.job import Job
 from raypp.untrusted.folders import Search
+from raypp.untrusted.paths import expand_home
 
 
 def is_remote(path: str) -> bool:
@@ -41,7 +42,7 @@ def resolve_paths(job: Job, directory: Path) -> Job:
         pipeline = pipeline.model_copy(update={"schedule": resolve_path(pipeline.schedule, directory)})
     url = job.checkpoint.url
     if not is_remote(url):
-        url = str(Path(os.path.expanduser(url)).absolute())  # noqa: PTH111
+        url = str(expand_home(url).absolute())
     return job.model_copy(
         update={
             "data": data.model_copy(update=paths),
@@ -56,7 +57,7 @@ def resolve_path(path: str, directory: Path) -> str:
     """Returns the absolute path of an existing file, directory or glob, else the expanded path."""
     if is_remote(path):
         return path
-    expanded = Path(os.path.expanduser(path))  # noqa: PTH111 - leaves unknown users as they are
+    expanded = expand_home(path)
     if expanded.is_absolute():
         return str(expanded)
     for start in (Path.cwd(), directory):

@@ -34,6 +34,7 @@ from raypp.storage.store import (
 )
 from raypp.storage.store_retry import Patience
 from raypp.untrusted.files import kind_of
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 KIND = StoreKind(
@@ -69,7 +70,7 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
                 )
             )
         path = unquote(parts.path)
-    return DirectoryStore(Path(path).expanduser().absolute())
+    return DirectoryStore(expand_home(path).absolute())
 
 
 class DirectoryStore:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
+import time
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 from raypp.errors import DataError, Problem, RayppError
+
+PIPE_S = 10.0
+"""Seconds without a byte after which a pipe is given up."""
+PIPE_TOTAL_S = 60.0
+"""Seconds that a pipe may take in all."""
+_PIPE_FIX = "use a regular file"
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -92,3 +102,54 @@ def read_file(
         named = f"{path} " if place else ""
         raise error(Problem(place or str(path), f"{named}has more than {most_bytes:,} bytes", fix or "check the file"))
     return data
+
+
+def read_file_or_pipe(path: Path, most_bytes: int, error: type[RayppError] = DataError) -> bytes:
+    """Reads a regular file as `read_file` does, or a pipe until its writers close it.
+
+    For a path that the user gave on the command line, where a shell writes `/dev/fd/63` for
+    `<(command)`.
+
+    Raises:
+        RayppError: Of the given kind. As for `read_file`; or a pipe is silent for `PIPE_S`, or not
+            at its end after `PIPE_TOTAL_S`.
+    """
+    try:
+        piped = stat.S_ISFIFO(os.stat(path).st_mode)  # noqa: PTH116
+    except (OSError, ValueError):
+        piped = False
+    if not piped:
+        return read_file(path, most_bytes, error)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as cause:
+        raise error(Problem(str(path), f"cannot be opened: {cause.strerror}", "check its permissions")) from None
+    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+        data = _until_closed(pipe, most_bytes, lambda what: error(Problem(str(path), what, _PIPE_FIX)))
+    if len(data) > most_bytes:
+        raise error(Problem(str(path), f"has more than {most_bytes:,} bytes", "check what writes to the pipe"))
+    return data
+
+
+def _until_closed(pipe: FileIO, most_bytes: int, failure: Callable[[str], RayppError]) -> bytes:
+    """Reads until the last writer closes the pipe, or until there are more bytes than wanted."""
+    found = bytearray()
+    end = time.monotonic() + PIPE_TOTAL_S
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    silent_since = time.monotonic()
+    while len(found) <= most_bytes:
+        now = time.monotonic()
+        if now > end:
+            raise failure(f"is a pipe that does not end: read for {PIPE_TOTAL_S:.0f} s")
+        if now > silent_since + PIPE_S:
+            raise failure(f"is a pipe to which nothing was written for {PIPE_S:.0f} s")
+        if not poll.poll(100):
+            continue  # no data, and either a writer or none yet
+        part = pipe.read(most_bytes + 1 - len(found))
+        if part == b"":
+            break
+        if part:
+            found += part
+            silent_since = time.monotonic()
+    return bytes(found)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import translate
+from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
 
 from raypp.errors import DataError, Problem, RayppError
 
-MOST_ENTRIES = 500_000
+MOST_ENTRIES = 300_000
 """Most files and folders that one search looks at."""
 
+_KERNEL = ("/proc", "/sys")
+"""Folders that the kernel makes up count as empty: they hold no data, and looking is slow."""
 _Folder = tuple[int, int]
 
 
@@ -32,7 +35,7 @@ class Search:
         self._place, self._most, self._error = place, most, error
         self._seen = 0
 
-    def below(self, root: Path) -> Iterator[Path]:
+    def below(self, root: Path) -> Iterator[str]:
         """Yields all files of a folder and of those in it. Follows no link to a folder.
 
         Raises:
@@ -44,9 +47,9 @@ class Search:
                 if _is_folder(entry, links=False):
                     folders.append(entry.path)
                 else:
-                    yield Path(entry.path)
+                    yield entry.path
 
-    def matches(self, pattern: str) -> Iterator[Path]:
+    def matches(self, pattern: str) -> Iterator[str]:
         """Yields the paths that a pattern of `glob` with `recursive` matches; `**` ends at loops.
 
         Raises:
@@ -55,7 +58,7 @@ class Search:
         drive, rest = ("/", pattern.lstrip("/")) if pattern.startswith("/") else ("", pattern)
         for path in self._matches(drive, [part for part in rest.split("/") if part], pattern):
             if path and (not pattern.endswith("/") or os.path.isdir(path)):  # noqa: PTH112
-                yield Path(path)
+                yield path
 
     def _matches(self, start: str, parts: list[str], pattern: str) -> Iterator[str]:
         if not parts:
@@ -63,11 +66,12 @@ class Search:
             return
         first, rest = parts[0], parts[1:]
         if first == "**":
-            for path, folder in self._tree(start, pattern, ()):
-                if folder or not rest:
-                    yield from self._matches(path, rest, pattern)
+            while rest[:1] == ["**"]:  # says the same again
+                rest = rest[1:]
+            tree = self._tree(start, pattern, files=not rest)
+            yield from (found for path in tree for found in self._matches(path, rest, pattern)) if rest else tree
         elif has_magic(first):
-            fits = re.compile(translate(first)).match
+            fits = _fits(first)
             for entry in self._entries(start or ".", pattern):
                 name = entry.name
                 if fits(name) and (first.startswith(".") or not name.startswith(".")):
@@ -75,26 +79,33 @@ class Search:
         elif os.path.lexists(path := os.path.join(start, first)):  # noqa: PTH118
             yield from self._matches(path, rest, pattern)
 
-    def _tree(self, folder: str, pattern: str, above: tuple[_Folder, ...]) -> Iterator[tuple[str, bool]]:
-        """Yields a folder and all below it that is not hidden, each with whether it is a folder."""
-        try:
-            status = os.stat(folder or ".")  # noqa: PTH116
-        except OSError:
-            return
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            return
-        yield folder, True
-        for entry in self._entries(folder or ".", pattern):
-            if entry.name.startswith("."):
+    def _tree(self, root: str, pattern: str, *, files: bool) -> Iterator[str]:
+        """Yields a folder and all below it that is not hidden: folders, and files if wanted."""
+        folders: list[tuple[str, tuple[_Folder, ...]]] = [(root, ())]
+        while folders:
+            folder, above = folders.pop()
+            try:
+                status = os.stat(folder or ".")  # noqa: PTH116
+            except OSError:
                 continue
-            path = os.path.join(folder, entry.name)  # noqa: PTH118
-            if _is_folder(entry, links=True):
-                yield from self._tree(path, pattern, (*above, here))
-            else:
-                yield path, False
+            here = (status.st_dev, status.st_ino)
+            if here in above:
+                continue
+            yield folder
+            within = (*above, here)
+            start = os.path.join(folder, "")  # noqa: PTH118 - "" stays ""
+            for entry in self._entries(folder or ".", pattern):
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if _is_folder(entry, links=True):
+                    folders.append((start + name, within))
+                elif files:
+                    yield start + name
 
     def _entries(self, folder: str, searched: str) -> Iterator[os.DirEntry[str]]:
+        if folder in _KERNEL:
+            return
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -105,6 +116,11 @@ class Search:
                     yield entry
         except (OSError, ValueError):  # ValueError: a NUL in the path
             return
+
+
+@lru_cache(maxsize=256)
+def _fits(pattern: str) -> Callable[[str], object]:
+    return re.compile(translate(pattern)).match
 
 
 def _is_folder(entry: os.DirEntry[str], *, links: bool) -> bool:

@@ -77,41 +77,56 @@ class MortalStore:
         return act
 
 
+class Talk:
+    """What the ranks of one attempt have announced, and the threads that may still do so."""
+
+    def __init__(self) -> None:
+        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+        self.news = threading.Condition()
+        self.threads: dict[int, threading.Thread] = {}
+
+
 class Shared:
     """Announcements of one attempt, seen by one process."""
 
-    def __init__(self, said: dict[tuple[int, int], dict[str, Any]], life: Life) -> None:
-        self._said, self._life = said, life
+    def __init__(self, talk: Talk, life: Life) -> None:
+        self._talk, self._life = talk, life
 
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self._life.act(lambda: self._said.update({(step, rank): message}))
+        with self._talk.news:
+            self._life.act(lambda: self._talk.said.update({(step, rank): message}))
+            self._talk.news.notify_all()
 
     def wait_all(
         self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, dict[str, Any]]:
-        pause = threading.Event()
-        for _ in range(30):
-            if all((step, rank) in self._said for rank in ranks):
-                return {rank: self._said[step, rank] for rank in ranks}
-            pause.wait(0.01)
-        raise TimeoutError(f"ranks {[rank for rank in ranks if (step, rank) not in self._said]} said nothing")
+        """Returns what all have said; raises TimeoutError once a rank can no longer say it."""
+        talk = self._talk
+        with talk.news:
+            while True:
+                ended = {rank for rank, thread in talk.threads.items() if not thread.is_alive()}
+                missing = [rank for rank in ranks if (step, rank) not in talk.said]
+                if not missing:
+                    return {rank: talk.said[step, rank] for rank in ranks}
+                if ended.intersection(missing):
+                    raise TimeoutError(f"ranks {missing} said nothing")
+                talk.news.wait(0.01)  # a thread that dies tells nobody
 
 
 def attempt(store: DirectoryStore, number: int, step: int, lives: Sequence[Life]) -> None:
     """Saves one step on two ranks; returns when both have ended or died."""
-    said: dict[tuple[int, int], dict[str, Any]] = {}
-    savers = []
+    talk = Talk()
     for rank, life in enumerate(lives):
         torch.manual_seed(rank)
         stage = nn.ModuleDict({f"layer{rank}": nn.Linear(8, 8)})
         seat = Seat(RUN, number, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
         there: Any = MortalStore(store, life)
-        saver = CheckpointSaver(there, RUN, {}, seat, Shared(said, life), Told(), keep=1)
+        saver = CheckpointSaver(there, RUN, {}, seat, Shared(talk, life), Told(), keep=1)
         saver.save(step, [stage], adamw(stage), {})
-        savers.append(saver)
-    for saver in savers:
         assert saver._thread is not None
-        saver._thread.join()
+        talk.threads[rank] = saver._thread
+    for thread in talk.threads.values():
+        thread.join()
 
 
 @pytest.mark.parametrize("dies", [0, 1])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
+from raypp.data import tokenizer
 from raypp.data.sources import SOURCES, check_data, job_tokenizer, open_documents
 from raypp.errors import DataError, JobError, RayppError
 
@@ -211,6 +212,31 @@ def test_a_paragraph_that_the_tokenizer_knows_nothing_of_is_named(tmp_path: Path
     (tmp_path / "a.txt").write_text("one\n\nunknown\nwords\n")
     message = refused(kind="text", path=f"{tmp_path}/a.txt", tokenizer=a_tokenizer(tmp_path))
     assert message.startswith(f"data.path: the tokenizer cannot encode {tmp_path}/a.txt:3: ")
+
+
+def with_pattern(tmp_path: Path, pattern: str) -> str:
+    """A tokenizer.json that splits words by a regular expression."""
+    file = Path(a_tokenizer(tmp_path, a=5))
+    document = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**document, "pre_tokenizer": split}))
+    return str(file)
+
+
+def test_a_pattern_that_gives_up_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n" + "a" * 40 + "!\n")
+    message = refused(kind="text", path=f"{tmp_path}/a.txt", tokenizer=with_pattern(tmp_path, "(a+)+$"))
+    assert message.startswith(f"data.path: the tokenizer cannot encode {tmp_path}/a.txt:3: ")
+    assert "retry-limit" in message
+
+
+def test_a_pattern_that_backtracks_for_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(tokenizer, "LEAST_PER_S", 10**9)
+    (tmp_path / "a.txt").write_text("one\n\n" + ("a" * 30 + "!") * 4)
+    message = refused(kind="text", path=f"{tmp_path}/a.txt", tokenizer=with_pattern(tmp_path, "(a|aa)+$"))
+    assert message.startswith(f"data.path: the tokenizer cannot encode {tmp_path}/a.txt:1 to {tmp_path}/a.txt:3: ")
+    assert "a regular expression of the tokenizer may backtrack without end" in message
 
 
 def test_a_paragraph_that_the_tokenizer_makes_nothing_of_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ memory."""
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from raypp.planning.plan import make_plan
 from raypp.spec import limits
 from raypp.spec.document import read_document
 from raypp.spec.load import job_document, load_job, parse_job
+from raypp.untrusted import files
 from tests.unit.hostile.job_cases import Case, name_cases, number_cases, override_cases, text_cases
 
 MOST_S = 5.0
@@ -74,11 +78,7 @@ def test_numbers(data: bytes, overrides: tuple[str, ...]) -> None:
     plan(data, overrides)
 
 
-NAMES = [case for case in name_cases() if not case[0].startswith(("data.", "checkpoint", "from_hf", "schedule"))]
-"""Without paths: they are tested with what reads them."""
-
-
-@pytest.mark.parametrize(("data", "overrides"), table(NAMES))
+@pytest.mark.parametrize(("data", "overrides"), table(list(name_cases())))
 def test_names(data: bytes, overrides: tuple[str, ...]) -> None:
     if "model.kind" not in str(overrides):  # its module would be built in another process
         plan(data, overrides)
@@ -111,8 +111,8 @@ def test_limits_are_told_with_their_lines() -> None:
     assert problems(head, "mesh.fsdp=100000", "mesh.cp=100") == [
         "--set mesh.fsdp=100000 mesh: has 10,000,000 ranks; at most 131,072 are possible"
     ]
-    (told,) = problems(head, "pipeline.microbatches=200000")
-    assert "make 400,000 actions; a program has at most 250,000" in told
+    (told,) = problems(head, "pipeline.microbatches=100000")
+    assert "make 200,000 actions; a program has at most 131,072" in told
 
 
 def test_the_first_problems_are_listed_and_the_others_counted() -> None:
@@ -121,12 +121,53 @@ def test_the_first_problems_are_listed_and_the_others_counted() -> None:
     assert found[0].startswith("job.yaml:3 key0") and found[-1] == "job.yaml:52 : and 950 more problems"
 
 
-@pytest.mark.parametrize(("kind", "make"), [("a FIFO", os.mkfifo), ("a directory", os.mkdir)])
-def test_a_job_file_is_a_regular_file(kind: str, make: object) -> None:
-    make("job")  # type: ignore[operator]
-    for path in ("job", "/dev/zero") if kind == "a FIFO" else ("job",):
+def test_a_job_file_is_a_regular_file_or_a_pipe() -> None:
+    Path("folder").mkdir()
+    for path in ("folder", "/dev/zero"):
         with pytest.raises(JobError, match=rf"{path}: is a "):
             load_job(path)
+
+
+@contextmanager
+def written(*parts: bytes, ends: bool = True) -> Iterator[str]:
+    """Yields a path as of `<(command)`, to which a thread writes the parts."""
+    reader, writer = os.pipe()
+    over = threading.Event()
+
+    def write() -> None:
+        with suppress(BrokenPipeError), os.fdopen(writer, "wb", buffering=0) as file:
+            for part in parts:
+                file.write(part)
+            if not ends:
+                over.wait(30)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield f"/dev/fd/{reader}"
+    finally:
+        over.set()
+        os.close(reader)
+        thread.join()
+
+
+def test_a_pipe_is_read_until_it_is_closed() -> None:
+    with written(b"name: a\nda", b"", b"ta: {kind: synthetic}\n") as path:
+        assert load_checked_job(path).job.name == "a"
+
+
+def test_a_pipe_that_is_silent_or_has_no_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIPE_S", 0.2)
+    os.mkfifo("fifo")
+    with pytest.raises(JobError, match=r"fifo: is a pipe to which nothing was written for 0 s"):
+        load_job("fifo")
+    with written(b"name: a\n", ends=False) as path, pytest.raises(JobError, match="nothing was written"):
+        load_job(path)
+    with written(*[b"# x\n" * 10_000] * 100) as path, pytest.raises(JobError, match=r"more than 262,144 bytes"):
+        load_job(path)
+    monkeypatch.setattr(files, "PIPE_TOTAL_S", 0.0)
+    with written(b"name: a\n", ends=False) as path, pytest.raises(JobError, match="a pipe that does not end"):
+        load_job(path)
 
 
 @pytest.mark.parametrize("lines", [8_000, 3_000_000])
@@ -174,7 +215,6 @@ def test_limits_refuse_no_real_job() -> None:
     assert check_plan(job) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -39,7 +39,7 @@ def test_a_search_finds_what_glob_finds(tmp_path: Path, monkeypatch: pytest.Monk
             ours = {os.path.normpath(path) for path in Search("data.path").matches(prefix + pattern)}
             assert ours == theirs, prefix + pattern
     theirs = {str(path) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {str(path) for path in Search("data.path").below(tmp_path)} == theirs
+    assert set(Search("data.path").below(tmp_path)) == theirs
 
 
 def test_loops_of_links_end_and_large_trees_are_refused(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_loops_of_links_end_and_large_trees_are_refused(tmp_path: Path) -> None:
         for number in range(3):
             (tmp_path / name / f"up{number}").symlink_to(tmp_path)
     found = list(Search("data.path").matches(f"{tmp_path}/**/*.txt"))
-    assert {path.resolve() for path in found} == {tmp_path / "a/x.txt", tmp_path / "b/x.txt"}
+    assert {Path(path).resolve() for path in found} == {tmp_path / "a/x.txt", tmp_path / "b/x.txt"}
     assert len(list(Search("data.path").below(tmp_path))) == 8  # links to folders are not followed
     for number in range(100):
         (tmp_path / f"{number}.bin").touch()
