@@ -65,4 +65,4 @@ def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
     assert problems("int8", 192) == []
     assert problems("fp32", 193) == []
     (told,) = problems("int8", 193)
-    assert "matrices in int8 are cut between rows: model.expert_ffn_size 193 and model.hidden_size 256" in told
+    assert "matrices in int8 are cut between rows (model.expert_ffn_size 193, model.hidden_size 256" in told
