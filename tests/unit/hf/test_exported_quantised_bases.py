@@ -88,7 +88,7 @@ def test_weights_are_quantised_as_they_are_read(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", BASES)
 def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path: Path) -> None:
-    """In fp64, where the products differ by rounding only, and the files by the rounding of fp32."""
+    """In fp64, where products differ by rounding only, and the files by the rounding of fp32."""
     write_hf_folder(tmp_path / "hf", kind=kind, **KINDS[kind])
     options = options_of(tmp_path / "hf", base, kind)
     stage = whole(options)
