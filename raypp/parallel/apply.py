@@ -74,7 +74,8 @@ def prepare_stage(
     pure = job.train.precision == "bf16_pure"
     if pure:
         for parameter in stage.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.is_floating_point():  # not the bytes of a quantised base
+                parameter.data = parameter.data.to(torch.bfloat16)
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
