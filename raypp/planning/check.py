@@ -173,7 +173,9 @@ def _stacks(model: MoeOptions) -> list[_Stack]:
     family, frozen = family_of(model), model.lora is not None
     rows_only = quantised_base(model) is not None
     found: dict[tuple[str, Shape], _Stack] = {}
-    for index in range(model.num_layers) if family is not None else ():
+    if family is None:
+        return []
+    for index in range(model.num_layers):
         parts = [(weight, not frozen) for weight in family.weights(model, index) if weight.part == "experts"]
         adapters = [adapter for adapter in layer_adapters(model, index) if adapter.stacked]
         parts += [(weight, True) for adapter in adapters for weight in (adapter.a, adapter.b)]
