@@ -55,9 +55,10 @@ def assert_nothing_waits(lines: dict[int, Line], ranks: Sequence[int], rules: Se
 
 def assert_gloo_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
     for size in sizes:
+        held = schedule_named(name).held_messages(size[0], size[2])
         for lookahead in lookaheads:
             lines, ranks = lines_of(name, *size, lookahead, "ahead")
-            assert_nothing_waits(lines, ranks, ("gloo", "blocking"), schedule_named(name).held_messages(size[0], size[2]))
+            assert_nothing_waits(lines, ranks, ("gloo", "blocking"), held)
 
 
 def assert_nccl_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
