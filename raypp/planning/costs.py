@@ -43,21 +43,23 @@ class Device:
     share: float
 
 
-# From the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of its tensor
-# cores.
+# Rates are from the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of
+# its tensor cores. Memory is what the driver leaves to processes: the total capacity in torch's
+# out-of-memory messages, 1 to 2 % less than the sheet's, 7 % less with ECC on an L40S
+# (docs/planning.md has sources; none for the H200, which is taken to lose as much as the H100).
 DEVICES = {
     device.name: device
     for device in (
         Device("cpu", {"fp32": 0.08, "bf16": 0.04}, 0, 0.5),
         Device("cuda", {"fp32": 40.0, "tf32": 200.0, "bf16": 400.0}, 0, 0.5),
-        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, 24 * GIB, 0.45),
-        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
-        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
-        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, 48 * GIB, 0.4),
-        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 40 * GIB, 0.5),
-        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
-        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 80 * GIB, 0.4),
-        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 141 * GIB, 0.4),
+        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, int(23.7 * GIB), 0.45),
+        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, int(23.64 * GIB), 0.45),
+        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, int(31.36 * GIB), 0.45),
+        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, int(44.42 * GIB), 0.4),
+        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(39.5 * GIB), 0.5),
+        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(79.25 * GIB), 0.5),
+        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(79.11 * GIB), 0.4),
+        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(139.4 * GIB), 0.4),
     )
 }
 
