@@ -15,10 +15,12 @@ from typing_extensions import TypedDict
 
 from raypp.errors import JobError
 from raypp.planning.end_weights import end_weights
-from raypp.planning.flops import layer_flops, recompute_factor, weight_share
+from raypp.planning.flops import backward_factor, layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
+from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.quantised import is_quantised, quantised_base
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import shell_word, visible
@@ -42,6 +44,10 @@ class Device:
     memory: int
     share: float
 
+
+_DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 1.5e-11}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
+"""Seconds per weight to dequantise a matrix. On a CPU as measured (docs/benchmarks/quantised.md).
+On a GPU 15 and 3 bytes that `models.quantised_rows` reads and writes, at 1 TB/s; not measured."""
 
 # Rates are from the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of
 # its tensor cores. Memory is what the driver leaves to processes: the total capacity in torch's
@@ -174,10 +180,12 @@ def computed_costs(job: Job, device: Device) -> Costs:
     factor = recompute_factor(job)
     whole = layer * (1 + factor)
     first, last = end_weights(job)
+    unpacked = dequantise_seconds(job, device)
+    again = 2 if factor > backward_factor(job) else 1  # a recomputed forward dequantises, too
     # Seven reads and writes of fp32 per parameter: at 10 GB/s on a CPU core, at 1 TB/s on a GPU.
     optimizer = 3e-9 if device.name == "cpu" else 3e-11
     return Costs(
-        layer=Part(layer, layer * factor),
+        layer=Part(layer + unpacked, layer * factor + again * unpacked),
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
@@ -186,6 +194,19 @@ def computed_costs(job: Job, device: Device) -> Costs:
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
         f"{products}: assumed, not measured",
     )
+
+
+def dequantise_seconds(job: Job, device: Device) -> float:
+    """Returns the seconds in which the matrices of an average layer are dequantised once.
+
+    0 without a quantised base. All experts count: a microbatch has tokens for each of them.
+    """
+    base, family = quantised_base(job.model), family_of(job.model)
+    if base is None or family is None:
+        return 0.0
+    layers = range(job.model.num_layers)
+    weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
+    return _DEQUANTISE_S[base]["cpu" if device.name == "cpu" else "cuda"] * weights / len(layers)
 
 
 def cost_identity(job: Job) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
         for index in range(count):
             middle = 0.1 + 0.9 * (index + 0.5) / count
             found += [top * middle, -top * middle] if signed else [top * middle]
-    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device)
+    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
