@@ -189,11 +189,12 @@ def integer_weights() -> Iterator[None]:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    _fsdp_param.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})  # type: ignore[assignment]
+    module: Any = _fsdp_param
+    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
     try:
         yield
     finally:
-        _fsdp_param.nn = nn
+        module.nn = nn
 
 
 def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:
