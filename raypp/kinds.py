@@ -34,7 +34,8 @@ class ScheduleKind(Kind):
         splits_backward: It has I and W actions.
         searched_from: Smallest number of stages per rank for which `raypp plan --search` tries it;
             0: never.
-        buffered: Messages that each channel must hold if sends block until they are received.
+        breadth_first: A rank runs all microbatches through one stage before its next one, so
+            messages for that one wait meanwhile (`held_messages`).
         source: Where it is described.
     """
 
@@ -44,7 +45,7 @@ class ScheduleKind(Kind):
     reason: str = ""
     splits_backward: bool = False
     searched_from: int = 1
-    buffered: int = 0
+    breadth_first: bool = False
     source: str = ""
 
     @classmethod
@@ -55,6 +56,14 @@ class ScheduleKind(Kind):
     def least_microbatches(self, pp: int) -> int:
         """Returns the smallest number of microbatches on `pp` ranks; 1 on a single rank."""
         return max(1, self.microbatches_per_rank * pp) if pp > 1 else 1
+
+    def held_messages(self, pp: int, microbatches: int) -> int:
+        """Returns how many messages each channel must hold if sends block until they are received.
+
+        Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
+        when its first rank turns to its next stage. Receives that are posted ahead take two.
+        """
+        return max(0, microbatches // pp - 2) if self.breadth_first else 0
 
     def allows_stages(self, stages_per_rank: int) -> bool:
         return stages_per_rank == self.nearest_stages(stages_per_rank)

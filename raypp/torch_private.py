@@ -10,12 +10,14 @@ a new torch breaks a name, fix it here.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard, _ComputationType
@@ -44,6 +46,7 @@ __all__ = [
     "fsdp_shards",
     "fsspec_writer",
     "gather_from",
+    "integer_weights",
     "register_fake_device",
     "restart_group_names",
     "set_local",
@@ -172,6 +175,26 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
 
 
 # Weights in host memory (train.optimizer_offload).
+
+
+@contextlib.contextmanager
+def integer_weights() -> Iterator[None]:
+    """Lets `fully_shard` take frozen parameters of integers within it.
+
+    `fsdp._fully_shard._fsdp_param.nn`: FSDP of torch 2.11 makes every sharded parameter there one
+    that requires a gradient, which integers cannot, and corrects that in its next line. Later
+    releases make it right, and this changes nothing.
+    """
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    module: Any = _fsdp_param
+    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    try:
+        yield
+    finally:
+        module.nn = nn
 
 
 def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:

@@ -74,9 +74,9 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     total = sum(free.values())
     if total >= world or best_for(job, total) is not None:
         largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
-        if device == "cuda" and largest and (problems := memory_problems(job, largest)):
-            raise ResourcesError(problems)
         memory = {node.ip: node.free_bytes for node in nodes if free[node.node_id]}
+        if device == "cuda" and largest and (problems := memory_problems(job, largest, memory)):
+            raise ResourcesError(problems)
         if problems := offload_problems(job, memory, "cuda" if device == "cuda" else "cpu"):
             raise ResourcesError(problems)
         return device

@@ -15,7 +15,7 @@ from raypp.spec.rope import RopeOptions
 if TYPE_CHECKING:
     from raypp.models.moe import MoeDecoderLayer
 
-_PATTERN = 2
+_PATTERN, _MXFP4, _SHOWN = 2, "mxfp4", 100
 _ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096)
 """What transformers takes a config.json without rotary scaling for."""
 
@@ -59,16 +59,13 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns the kinds of layers, and the rotary scaling of a config.json without one.
 
     Raises:
-        JobError: The experts are in MXFP4.
+        JobError: The experts are quantised, but not in MXFP4 (`hf.mxfp4`).
     """
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"].get("quant_method")
-        what = f"{place}: quantization_config {method!r}: raypp does not read quantised experts"
-        fix = (
-            "use a copy in bf16, or write one with transformers: AutoModelForCausalLM.from_pretrained(…, "
-            "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(…)"
-        )
-        raise JobError(Problem("model.from_hf", what, fix))
+    quantised = config.get("quantization_config")
+    if quantised is not None and quantised.get("quant_method") != _MXFP4:
+        method = str(quantised.get("quant_method"))[:_SHOWN]
+        what = f"{place}: quantization_config {method!r}: raypp reads quantised experts in {_MXFP4} only"
+        raise JobError(Problem("model.from_hf", what, "use a copy in bf16"))
     scaling = {} if config.get("rope_scaling") else {"rope": _ROPE}
     return {**layer_kinds.read_types(config, _PATTERN), **scaling}
 

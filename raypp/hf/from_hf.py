@@ -9,8 +9,9 @@ from itertools import islice
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
-from raypp.hf.model_files import HfFiles, HfTensor
+from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.tensor import HfTensor
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile

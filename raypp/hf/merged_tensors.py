@@ -78,12 +78,15 @@ class MergedTensors:
             return base
         adapter, (a, b) = self._adapters[name]
         assert self._options.lora is not None
-        left = self._saved.rows(b, first, last)
-        right = self._saved.rows(a, *((first, last) if adapter.stacked else (0, self._saved.infos[a].rows)))
-        product = left @ right
+        right_rows = (first, last) if adapter.stacked else (0, self._saved.infos[a].rows)
+        product = self._wide(b, first, last) @ self._wide(a, *right_rows)
         return base + np.float32(self._options.lora.scale) * (
             product.swapaxes(-1, -2) if adapter.transposed else product
         )
+
+    def _wide(self, name: str, first: int, last: int) -> Array:
+        """Returns rows of an adapter in fp32."""
+        return convert(self._saved.rows(name, first, last), self._saved.infos[name].dtype, _WIDE)
 
     def _base(self, name: str, first: int, last: int) -> Array:
         """Returns rows of the frozen weights as training used them, in fp32."""

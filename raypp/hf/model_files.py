@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,12 @@ from typing_extensions import TypedDict
 from raypp.checkpoint.arrays import Array, numpy_dtype
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.hf.config import KEY
+from raypp.hf.mxfp4 import Mxfp4Tensor, dequantised, stored_names, with_dequantised
+from raypp.hf.tensor import HfTensor
 from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
 from raypp.untrusted.documents import Bounds, parse_as, parse_json
-from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, header_length, parse_header
+from raypp.untrusted.safetensors_header import LENGTH_BYTES, MOST_BYTES, header_length, parse_header
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
@@ -40,30 +40,6 @@ class _Index(TypedDict):
     """The index of a model in several files: each tensor's file."""
 
     weight_map: dict[str, str]
-
-
-@dataclass(frozen=True)
-class HfTensor:
-    """One tensor of a safetensors file.
-
-    Attributes:
-        name: Its name in the file.
-        dtype: safetensors' name of its dtype.
-        shape: Its shape.
-        key: The file's key.
-        begin: Offset of its first byte in the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    key: str
-    begin: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one index of dim 0; a tensor without dims is one row."""
-        return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
 class HfFiles:
@@ -124,14 +100,15 @@ class HfFiles:
         """Reads the headers of the files that hold the wanted tensors (None: of all files).
 
         Returns:
-            Tensors by name, including others in the same files; missing tensors are left out.
+            Tensors by name, including others in the same files; missing tensors are left out. Two
+            that are one in MXFP4 (`hf.mxfp4`) are here also as that one, in bf16.
 
         Raises:
             CheckpointError: There are no safetensors, or a file is missing, torn or invalid.
         """
         where = self._weight_map()
         if isinstance(where, dict):
-            names = list(where) if wanted is None else [name for name in wanted if name in where]
+            names = where if wanted is None else [part for name in wanted for part in stored_names(name, where)]
             keys = sorted({where[name] for name in names})
         else:
             keys = where
@@ -149,7 +126,7 @@ class HfFiles:
                     found[name] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
                 if len(found) > _MOST_TENSORS:
                     raise CheckpointError(Problem(self.store.url, f"has more than {_MOST_TENSORS:,} tensors", _FIX))
-        return found
+        return with_dequantised(found, self.store.url, _FIX)
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
         """Reads the bytes of the rows `[first, last)`.
@@ -157,6 +134,8 @@ class HfFiles:
         Raises:
             CheckpointError: The file is missing or torn.
         """
+        if isinstance(tensor, Mxfp4Tensor):
+            return dequantised(*(self.rows(part, first, last) for part in (tensor.blocks, tensor.scales))).tobytes()
         begin, end = tensor.begin + first * tensor.row_bytes, tensor.begin + last * tensor.row_bytes
         data = self._get(tensor.key, begin, end)
         self.bytes_read += len(data)

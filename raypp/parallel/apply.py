@@ -29,6 +29,7 @@ from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled
 from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
 from raypp.spec.quantised import quantised_base
+from raypp.torch_private import integer_weights
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def prepare_stage(
     pure = job.train.precision == "bf16_pure"
     if pure:
         for parameter in stage.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.is_floating_point():  # not the bytes of a quantised base
+                parameter.data = parameter.data.to(torch.bfloat16)
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
@@ -142,12 +144,13 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         "reshard_after_forward": job.mesh.reshard_after_forward,
     }
     settings["ignored_params"] = _held_whole(stage, job)
-    if expert_mesh is not None:
-        for part in moe_blocks(stage):
-            fully_shard(part.experts, **{**settings, **expert_fsdp_settings(expert_mesh)})
-    for block in stage.get_submodule("model.layers").children():
-        fully_shard(block, **settings)
-    fully_shard(stage, **settings)
+    with integer_weights():
+        if expert_mesh is not None:
+            for part in moe_blocks(stage):
+                fully_shard(part.experts, **{**settings, **expert_fsdp_settings(expert_mesh)})
+        for block in stage.get_submodule("model.layers").children():
+            fully_shard(block, **settings)
+        fully_shard(stage, **settings)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums. They are divided by the global token count once, after the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import isqrt
 
 from raypp.errors import JobError, Problem
@@ -13,9 +14,11 @@ from raypp.planning.stored_bytes import BLOCK
 from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems, too_large
+from raypp.spec.families import family_of
+from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS
-from raypp.spec.lora import model_adapters
+from raypp.spec.lora import layer_adapters
 from raypp.spec.models import MoeOptions
 from raypp.spec.quantised import quantised_base
 
@@ -129,42 +132,76 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
         yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
 
-    base = quantised_base(model)
-    adapted = any(adapter.stacked for adapter in model_adapters(model).values())
+    stacks = _stacks(model)
 
-    def cuts(rest: int) -> bool:
-        inner, width = model.expert_ffn_size % rest == 0, model.hidden_size % rest == 0
-        if base is not None or (adapted and model.lora is not None and model.lora.rank % rest):
-            return inner and width
-        return inner or width
+    def uncut(rest: int) -> _Stack | None:
+        return next((stack for stack in stacks if all(width % rest for width in stack.cuttable)), None)
 
-    near = _near(ep, [d for d in divisors(shard) if model.num_experts % d == 0 and (d == 1 or cuts(shard // d))])
+    rests = {d: shard // d for d in divisors(shard) if model.num_experts % d == 0}
+    near = _near(ep, [d for d, rest in rests.items() if d == 1 or uncut(rest) is None])
     if model.num_experts % ep:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
-    elif ep > 1 and not cuts(shard // ep):
-        what = f"{ep} leaves {shard // ep} ranks of mesh.fsdp · mesh.cp to split each expert over, but neither "
-        widths = f"model.expert_ffn_size {model.expert_ffn_size} nor model.hidden_size {model.hidden_size}"
-        what += f"{widths} is divisible by {shard // ep}"
-        if adapted and model.lora is not None and model.lora.rank % (shard // ep):
-            what = f"{what.partition(', but')[0]}: model.lora.rank, or both model.expert_ffn_size and model.hidden_size"
-            what += f", must be divisible by {shard // ep}"
-        if base is not None:
-            what = f"{what.partition(', but')[0]}, but matrices in {base} are cut between rows: "
-            what += f"{widths.replace(' nor ', ' and ')} must be divisible by {shard // ep}"
-        yield Problem("mesh.ep", what, f"use {near}, or make one of the widths a multiple of {shard // ep}")
+    elif ep > 1 and (stack := uncut(shard // ep)) is not None:
+        rest = shard // ep
+        what = f"{ep} leaves {rest} ranks of mesh.fsdp · mesh.cp to split each expert over, but {stack.name} cannot be "
+        what += f"cut into {rest} equal parts"
+        base = quantised_base(model)
+        what += f": matrices in {base} are cut between rows" if base is not None and not stack.trained else ""
+        fix = f"use {near}, or make one of its widths a multiple of {rest}"
+        yield Problem("mesh.ep", f"{what} ({_widths(model)})", fix)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """One parameter of all experts of a layer.
+
+    Attributes:
+        name: Name within its layer.
+        shape: Shape of one expert's part.
+        cuttable: Lengths of the dims that may be cut over ranks.
+        trained: It has moments.
+    """
+
+    name: str
+    shape: Shape
+    cuttable: Shape
+    trained: bool
+
+
+def _stacks(model: MoeOptions) -> list[_Stack]:
+    """Returns the parameters of experts in any layer, by distinct shape."""
+    family, frozen = family_of(model), model.lora is not None
+    rows_only = quantised_base(model) is not None
+    found: dict[tuple[str, Shape], _Stack] = {}
+    if family is None:
+        return []
+    for index in range(model.num_layers):
+        parts = [(weight, not frozen) for weight in family.weights(model, index) if weight.part == "experts"]
+        adapters = [adapter for adapter in layer_adapters(model, index) if adapter.stacked]
+        parts += [(weight, True) for adapter in adapters for weight in (adapter.a, adapter.b)]
+        for weight, trained in parts:
+            shape = tuple(weight.shape[1:])
+            cuttable = shape[:1] if rows_only and not trained else shape
+            found[weight.name, shape] = _Stack(weight.name, shape, cuttable, trained)
+    return list(found.values())
+
+
+def _widths(model: MoeOptions) -> str:
+    rank = "" if model.lora is None else f", model.lora.rank {model.lora.rank}"
+    return f"model.expert_ffn_size {model.expert_ffn_size}, model.hidden_size {model.hidden_size}{rank}"
 
 
 def _blocks(job: Job) -> Iterator[Problem]:
     """Finds experts whose rows several ranks would share within a block of 8-bit moments."""
     model, rest = job.model, job.mesh.fsdp * job.mesh.cp // job.mesh.ep
-    if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or not isinstance(model, MoeOptions):
+    if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or rest <= 1 or not isinstance(model, MoeOptions):
         return
-    # FSDP cuts experts [E, rows, columns] by rows where it can, else by columns.
-    widths = {"expert_ffn_size": model.expert_ffn_size, "hidden_size": model.hidden_size}
-    for (name, rows), columns in zip(widths.items(), reversed(widths.values()), strict=True):
-        if rows % rest and columns % (rest * BLOCK):
+    for stack in _stacks(model):
+        # FSDP cuts experts by rows where it can, else by columns. A bias has columns only.
+        by_rows, columns = len(stack.shape) > 1 and stack.shape[0] % rest == 0, stack.shape[-1]
+        if stack.trained and not by_rows and columns % (rest * BLOCK):
             what = f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
-            what += f"cannot cut model.{name} {rows} evenly, and {columns} columns not into such blocks"
+            what += f"would cut {stack.name} into parts of {columns} columns that are no such blocks ({_widths(model)})"
             yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.fsdp * job.mesh.cp}, or state: fp32")
             return
 

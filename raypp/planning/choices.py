@@ -14,8 +14,10 @@ from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.end_weights import end_weights
+from raypp.planning.flops import recompute_factor
 from raypp.schedules.catalogue import schedule_named
 from raypp.spec.job import Job
+from raypp.spec.lora import lowest_trained
 
 WireKind = Literal["fp32", "bf16", "int8"]
 
@@ -53,7 +55,8 @@ def lookahead_of(job: Job) -> int:
 def cut_of(job: Job) -> list[int]:
     """Returns the layers of every stage: `pipeline.layers_per_stage`, else a balanced cut.
 
-    Weights that are "auto" give the cheapest cut in which every stage has a layer. Explicit weights
+    Weights that are "auto" give the cheapest cut in which every stage has a layer; layers below all
+    adapters have a forward only. Explicit weights
     give the cut of `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`), because one
     rank has both ends of the model.
 
@@ -71,13 +74,17 @@ def cut_of(job: Job) -> list[int]:
         return cut_layers(layers, stages, first, last)
     if stages > layers:
         raise JobError(no_layer(layers, stages, first, last, pipeline.stages_per_rank))
-    return list(_balanced(layers, stages, first, last))
+    frozen = lowest_trained(job.model)
+    return list(_balanced(layers, stages, first, last, frozen, frozen and round(1 / (1 + recompute_factor(job)), 4)))
 
 
 @lru_cache(maxsize=512)
-def _balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Returns the balanced cut of equal layers. A search asks for the same one many times."""
-    return tuple(balance([1.0] * layers, stages, first, last))
+def _balanced(layers: int, stages: int, first: float, last: float, frozen: int, forward: float) -> tuple[int, ...]:
+    """Returns the balanced cut of layers of which the lowest `frozen` have no backward.
+
+    Those cost `forward`, the others 1. A search asks for the same cut many times.
+    """
+    return tuple(balance([forward] * frozen + [1.0] * (layers - frozen), stages, first, last))
 
 
 def _placement(job: Job) -> Placement:

@@ -15,10 +15,12 @@ from typing_extensions import TypedDict
 
 from raypp.errors import JobError
 from raypp.planning.end_weights import end_weights
-from raypp.planning.flops import layer_flops, recompute_factor, weight_share
+from raypp.planning.flops import backward_factor, layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
+from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.quantised import is_quantised, quantised_base
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import shell_word, visible
@@ -43,21 +45,27 @@ class Device:
     share: float
 
 
-# From the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of its tensor
-# cores.
+_DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 1.5e-11}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
+"""Seconds per weight to dequantise a matrix. On a CPU as measured (docs/benchmarks/quantised.md).
+On a GPU 15 and 3 bytes that `models.quantised_rows` reads and writes, at 1 TB/s; not measured."""
+
+# Rates are from the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of
+# its tensor cores. Memory is what the driver leaves to processes: the total capacity in torch's
+# out-of-memory messages, 1 to 2 % less than the sheet's, 7 % less with ECC on an L40S
+# (docs/planning.md has sources; none for the H200, which is taken to lose as much as the H100).
 DEVICES = {
     device.name: device
     for device in (
         Device("cpu", {"fp32": 0.08, "bf16": 0.04}, 0, 0.5),
         Device("cuda", {"fp32": 40.0, "tf32": 200.0, "bf16": 400.0}, 0, 0.5),
-        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, 24 * GIB, 0.45),
-        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, 24 * GIB, 0.45),
-        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, 32 * GIB, 0.45),
-        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, 48 * GIB, 0.4),
-        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 40 * GIB, 0.5),
-        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, 80 * GIB, 0.5),
-        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 80 * GIB, 0.4),
-        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, 141 * GIB, 0.4),
+        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, int(23.7 * GIB), 0.45),
+        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, int(23.64 * GIB), 0.45),
+        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, int(31.36 * GIB), 0.45),
+        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, int(44.42 * GIB), 0.4),
+        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(39.5 * GIB), 0.5),
+        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(79.25 * GIB), 0.5),
+        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(79.11 * GIB), 0.4),
+        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(139.4 * GIB), 0.4),
     )
 }
 
@@ -172,10 +180,12 @@ def computed_costs(job: Job, device: Device) -> Costs:
     factor = recompute_factor(job)
     whole = layer * (1 + factor)
     first, last = end_weights(job)
+    unpacked = dequantise_seconds(job, device)
+    again = 2 if factor > backward_factor(job) else 1  # a recomputed forward dequantises, too
     # Seven reads and writes of fp32 per parameter: at 10 GB/s on a CPU core, at 1 TB/s on a GPU.
     optimizer = 3e-9 if device.name == "cpu" else 3e-11
     return Costs(
-        layer=Part(layer, layer * factor),
+        layer=Part(layer + unpacked, layer * factor + again * unpacked),
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
@@ -184,6 +194,19 @@ def computed_costs(job: Job, device: Device) -> Costs:
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
         f"{products}: assumed, not measured",
     )
+
+
+def dequantise_seconds(job: Job, device: Device) -> float:
+    """Returns the seconds in which the matrices of an average layer are dequantised once.
+
+    0 without a quantised base. All experts count: a microbatch has tokens for each of them.
+    """
+    base, family = quantised_base(job.model), family_of(job.model)
+    if base is None or family is None:
+        return 0.0
+    layers = range(job.model.num_layers)
+    weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
+    return _DEQUANTISE_S[base]["cpu" if device.name == "cpu" else "cuda"] * weights / len(layers)
 
 
 def cost_identity(job: Job) -> dict[str, Any]:

@@ -5,6 +5,7 @@ By the planned memory, so an estimate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raypp.errors import Problem
@@ -28,12 +29,13 @@ def set_words(one: Candidate) -> str:
     return " ".join(f"--set {shell_word(setting)}" for setting in one.settings())
 
 
-def memory_problems(job: Job, capacity: int) -> list[Problem]:
+def memory_problems(job: Job, capacity: int, host: Mapping[str, int] | None = None) -> list[Problem]:
     """Returns a problem if ranks need more memory than a device has, with changes that make it fit.
 
     Args:
         job: A job in which `check_plan` finds no problem.
         capacity: Bytes of the smallest device that a rank may get.
+        host: As for `changes_in_words`.
     """
     needs = memory_of_ranks(job)
     if CERTAIN * max(needs) <= capacity:
@@ -41,10 +43,16 @@ def memory_problems(job: Job, capacity: int) -> list[Problem]:
     large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
     listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
     what = f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"
-    return [Problem("train", what, changes_in_words(job, capacity))]
+    return [Problem("train", what, changes_in_words(job, capacity, host=host))]
 
 
-def changes_in_words(job: Job, capacity: int, factor: float = 1.0, patience_s: float = PATIENCE_S) -> str:
+def changes_in_words(
+    job: Job,
+    capacity: int,
+    factor: float = 1.0,
+    patience_s: float = PATIENCE_S,
+    host: Mapping[str, int] | None = None,
+) -> str:
     """Returns the first changes of `changes_that_fit` as one sentence.
 
     They are ranked by their times on an unnamed device with free links.
@@ -54,10 +62,11 @@ def changes_in_words(job: Job, capacity: int, factor: float = 1.0, patience_s: f
         capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
         patience_s: Most seconds to search.
+        host: Free bytes of host memory by node, where they are known: no change offloads more.
     """
     device = replace(DEVICES[memory_kind(job)], memory=int(capacity / factor))
     machines = Machines.alike(job.mesh.world, max(1, job.mesh.world // job.mesh.pp), None)
-    found = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s)
+    found = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s, host=host)
     words = [_in_words(one, factor) for one in found.same]
     if found.more is not None:
         words.append(f"{_in_words(found.more, factor)} on {found.more.job.mesh.world} devices")

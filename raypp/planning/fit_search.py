@@ -8,7 +8,7 @@ mesh. All are planned, so the answer is as good as the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -89,6 +89,7 @@ def changes_that_fit(
     keep: int = 5,
     patience_s: float = PATIENCE_S,
     levers: Sequence[Lever] = LEVERS,
+    host: Mapping[str, int] | None = None,
 ) -> Fitting:
     """Finds changes with which every rank fits into its device; the tokens of a step stay.
 
@@ -99,11 +100,13 @@ def changes_that_fit(
         keep: Number of changes to return that keep the training.
         patience_s: Time limit. The result then covers what has been tried.
         levers: What may change besides mesh and microbatches.
+        host: Free bytes of host memory by node, 0 if unknown. None: those of the machines.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
     """
-    search = _Search(machines, device, [one for one in levers if not one.apart], time.monotonic() + patience_s)
+    chosen = [one for one in levers if not one.apart]
+    search = _Search(machines, device, chosen, time.monotonic() + patience_s, host or host_of(machines))
     need, now = peak_memory(job, search.kind), search.proposal(job, {})
     if now is not None:
         return Fitting(now, now.peak, device.memory, tried=1)
@@ -116,6 +119,11 @@ def changes_that_fit(
     )
 
 
+def host_of(machines: Machines) -> dict[str, int]:
+    """Returns the free bytes of host memory by node; 0 if unknown."""
+    return {node.name: node.memory for node in machines.nodes}
+
+
 class _Search:
     """Plans combinations of changes until a time is reached.
 
@@ -124,17 +132,21 @@ class _Search:
         device: The kind of device.
         levers: What may change besides mesh and microbatches.
         end: Time of the monotonic clock at which the search ends.
+        host: Free bytes of host memory by node; 0 if unknown.
 
     Attributes:
         tried: Number of combinations whose memory was planned.
         out_of_time: True once the time was reached.
     """
 
-    def __init__(self, machines: Machines, device: Device, levers: Sequence[Lever], end: float) -> None:
+    def __init__(
+        self, machines: Machines, device: Device, levers: Sequence[Lever], end: float, host: Mapping[str, int]
+    ) -> None:
         self.kind: Kind = "cpu" if device.name == "cpu" else "cuda"
         self.tried = 0
         self.out_of_time = False
         self._machines, self._device, self._levers, self._end = machines, device, levers, end
+        self._host = host
         self._too_large: list[tuple[int, Changes, tuple[str, ...]]] = []
 
     def on_devices(self, job: Job, devices: int) -> list[Proposal]:
@@ -220,6 +232,7 @@ class _Search:
         given, factor = self._machines, 2
         while factor <= _MOST_TIMES and not self._late():
             self._machines = given.times(factor)
+            self._host = host_of(self._machines)
             found = self.on_devices(job, factor * job.mesh.world)
             if found:
                 return found[0]
@@ -249,7 +262,7 @@ class _Search:
         return self.proposal(classic, {**changes, "pipeline.lookahead": 0}, costs) if classic is not None else None
 
     def _offloads_too_much(self, one: Job) -> bool:
-        return bool(offload_problems(one, {node.name: node.memory for node in self._machines.nodes}, self.kind))
+        return bool(offload_problems(one, self._host, self.kind))
 
     def _peak(self, one: Job | None) -> int | None:
         """Returns the planned memory of a job; None if there is no plan."""

@@ -35,6 +35,7 @@ from raypp.planning.traffic import (
 )
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.spec.job import Job
+from raypp.spec.lora import lowest_trained
 
 _FP32 = 4
 
@@ -169,16 +170,17 @@ def _stage_times(
     size: int,
 ) -> StageTimes:
     within = layer_traffic(job, machines, mesh, seats)
-    forward, backward, end = [], [], len(cut) - 1
+    forward, backward, end, below = [], [], len(cut) - 1, lowest_trained(job.model)
     for stage, (layers, speed) in enumerate(zip(cut, speeds, strict=True)):
-        f, b = layers * costs.layer.forward, layers * costs.layer.backward
+        back = min(layers, max(0, sum(cut[: stage + 1]) - below))  # its layers that have a backward
+        f, b = layers * costs.layer.forward, back * costs.layer.backward
         for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
             f, b = f + part.forward * here, b + part.backward * here
         crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
         copying = crossed * size * costs.copy_s
         moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)
         forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
-        backward.append(max(b / job.mesh.cp / speed, moving) + 2 * layers * within + copying)
+        backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
     links = [border.seconds for border in borders]
     return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
 

@@ -120,12 +120,7 @@ def _adapters(job: Job) -> Sequence[Changes]:
     if job.model.lora is not None or family_of(job.model) is None:
         return []
     whole = "fp32" if job.train.precision == "fp32" else "bf16"
-    changes: dict[str, Any] = {"model.lora.rank": 16, "model.lora.base": whole}
-    if job.train.precision == "bf16_pure":
-        changes["train.precision"] = "bf16"
-    if job.train.optimizer.offload:
-        changes["train.optimizer.offload"] = False
-    return [changes]
+    return [{"model.lora.rank": 16, "model.lora.base": whole}]
 
 
 def _quantised(job: Job) -> Sequence[Changes]:

@@ -14,7 +14,7 @@ KIND = ScheduleKind(
     position=4,
     stages_per_rank=(1, 64),
     searched_from=2,
-    buffered=1,
+    breadth_first=True,
     source="arXiv:2211.05953",
 )
 

@@ -175,15 +175,12 @@ def _lora(job: Job) -> Iterator[Problem]:
         yield Problem("model.lora.dropout", what, "use 0")
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
         yield from width_problems(job.model)
-    if job.train.precision == "bf16_pure":
-        what = "adapters in bf16 are not available: they are small, and bf16 would only cost accuracy"
-        yield Problem("train.precision", what, "use bf16")
-    if job.train.optimizer.offload:
-        what = "the state of adapters is small: there is nothing to offload"
-        yield Problem("train.optimizer.offload", what, "remove it")
     if lora.base == "bf16" and job.train.precision == "fp32":
         what = "bf16 weights cannot be used with train.precision: fp32"
         yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")
+    if lora.base == "fp32" and job.train.precision == "bf16_pure":
+        what = "fp32 weights cannot be used with train.precision: bf16_pure, which keeps all weights in bf16"
+        yield Problem("model.lora.base", what, "use base: bf16, int8 or nf4, or train.precision: bf16")
 
 
 def _rope(model: DecoderOptions) -> Iterator[Problem]:

@@ -91,6 +91,14 @@ def trains(options: DecoderOptions, layers: range) -> bool:
     return options.lora is None or any(layer_adapters(options, index) for index in layers)
 
 
+def lowest_trained(options: DecoderOptions) -> int:
+    """Returns the index of the lowest layer with trained parameters: no layer below has a backward.
+
+    The number of layers if none is trained.
+    """
+    return next((i for i in range(options.num_layers) if trains(options, range(i, i + 1))), options.num_layers)
+
+
 def check_targets(options: DecoderOptions) -> Iterator[Problem]:
     """Finds targets that match no matrix of the model."""
     family, lora = family_of(options), options.lora

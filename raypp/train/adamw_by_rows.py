@@ -85,15 +85,16 @@ class AdamWByRows(torch.optim.Optimizer):
             self.weights.write(parameter, values.sub_(change), turn)
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-        if self.quantised and parameter.ndim > 1:
+        small = self.quantised and parameter.ndim > 1
+        dtype = torch.uint8 if small else torch.promote_types(parameter.dtype, torch.float32)
+        state = {"step": torch.zeros(())}
+        state |= {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        if small:
             _check_blocks(parameter)
             blocks = blocks_of(parameter.shape[-1])
-            moments = {key: torch.zeros_like(parameter, dtype=torch.uint8) for key in moments} | {
-                key + SCALE: zeros_beside(parameter, blocks, torch.float32) for key in moments
-            }
-        return {"step": torch.zeros(()), **moments}
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key + SCALE] = zeros_beside(parameter, blocks, torch.float32)
+        return state
 
 
 def _read(state: dict[str, Tensor], key: str, rows: slice) -> Tensor:

@@ -44,7 +44,7 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
         for index in range(count):
             middle = 0.1 + 0.9 * (index + 0.5) / count
             found += [top * middle, -top * middle] if signed else [top * middle]
-    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device)
+    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
@@ -52,7 +52,7 @@ def _borders(signed: bool, device: torch.device) -> Tensor:
     """Returns the middles between neighbouring codes' numbers, and infinity: fp32 `[256]`."""
     values = code_values(signed, torch.device("cpu")).double()
     middles = ((values[1:] + values[:-1]) / 2).to(torch.float32)
-    return torch.cat((middles, torch.tensor([torch.inf]))).to(device)
+    return torch.cat((middles, torch.tensor([torch.inf]))).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
@@ -60,7 +60,7 @@ def _lowest_codes(signed: bool, device: torch.device) -> Tensor:
     """Returns the code of the lowest fp32 number with given upper 16 bits, int64 `[65536]`."""
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
     lowest = torch.where(upper >= 1 << 31, upper - (1 << 32) + 0xFFFF, upper).to(torch.int32).view(torch.float32)
-    return torch.bucketize(lowest, _borders(signed, torch.device("cpu"))[:-1]).to(device)
+    return torch.bucketize(lowest, _borders(signed, torch.device("cpu"))[:-1]).to(device, non_blocking=True)
 
 
 def _nearest_codes(values: Tensor, *, signed: bool) -> Tensor:

@@ -43,11 +43,13 @@ class RouterLosses:
         Returns:
             `[2 · L]`, fp64, on the device; 0 for layers on other ranks. `[0]` without experts.
         """
-        sums = torch.zeros(self._layers, 2, dtype=torch.float64, device=self._device)
-        for index, block in self._blocks:
-            if (taken_2 := block.router_sums.take()) is not None:
-                sums[index] = taken_2
-        return sums.flatten()
+        none_2 = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if not self._layers:
+            return none_2[:0]
+        taken = {index: block.router_sums.take() for index, block in self._blocks}
+        # One kernel for all layers, not one for each.
+        rows = [none_2 if (sums_2 := taken.get(index)) is None else sums_2 for index in range(self._layers)]
+        return torch.cat(rows)
 
     def report(self, sums: Tensor, tokens: int) -> dict[str, float]:
         """Returns the step's unweighted losses: means over layers with experts and labelled tokens.

@@ -1,9 +1,10 @@
 """An accelerator without kernels: runs one rank's real step and raises where the host would wait.
 
 Tensors are fake: they have a shape, a type and a device (`NAME`), and no values. What needs a value
-on the host (`.item()`, a boolean mask, `nonzero`) raises, and so does an operator on tensors of two
-devices. `NoWaiting` adds the copies that would wait. Collectives move nothing, so one process can
-be any rank of any mesh. It does not see what depends on `is_cuda`, and it runs no CUDA kernel.
+of the device on the host (`.item()`, a boolean mask, `nonzero`) raises, and so does an operator on
+tensors of two devices. `NoWaiting` adds the copies that would wait. Collectives move nothing, so
+one process can be any rank of any mesh. It does not see what depends on `is_cuda`, and it runs no
+CUDA kernel.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class NoWaiting(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.reductions[self.action] += "reduce_scatter" in func.name()
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "cpu":
+            return 1  # such as an optimizer's step counter: nothing is read from the device
         try:
             if func is copy_to:
                 self._check(args[0].device, kwargs.get("device"), kwargs.get("non_blocking"))

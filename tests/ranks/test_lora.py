@@ -47,6 +47,7 @@ def document(
         "mesh": mesh,
         "pipeline": {
             "schedule": schedule, "microbatches": 8 // replicas, "pad_to_multiple_of": 8,
+            **_even_cut(mesh.get("pp", 1) * sections.get("pipeline", {}).get("stages_per_rank", 1)),
             **sections.get("pipeline", {}),
         },
         "train": {
@@ -55,6 +56,11 @@ def document(
             **sections.get("train", {}),
         },
     }  # fmt: skip
+
+
+def _even_cut(stages: int) -> dict[str, Any]:
+    """Returns the cut into equal stages: the balanced one would give them other layers to train."""
+    return {"layers_per_stage": [LAYERS // stages] * stages} if stages > 1 else {}
 
 
 UPPER = ["layers.5.self_attn.q_proj", "layers.6.mlp.down_proj"]
@@ -164,7 +170,10 @@ def test_a_run_begins_with_the_named_base_saves_adapters_only_and_refuses_anothe
     assert model["lora"]["base_id"] is not None
 
     def job(steps: int, **mesh: int) -> dict[str, Any]:
-        found = document(mesh=mesh, train={"steps": steps, "lr_schedule": {"kind": "constant", "warmup_steps": 1}})
+        own_cut = {"layers_per_stage": None}
+        found = document(
+            mesh=mesh, pipeline=own_cut, train={"steps": steps, "lr_schedule": {"kind": "constant", "warmup_steps": 1}}
+        )
         checkpoint = {"url": str(tmp_path / "store"), "every_steps": 0, "memory_tier": False}
         return {**found, "model": model, "checkpoint": checkpoint}
 

@@ -40,13 +40,19 @@ PP_FSDP = {"pp": 2, "fsdp": 2}
 
 
 def document(
-    layers: int, mesh: dict[str, Any], pipeline: dict[str, Any], *, tied: bool = False, **train: Any
+    layers: int,
+    mesh: dict[str, Any],
+    pipeline: dict[str, Any],
+    *,
+    tied: bool = False,
+    lora: dict[str, Any] | None = None,
+    **train: Any,
 ) -> dict[str, Any]:
     return {
         "name": "no-host-sync",
         "model": {
             "kind": "llama", "num_layers": layers, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2,
-            "head_dim": 16, "ffn_size": 128, "vocab_size": 320, "tie_embeddings": tied,
+            "head_dim": 16, "ffn_size": 128, "vocab_size": 320, "tie_embeddings": tied, "lora": lora,
         },
         "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 40], "seq_len": 64},
         "mesh": mesh,
@@ -97,7 +103,7 @@ def run_step(
         with fake_tensors():
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=False)
-            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision)
+            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
                 masters = job.train.precision == "bf16"
                 optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
@@ -117,7 +123,7 @@ def run_step(
                 gradients = reducer.gradients()
                 runner._update(1, gradients, GlobalSums(4.0, 2.0, Tensor(), Tensor()), 100, 1e-3)
                 evaluate(runner, read, batches)
-        parameters = [parameter for module in built.modules for parameter in module.parameters()]
+        parameters = [p for module in built.modules for p in module.parameters() if p.requires_grad]
         kept = torch.device("cpu") if job.train.optimizer.offload else device
         updated = sum(local_part(optimizer.state[parameter]["exp_avg"]).device == kept for parameter in parameters)
     return {"updated": updated, "reductions": dict(+waits.reductions)}
@@ -135,8 +141,38 @@ def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> N
     )
 
 
+ALONE: dict[str, Any] = {"optimizer": {"state": "8bit"}, "precision": "bf16_pure"}
 # Each case is a job and the rank that is run.
 CASES = {
+    "bf16_pure": (document(2, {"fsdp": 2}, {}, precision="bf16_pure"), 1),
+    "8bit": (document(2, {"fsdp": 2}, {}, optimizer={"state": "8bit"}), 1),
+    "bf16_pure, 8bit, alone": (document(2, {}, {}, **ALONE), 0),
+    "bf16_pure, 8bit, offloaded": (
+        document(
+            2,
+            {"fsdp": 2},
+            {},
+            precision="bf16_pure",
+            optimizer={"state": "8bit", "offload": True},
+            activation_checkpointing="offload",
+        ),
+        1,
+    ),
+    "lora": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16"), 1),
+    "lora, bf16_pure": (document(2, PP_FSDP, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16_pure"), 3),
+    "qlora": (
+        document(
+            2,
+            {"fsdp": 2},
+            {},
+            lora={"rank": 4, "base": "nf4"},
+            precision="bf16",
+            optimizer={"offload": True},
+            activation_checkpointing="full",
+        ),
+        1,
+    ),
+    "qlora, int8, alone": (document(2, {}, {}, lora={"rank": 4, "base": "int8"}, **ALONE), 0),
     "one stage": (document(2, {"fsdp": 2}, {}), 1),
     "bf16": (document(2, {}, {}, precision="bf16"), 0),
     "selective": (document(2, PP_FSDP, {"lookahead": 2}, activation_checkpointing="selective"), 0),

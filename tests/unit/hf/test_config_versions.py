@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from their_models import their_config
+import torch
+from their_models import keys_of, loaded, run, their_config, their_instance
 
 from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
@@ -186,3 +187,21 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
     config = {**their_config("llama", {}).to_dict(), "mlp_bias": "some"}
     with pytest.raises(JobError, match="there: mlp_bias 'some' is not supported"):
         read(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "gemma3"])
+def test_an_exported_model_without_a_window_runs_in_transformers(kind: str, tmp_path: Path) -> None:
+    """transformers computes the mask of a window for these families even if no layer uses it."""
+    tokens = torch.arange(33).unsqueeze(0)
+    plain = read(json.loads(their_config(kind, keys_of(kind, "plain")).to_json_string()))
+    options = plain.model_copy(update={"sliding_window": None})
+    written = config_from_options(options, dtype="float32", context=64, eos_id=None)
+    assert read(written) == options
+    logits = {}
+    for name, config in (("none", written), ("narrow", {**written, "sliding_window": 5})):
+        model = their_instance(kind, transformers.AutoConfig.for_model(**config))
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        logits[name] = model(tokens).logits.detach()
+        torch.testing.assert_close(run(loaded(tmp_path / name), tokens).detach(), logits[name], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits["none"], logits["narrow"], rtol=1e-3), "a window would be seen"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from hf_folder import write_hf_folder
 from safetensors.numpy import load_file, save_file
-from test_adapters import our_logits, saved, whole
+from test_adapters import loaded, our_logits, saved, whole
+from their_models import loaded as stages_in
 
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
@@ -23,6 +26,7 @@ from raypp.models.quantised import stored_formats
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.models.stage import build_stage
 from raypp.spec.families import FAMILIES
+from raypp.spec.lora import adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.quantised import BASES, quantised_names
 from raypp.storage.directory import DirectoryStore
@@ -32,6 +36,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}
 WINDOW = {"sliding_window": 7}
+U = 2.0**-24
+"""Unit roundoff of fp32."""
 KINDS = {
     "qwen2": SIZES,
     "qwen3_moe": SIZES | EXPERTS,
@@ -44,7 +50,7 @@ KINDS = {
 
 def options_of(folder: Path, base: str, kind: str = "qwen2") -> DecoderOptions:
     return hf_options(
-        FAMILIES[kind].options(kind=kind, from_hf=str(folder), lora=LoraOptions(rank=3, alpha=3.0, base=base))
+        FAMILIES[kind].options(kind=kind, from_hf=str(folder), lora=LoraOptions(rank=3, alpha=64.0, base=base))
     )
 
 
@@ -82,7 +88,7 @@ def test_weights_are_quantised_as_they_are_read(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", BASES)
 def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
+    """In fp64, where products differ by rounding only, and the files by the rounding of fp32."""
     write_hf_folder(tmp_path / "hf", kind=kind, **KINDS[kind])
     options = options_of(tmp_path / "hf", base, kind)
     stage = whole(options)
@@ -90,10 +96,59 @@ def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path
     assert all(".lora_" in name for name in SavedTensors(store, commit).infos)
     done = export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
     assert any(f"dequantised from {base}" in remark for remark in done.remarks)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    with torch.no_grad():
-        tokens = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(model(tokens).logits, our_logits(stage), rtol=1e-5, atol=1e-5)
+    loaded(tmp_path / "merged")  # by transformers, which misses nothing
+
+    [plain] = stages_in(tmp_path / "merged")
+    exact, rounding = exactly_merged(stage, options)
+    files = dict(plain.named_parameters())
+    assert files.keys() == exact.keys()
+    far = [name for name in files if bool(((files[name] - exact[name]).abs() > rounding[name]).any())]
+    assert far == []
+    with torch.no_grad(), default_dtype(torch.float64):
+        trained = our_logits(stage.double())
+        for name, parameter in plain.double().named_parameters():
+            parameter.copy_(exact[name])
+        found = our_logits(plain)
+    assert found.dtype == trained.dtype == torch.float64
+    torch.testing.assert_close(found, trained, rtol=1e-11, atol=1e-11)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def exactly_merged(
+    stage: torch.nn.Module, options: DecoderOptions
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns W + s · B · A in fp64 by global name, and how far fp32 may be from it.
+
+    With the unit roundoff u, fp32 rounds s, each of the r products and their sums, the product with
+    s, and the last sum: at most u · (|W| + (r + 4) · s · |B| · |A|).
+    """
+    assert options.lora is not None
+    parameters, formats = dict(stage.named_parameters()), dict(stored_formats(stage))
+    exact = {
+        name: (formats[name].dequantise(value, torch.float64) if name in formats else value.double())
+        for name, value in parameters.items()
+        if ".lora_" not in name
+    }
+    rounding = {name: U * value.abs() for name, value in exact.items()}
+    for matrix, adapter in model_adapters(options).items():
+        name = matrix if adapter.stacked else f"{matrix}.weight"
+        a, b = (parameters[part].double() for part in adapter_names(matrix, adapter))
+        product, size = b @ a, b.abs() @ a.abs()
+        if adapter.transposed:
+            product, size = product.mT, size.mT
+        exact[name] = exact[name] + options.lora.scale * product
+        rounding[name] += U * (options.lora.rank + 4) * options.lora.scale * size
+    return exact, rounding
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -168,6 +168,7 @@ def config_of(folder: Path, **changed: Any) -> None:
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantised experts in mxfp4 only"),
     ],
 )
 def test_what_raypp_would_compute_otherwise_is_refused_by_name(

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,11 @@ def _weight_cases() -> Iterator[tuple[str, Case]]:
     far = {**good, "data_offsets": [10**18, 10**18 + 16]}
     yield "a tensor past the end", _model_with("model.safetensors", header({"w": far}, 16))
     yield "overlapping tensors", _model_with("model.safetensors", header({"v": good, "w": good}, 16))
+    for shape in ([10**9, 10**9, 0, 16], [1, 1, 1, 16], [16], []):
+        blocks = {"dtype": "U8", "shape": shape, "data_offsets": [0, prod(shape)]}
+        scales = {"dtype": "U8", "shape": [1, 1, 1], "data_offsets": [prod(shape), prod(shape) + 1]}
+        pair = {"model.norm.weight_blocks": blocks, "model.norm.weight_scales": scales}
+        yield f"MXFP4 of {shape}", _model_with("model.safetensors", header(pair, prod(shape) + 1))
     large = {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4 * 10**18]}
     yield "a tensor of 4 EB", _model_with("model.safetensors", header({"model.norm.weight": large}, 16))
     yield "a million tensors", _model_with("model.safetensors", _header_of_a_million)

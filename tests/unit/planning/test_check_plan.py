@@ -96,6 +96,21 @@ def test_experts_that_what_is_left_of_the_mesh_cannot_cut() -> None:
     assert check_plan(job_with(model=odd, mesh={"fsdp": 16, "ep": 4})) == []
 
 
+def test_biases_of_experts_have_one_width_that_must_be_cut() -> None:
+    """Either width of a matrix may be cut. A bias has one: 2 · expert_ffn_size, or hidden_size."""
+    biased = {"kind": "gpt_oss", "num_experts": 8, "hidden_size": 36, "num_heads": 4, "head_dim": 8}
+    mesh = {"fsdp": 16, "ep": 2}
+    key, what, fix = problem(model={**biased, "expert_ffn_size": 64}, mesh=mesh)
+    assert key == "mesh.ep" and fix.startswith("use 1 or 4,")
+    assert "fused_down_proj_bias cannot be cut into 8" in what and "model.hidden_size 36" in what
+    _, what, _ = problem(model={**biased, "hidden_size": 64, "expert_ffn_size": 34}, mesh=mesh)
+    assert "fused_gate_up_proj_bias" in what and "model.expert_ffn_size 34" in what
+    assert check_plan(job_with(model={**biased, "hidden_size": 64, "expert_ffn_size": 36}, mesh=mesh)) == []
+    train = {"optimizer": {"state": "8bit"}}
+    key, what, _ = problem(model={**biased, "hidden_size": 64, "expert_ffn_size": 64}, mesh=mesh, train=train)
+    assert key == "train.optimizer.state" and "_bias" in what
+
+
 def test_more_experts_per_token_than_there_are() -> None:
     key, _, fix = problem(model={**MOE, "experts_per_token": 9})
     assert (key, fix) == ("model.experts_per_token", "use at most 8")

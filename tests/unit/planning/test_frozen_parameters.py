@@ -9,11 +9,15 @@ import torch
 from planned_jobs import job_with
 
 from raypp.models.stage import build_stage
+from raypp.planning.costs import DEVICES, computed_costs
 from raypp.planning.flops import backward_factor, flops_per_token, weight_share
+from raypp.planning.forecast import forecast
+from raypp.planning.machines import Machines
 from raypp.planning.plan import make_plan
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
+from raypp.spec.lora import lowest_trained
 
 BF16 = {"precision": "bf16"}
 
@@ -53,8 +57,26 @@ def _cut() -> tuple[range, ...]:
     return resolve_pipeline(lora_job()).layers_of_stage
 
 
+def test_layers_below_all_adapters_count_as_forwards_in_the_cut_and_in_the_step() -> None:
+    upper = {"targets": ["layers.6.self_attn.q_proj", "layers.7.mlp.up_proj"]}
+    ends = {"input_weight": "auto", "output_weight": "auto"}
+    job = lora_job(lora=upper, pipeline={"microbatches": 8, **ends})
+    assert (lowest_trained(job.model), lowest_trained(lora_job().model), lowest_trained(job_with().model)) == (6, 0, 0)
+    cut, even = (resolve_pipeline(one).cut for one in (job, lora_job(pipeline={"microbatches": 8, **ends})))
+    assert cut[0] > even[0], "the lower stage has forwards only, so it gets more of them"
+    costs = computed_costs(job, DEVICES["h100"])
+    machines = Machines.alike(2, 1, None)
+    given = {"microbatches": 8, "layers_per_stage": [4, 4]}
+    own, all_trained = (
+        forecast(lora_job(lora=lora, pipeline=given), machines, costs).stage_s for lora in (upper, {"rank": 8})
+    )
+    assert own[0] == pytest.approx(8 * (4 * costs.layer.forward + costs.first.forward))
+    saved = 8 * 2 * costs.layer.backward  # layers 4 and 5
+    assert all_trained[1] - own[1] == pytest.approx(saved)
+
+
 def test_a_stage_below_all_adapters_keeps_no_activations() -> None:
-    job = lora_job(lora={"targets": ["layers.7.self_attn.q_proj"]})
+    job = lora_job(lora={"targets": ["layers.7.self_attn.q_proj"]}, pipeline={"layers_per_stage": [4, 4]})
     pipeline = resolve_pipeline(job)
     assert pipeline.trained == (False, True) and all(action.kind == "F" for action in pipeline.program[0])
     below, above = make_plan(job).memory

@@ -12,6 +12,7 @@ from raypp.models.quantised import store_rest
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype
 from raypp.planning.check import check_plan
+from raypp.planning.costs import DEVICES, Part, computed_costs, dequantise_seconds
 from raypp.planning.plan import make_plan
 from raypp.planning.quantised import base_bytes, product_bytes
 from raypp.spec.job import Job
@@ -57,6 +58,20 @@ def test_memory_is_that_of_the_bytes_and_of_one_dequantised_matrix() -> None:
     assert product_bytes(job_of("bf16", train=train).model, 2) == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "rtx4090"])
+def test_each_forward_and_backward_dequantises(device: str) -> None:
+    def layer(base: str, recompute: str = "none") -> Part:
+        train = {"precision": "bf16", "activation_checkpointing": recompute}
+        return computed_costs(job_of(base, train=train), DEVICES[device]).layer
+
+    plain, once = layer("bf16"), dequantise_seconds(job_of("nf4", train={"precision": "bf16"}), DEVICES[device])
+    assert once > 0 and dequantise_seconds(job_of("bf16", train={"precision": "bf16"}), DEVICES[device]) == 0
+    assert layer("nf4").forward - plain.forward == pytest.approx(once)
+    assert layer("nf4").backward - plain.backward == pytest.approx(once)
+    assert layer("nf4", "full").backward - layer("bf16", "full").backward == pytest.approx(2 * once)
+    assert layer("int8").forward < layer("nf4").forward
+
+
 def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
     def problems(base: str, width: int) -> list[str]:
         job = job_of(base, "qwen3_moe", {"expert_ffn_size": width}, mesh={"fsdp": 4, "ep": 2})
@@ -65,4 +80,4 @@ def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
     assert problems("int8", 192) == []
     assert problems("fp32", 193) == []
     (told,) = problems("int8", 193)
-    assert "matrices in int8 are cut between rows: model.expert_ffn_size 193 and model.hidden_size 256" in told
+    assert "matrices in int8 are cut between rows (model.expert_ffn_size 193, model.hidden_size 256" in told

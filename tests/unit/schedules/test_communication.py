@@ -55,9 +55,10 @@ def assert_nothing_waits(lines: dict[int, Line], ranks: Sequence[int], rules: Se
 
 def assert_gloo_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
     for size in sizes:
+        held = schedule_named(name).held_messages(size[0], size[2])
         for lookahead in lookaheads:
             lines, ranks = lines_of(name, *size, lookahead, "ahead")
-            assert_nothing_waits(lines, ranks, ("gloo", "blocking"), schedule_named(name).buffered)
+            assert_nothing_waits(lines, ranks, ("gloo", "blocking"), held)
 
 
 def assert_nccl_never_waits(name: str, sizes: Sequence[Size], lookaheads: Sequence[int] = range(5)) -> None:
@@ -77,8 +78,17 @@ def test_no_schedule_hangs_at_any_lookahead_on_few_ranks(name: str) -> None:
 @pytest.mark.parametrize("pp", range(2, 9))
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_no_schedule_hangs_at_any_lookahead_on_many_ranks(name: str, pp: int) -> None:
-    assert_gloo_never_waits(name, sizes(name, [pp]))
+    assert_gloo_never_waits(name, sizes(name, [pp], most=32))
     assert_nccl_never_waits(name, sizes(name, [pp], most=32))
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 32), (3, 31), (4, 64), (8, 32)])
+def test_breadth_first_a_channel_holds_the_microbatches_of_a_rank(pp: int, microbatches: int) -> None:
+    held = schedule_named("looped_bfs").held_messages(pp, microbatches)
+    for stages_per_rank in (2, 3):
+        lines, ranks = lines_of("looped_bfs", pp, stages_per_rank, microbatches, 0)
+        assert_nothing_waits(lines, ranks, ("gloo", "blocking"), held)
+        assert find_hangs(lines, ranks, "blocking", room=held - 1), "one message less hangs"
 
 
 def test_an_evaluation_does_not_hang() -> None:

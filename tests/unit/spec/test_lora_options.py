@@ -31,6 +31,12 @@ def test_defaults_need_bf16() -> None:
     }
 
 
+def test_bf16_pure_and_offload_work_with_adapters_unless_the_base_is_fp32() -> None:
+    pure = {"train": {"precision": "bf16_pure", "optimizer": {"offload": True}}}
+    assert found({}, **pure) == found({"base": "int8"}, **pure) == {}
+    assert "all weights in bf16" in found({"base": "fp32"}, **pure)["model.lora.base"]
+
+
 def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
     told = found({"targets": ["q_proj", "v_porj"]}, **BF16)["model.lora.targets"]
     assert told.startswith("'v_porj' matches no matrix of llama's layers; there are: q_proj, k_proj, v_proj, o_proj,")
