@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.tokenised import Request
+from raypp.data.tokenizer import Tokens
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
@@ -64,4 +65,7 @@ class CountingTokenizer:
         raise TypeError("synthetic data has no text")
 
     def encode_batch(self, texts: Any) -> list[NDArray[np.int64]]:
+        raise TypeError("synthetic data has no text")
+
+    def encode_with_offsets(self, texts: Any) -> list[Tokens]:
         raise TypeError("synthetic data has no text")
