@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import traceback
@@ -75,6 +76,9 @@ class ChatTemplate:
             what = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
             raise DataError(Problem(place, what, "name the file of one with data.chat_template"))
         self._marks = {name: _MARKS.search(text) is not None for name, text in sources.items()}
+        parts = [sorted(sources.items()), sorted(self._special.items()), str(today)]
+        self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        """Changes if the text of a conversation would."""
         self._templates = {name: _compiled(self._environment, text, place) for name, text in sources.items()}
 
     def marks_turns(self, tools: Sequence[Any] | None = None) -> bool:

@@ -14,6 +14,8 @@ from raypp.data.conversations import Completion, Conversation, RowFault, parse_r
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens
 from raypp.untrusted.text import visible
 
+VERSION = 1
+"""Changes if the same row would give other tokens, or another loss."""
 Loss = Literal["assistant", "last", "all"]
 
 _MARK_IT = (
@@ -71,18 +73,30 @@ class RowEncoder:
     ) -> None:
         self._tokenizer, self._template, self._text_key, self._loss = tokenizer, template, text_key, loss
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | RowFault]:
+    @property
+    def template(self) -> str:
+        """A digest of the chat template; empty without one."""
+        return self._template.identity if self._template is not None else ""
+
+    @property
+    def identity(self) -> str:
+        """Changes if the tokens of a row would, or their loss; without the tokenizer's identity."""
+        return f"{VERSION}-{self.template}-{self._text_key}-{self._loss}"
+
+    def encode(self, rows: Sequence[Mapping[str, Any] | RowFault]) -> list[Encoded | RowFault]:
         """Returns the tokens of each row, or what is wrong with it.
 
         Args:
-            rows: Plain values of JSON.
+            rows: Plain values of JSON. A fault is returned as it is.
         """
         found: list[list[_Part] | RowFault] = [self._parts(row) for row in rows]
         parts = [part for row in found if not isinstance(row, RowFault) for part in row]
         tokens = iter(self._tokens([part.text for part in parts]))
         return [row if isinstance(row, RowFault) else self._joined(row, [next(tokens) for _ in row]) for row in found]
 
-    def _parts(self, row: Mapping[str, Any]) -> list[_Part] | RowFault:
+    def _parts(self, row: Mapping[str, Any] | RowFault) -> list[_Part] | RowFault:
+        if isinstance(row, RowFault):
+            return row
         try:
             parts = self._parsed(parse_row(row, self._text_key))
             for part in parts:
