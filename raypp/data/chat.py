@@ -18,7 +18,7 @@ from raypp.kinds import SourceKind
 KIND = SourceKind(
     "chat",
     "a JSON object per line: a conversation, or a prompt and its completion",
-    position=2,
+    position=4,
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("chat_template", "template_date", "loss"),
     compressed=True,

@@ -139,6 +139,7 @@ def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
         ids = corpus.ids(piece.document, piece.start, piece.start + piece.length + 1)
         tokens[at : at + piece.length] = ids[: piece.length]
         loss = corpus.carries_loss(piece.document, piece.start, piece.start + piece.length + 1)
-        labels[at : at + len(ids) - 1] = ids[1:] if loss is None else np.where(loss[1:], ids[1:], NO_LABEL)
+        learnt = slice(None) if loss is None else loss[1:]
+        labels[at : at + len(ids) - 1][learnt] = ids[1:][learnt]
         at += piece.length
     return Row(tokens, labels, tuple(piece.length for piece in pieces))

@@ -31,14 +31,23 @@ class Documents:
         tokenizer: The job's tokenizer.
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
             their order.
-        too_long: Training documents of more than data.seq_len tokens, before any is dropped.
+        total: Documents of data.path, before any is dropped or held out.
+        too_long: Those of them with more than data.seq_len tokens.
     """
 
     train: Corpus
     held_out: Corpus | None
     tokenizer: Tokenizer
     identity: str
+    total: int = 0
     too_long: int = 0
+
+    def too_long_in_words(self, data: DataSection) -> str:
+        """Returns what happens to documents that are too long; empty if there are none."""
+        if not self.too_long:
+            return ""
+        done = "dropped" if data.too_long == "drop" else "cut into pieces"
+        return f"{self.too_long:,} of {self.total:,} documents have more than {data.seq_len} tokens and are {done}"
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
@@ -66,18 +75,18 @@ def open_documents(job: Job) -> Documents:
     data, tokenizer = job.data, job_tokenizer(job)
     everything = _read(job, tokenizer, data.path or "", "data.path")
     whole = kept(everything, data, "data.path")
-    too_long = int((everything.lengths() > data.seq_len).sum())
+    counts = len(everything), int((everything.lengths() > data.seq_len).sum())
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
-        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None), too_long)
+        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None), *counts)
     if data.eval.path is not None:
         if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
         held_out = kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path")
-        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None), too_long)
+        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None), *counts)
     fraction = data.eval.fraction or 0.0
     train, held_out = split(whole, fraction, job.train.seed)
-    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction), too_long)
+    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction), *counts)
 
 
 def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,3 +70,6 @@ class CountingTokenizer:
 
     def encode_with_offsets(self, texts: Any) -> list[Tokens]:
         raise TypeError("synthetic data has no text")
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return "".join(f"{one} " for one in ids)

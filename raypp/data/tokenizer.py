@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +76,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """Returns ids as text to look at; incomplete characters become `�`."""
+        ...
+
 
 class ByteTokenizer:
     """Encodes UTF-8 bytes as ids 0 to 255; 256 ends a document."""
@@ -91,6 +96,12 @@ class ByteTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
         return [self._with_offsets(text) for text in texts]
+
+    def shown(self, ids: Sequence[int]) -> str:
+        ends = [index for index, one in enumerate(ids) if one >= self.eos_id]
+        borders = [-1, *ends, len(ids)]
+        parts = (bytes(ids[a + 1 : b]).decode(errors="replace") for a, b in pairwise(borders))
+        return "∎".join(parts)
 
     def _with_offsets(self, text: str) -> Tokens:
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -137,6 +148,9 @@ class FileTokenizer:
             offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
             found.append(Tokens(np.asarray(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
         return found
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def _encodings(self, texts: Sequence[str]) -> list[Any]:
         try:
