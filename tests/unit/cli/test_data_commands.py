@@ -72,3 +72,13 @@ def test_a_histogram_counts_every_length_once_and_has_a_border_at_the_longest_ro
         assert sum(counts) == len(list(lengths)) and len(edges) == len(counts) + 1 and edges == sorted(set(edges))
         long = [count for low, count in zip(edges, counts, strict=False) if low >= seq_len]
         assert sum(long) == sum(length > seq_len for length in lengths)
+
+
+def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    (tmp_path / "a.jsonl").write_text(good * 3 + '{"messages": [{"role": "mage", "content": "a"}]}\n' * 9)
+    assert run(["plan", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "4 more rows cannot be used" in said
+    assert run(["plan", "jobs/chat.yaml", "--set", "data.chat_template=none.jinja"]) == 2
+    assert "data.chat_template=none.jinja: there is no none.jinja" in capsys.readouterr().err
