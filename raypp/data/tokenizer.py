@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -36,6 +38,21 @@ class TooSlow(NotEncodable):
     """A tokenizer takes so long for some texts that it may never end."""
 
 
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A text as tokens.
+
+    Attributes:
+        ids: Token ids, int64 `[n]`.
+        starts, ends: The characters of the text that each token stands for, int64 `[n]`. Several
+            tokens may share a character.
+    """
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
@@ -61,6 +78,18 @@ class Tokenizer(Protocol):
         """Encodes several texts at once, which may be faster."""
         ...
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        """Encodes several texts, and says where each token is in its text.
+
+        Raises:
+            NotEncodable: The tokenizer cannot encode one of them.
+        """
+        ...
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Returns ids as text to look at; incomplete characters become `�`."""
+        ...
+
 
 class ByteTokenizer:
     """Encodes UTF-8 bytes as ids 0 to 255; 256 ends a document."""
@@ -74,6 +103,21 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self._with_offsets(text) for text in texts]
+
+    def shown(self, ids: Sequence[int]) -> str:
+        ends = [index for index, one in enumerate(ids) if one >= self.eos_id]
+        borders = [-1, *ends, len(ids)]
+        parts = (bytes(ids[a + 1 : b]).decode(errors="replace") for a, b in pairwise(borders))
+        return "∎".join(parts)
+
+    def _with_offsets(self, text: str) -> Tokens:
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+        starts = np.repeat(np.arange(len(codes)), widths)
+        return Tokens(self.encode(text), starts, starts + 1)
 
 
 class FileTokenizer:
@@ -106,8 +150,17 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        encodings = self._within_patience(texts)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in self._within_patience(texts)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        found = []
+        for encoding in self._within_patience(texts):
+            offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append(Tokens(np.asarray(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def _within_patience(self, texts: Sequence[str]) -> list[Any]:
         """Encodes texts unless a regular expression of the file backtracks for too long.
@@ -154,6 +207,7 @@ def _backend(content: bytes, path: Path) -> Any:
         ) from error
     backend.no_truncation()
     backend.no_padding()
+    backend.post_processor = None  # it adds special tokens, and would take blanks out of the offsets
     return backend
 
 

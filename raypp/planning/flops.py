@@ -29,7 +29,6 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
     return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
 
 
-
 @lru_cache(maxsize=64)
 def _keys_of_layers(model: DecoderOptions, seq_len: int) -> float:
     return sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
