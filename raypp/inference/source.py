@@ -81,7 +81,7 @@ class Source:
         Raises:
             JobError: The model has fewer layers than there are ranks, or is one of the user's own.
         """
-        train = dict((self.document or {}).get("train") or {})
+        train = _section(self.document, "train")
         sections = {"model": dict(self.model), "mesh": {"pp": pp}, "pipeline": {"microbatches": pp}}
         chosen = {"precision": precision, "seed": train.get("seed", 0)}
         job = parse_job({"name": self.run or "model", **sections, "train": chosen})
@@ -121,7 +121,7 @@ class Source:
             JobError: There is none, or it is in a store.
             DataError: It cannot be read.
         """
-        tokenizer, known = self.tokenizer or "bytes", dict((self.document or {}).get("data") or {})
+        tokenizer, known = self.tokenizer or "bytes", _section(self.document, "data")
         if is_remote(tokenizer):
             what = f"{self.place} is in a store, where no chat template is looked for"
             raise JobError(Problem("--chat", what, "copy the model into a folder of this machine"))
@@ -194,6 +194,12 @@ def newest_checkpoint(
     raise CheckpointError(unusable[:_SHOWN])
 
 
+def _section(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Returns a section of a stored job; empty if it has none."""
+    found = (document or {}).get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _is_hf_folder(argument: str) -> bool:
     """Whether the argument is a folder with config.json."""
     if is_remote(argument):
@@ -244,7 +250,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
     except CheckpointError:
         document = dict(commit.job)
     options = parse_job({"name": commit.run, "model": model}).model
-    data, train = document.get("data") or {}, document.get("train") or {}
+    data, train = _section(document, "data"), _section(document, "train")
     tokenizer, length = data.get("tokenizer"), data.get("seq_len")
     context = length if isinstance(length, int) and length > 0 else _CONTEXT
     if options.lora is not None and options.from_hf is not None:
