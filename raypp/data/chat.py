@@ -22,6 +22,7 @@ KIND = SourceKind(
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("chat_template", "template_date", "loss"),
     compressed=True,
+    checks_rows=True,
 )
 
 _CHECKED = 500  # rows

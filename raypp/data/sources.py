@@ -129,10 +129,11 @@ def data_identity(job: Job) -> str:
 
 
 def check_data(job: Job) -> list[Problem]:
-    """Returns the problems of a job's data that this machine can find without reading it.
+    """Returns the problems of a job's data that this machine can find without reading all of it.
 
-    Checks that the source is known, that its files exist here and are not empty, and that the
-    tokenizer's ids fit the model. Data in a store are not checked. Call it where the job's paths
+    Checks that the source is known, that its files exist here and are not empty, that the
+    tokenizer's ids fit the model, and the first rows if the source can. Data in a store are not
+    checked. Call it where the job's paths
     are valid: if the cluster is elsewhere, on its nodes.
     """
     problems: list[Problem] = []
@@ -162,10 +163,10 @@ def check_data(job: Job) -> list[Problem]:
 
 
 def _first_rows(job: Job, source: SourceKind, path: str, place: str, found: list[Problem]) -> list[Problem]:
-    """Checks the first rows of local files, if the source has a function `check` beside `read`."""
-    check = getattr(sys.modules.get(source.build().__module__), "check", None)
-    if check is None or found:
+    """Checks the first rows of local files."""
+    if not source.checks_rows or found:
         return []
+    check = sys.modules[source.build().__module__].check
     problems: list[Problem] = check(Request(job.data, path, place, job_tokenizer(job), job.model.vocab_size, 0))
     return problems
 

@@ -16,9 +16,7 @@ STEPS = 2
 TEMPLATE = Path(__file__).parents[2] / "jobs/data/chatml.jinja"
 
 
-def document(
-    folder: Path, *, microbatches: int = 4, cp: int = 1, loss: str = "assistant", **mesh: int
-) -> dict[str, Any]:
+def document(folder: Path, *, microbatches: int = 4, loss: str = "assistant", **mesh: int) -> dict[str, Any]:
     return {
         "name": "masked",
         "model": {
@@ -29,7 +27,7 @@ def document(
             "kind": "chat", "path": str(folder / "chats.jsonl"), "chat_template": str(TEMPLATE), "seq_len": 96,
             "loss": loss,
         },
-        "mesh": {"cp": cp, **mesh},
+        "mesh": mesh,
         "pipeline": {"microbatches": microbatches},
         "train": {
             "steps": STEPS, "micro_batch_size": 2, "clip_norm": 0.05, "optimizer": {"kind": "adamw", "lr": 3e-3},
@@ -39,7 +37,7 @@ def document(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations of very different shares of loss; the longest are cut into pieces, some without any."""
+    """Conversations with different shares of loss; of the longest, some pieces have none."""
     path = tmp_path_factory.mktemp("chats")
     with (path / "chats.jsonl").open("w") as file:
         for index in range(60):
