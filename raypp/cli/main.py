@@ -35,6 +35,7 @@ COMMANDS = {
     "logs": ("raypp.cli.inspect_commands:logs_command", "Print the output of the ranks."),
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
+    "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
     "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training on it."),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
@@ -51,6 +52,7 @@ COMMANDS = {
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
     "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
+    "Models": ("generate",),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

@@ -38,6 +38,8 @@ from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
 from raypp.hf.names import model_tensors
+from raypp.inference.prompts import read_prompts
+from raypp.inference.source import find_source
 from raypp.planning.costs import read_costs
 from raypp.planning.machines import read_machines
 from raypp.spec.families import FAMILIES
@@ -54,6 +56,22 @@ _FILE = model_file(LLAMA)
 def safetensors(data: bytes) -> None:
     length = header_length(data, len(data), "file")
     parse_header(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data) - LENGTH_BYTES - length, "file")
+
+
+@target(b'{"prompt": "In the beginning"}\n\n{"prompt": "a", "id": 3}\n')
+def prompts(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.jsonl"
+        file.write_bytes(data)
+        read_prompts(file)
+
+
+@target(b'{"eos_token_id": [5, 7], "temperature": 0.5}', b'{"eos_token_id": 5}')
+def generation_config(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(_CONFIG)
+        (Path(folder) / "generation_config.json").write_bytes(data)
+        find_source(folder)
 
 
 @target(_FILE)
