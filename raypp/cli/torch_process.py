@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from raypp.cli.output import echo_lines
+from raypp.environment import need
 from raypp.errors import RunFailedError
 
 
@@ -22,8 +23,10 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
         name: Name of its task in error messages: "the comparison".
 
     Raises:
+        JobError: torch is not installed here.
         RunFailedError: It reported an error, or ended without an answer.
     """
+    need("torch", "node", name)
     # -P: do not import from the working directory. Not -m: the ranks' processes would run the
     # module twice.
     program = f"import sys; from {module} import main; sys.exit(main())"
