@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.checkpoint.commit import Commit, list_checkpoints
 from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.cli.console import Console
 from raypp.cli.output import echo_lines
 from raypp.clusters import known_runs
 from raypp.errors import CheckpointError, JobError, Problem
+from raypp.inference.source import newest_checkpoint
 from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.text import visible
 
@@ -62,22 +63,11 @@ def open_checkpoint(argument: str) -> tuple[ObjectStore, Commit, SavedTensors]:
         CheckpointError: The run has no checkpoint, or none can be read.
     """
     store, name, step = open_run(argument)
-    steps = committed_steps(store, name, step)
-    if not steps:
-        raise nothing_committed(store, name)
-    unusable: list[Problem] = []
-    for found in reversed(steps):
-        try:
-            commit = read_commit(store, name, found)
-            tensors = SavedTensors(store, commit)
-        except CheckpointError as error:
-            unusable.extend(error.problems[:1])
-            continue
-        if unusable:
-            told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
-            echo_lines(f"step {found} is used, because newer checkpoints cannot be read:\n{told}", err=True)
-        return store, commit, tensors
-    raise CheckpointError(unusable[:_SHOWN])
+    commit, tensors, unusable = newest_checkpoint(store, name, step)
+    if unusable:
+        told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
+        echo_lines(f"step {commit.step} is used, because newer checkpoints cannot be read:\n{told}", err=True)
+    return store, commit, tensors
 
 
 def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:

@@ -107,6 +107,17 @@ class HfFiles:
             raise JobError(Problem(KEY, f"{place} is nested more than {_CONFIG_DEPTH} levels deep", _FIX))
         return config
 
+    def small_file(self, key: str, most: int) -> bytes | None:
+        """Returns the content of a file of the folder; None if it is missing.
+
+        Raises:
+            JobError: It has more than `most` bytes.
+        """
+        try:
+            return self._whole(key, most, JobError)
+        except NotFound:
+            return None
+
     def listed(self) -> list[ObjectInfo]:
         """Returns the files of the model's folder, without those in folders below.
 

@@ -1,0 +1,1 @@
+"""Uses a trained model: finds it, and generates text with it."""

@@ -1,0 +1,287 @@
+"""Finds a trained model: a run, a checkpoint of it, or a Hugging Face folder. Without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
+from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.run_spec import read_spec
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.clusters.find import lend_store_settings
+from raypp.clusters.known_runs import locate_run
+from raypp.data.tokenizer import FileTokenizer, Tokenizer, check_fits, open_tokenizer
+from raypp.errors import CheckpointError, DataError, JobError, Problem
+from raypp.hf.base_identity import with_base_id
+from raypp.hf.config import options_from_config
+from raypp.hf.model_files import HfFiles
+from raypp.planning.choices import cut_of
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+from raypp.spec.models import DecoderOptions
+from raypp.spec.paths import is_remote
+from raypp.spec.tokenizer_file import BOUNDS
+from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.documents import Bounds, parse_json
+
+KEY = "RUN"
+_TOKENIZER = "tokenizer.json"
+_GENERATION = "generation_config.json"
+_SMALL = Bounds(size=4 << 20)
+_SHOWN = 5
+_CONTEXT = 2048
+_MOST_IDS = 1000
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model. `dataclasses.asdict` gives plain JSON values, `Source(**values)` takes them.
+
+    Attributes:
+        place: Where it is, for messages.
+        model: The `model:` section, with all sizes.
+        context: Longest sequence, in tokens.
+        precision: `fp32` or `bf16`: the dtype that it was trained or stored in.
+        tokenizer: `bytes`, or the path or URL of a tokenizer.json; None: there is none.
+        eos_ids: The ids that end a text. Empty: the tokenizer's.
+        store: URL of the run's store; None: the weights are in the files of `model.from_hf`.
+        run: The run's name; empty for a Hugging Face folder.
+        step: The step of the checkpoint.
+        document: The run's resolved job, as it was submitted; empty for a Hugging Face folder.
+        remarks: What the user should know, such as newer checkpoints that cannot be read.
+    """
+
+    place: str
+    model: Mapping[str, Any]
+    context: int
+    precision: str
+    tokenizer: str | None
+    eos_ids: tuple[int, ...] = ()
+    store: str | None = None
+    run: str = ""
+    step: int = 0
+    document: Mapping[str, Any] | None = None
+    remarks: tuple[str, ...] = ()
+
+    def job(self, pp: int = 1, *, precision: str = "fp32") -> Job:
+        """Returns a job of this model on a mesh of `pp` ranks, with one stage each.
+
+        Args:
+            pp: Pipeline ranks.
+            precision: `fp32`, or `bf16_pure` for weights in bf16.
+
+        Raises:
+            JobError: The model has fewer layers than there are ranks, or is one of the user's own.
+        """
+        train = dict((self.document or {}).get("train") or {})
+        sections = {"model": dict(self.model), "mesh": {"pp": pp}, "pipeline": {"microbatches": pp}}
+        chosen = {"precision": precision, "seed": train.get("seed", 0)}
+        job = parse_job({"name": self.run or "model", **sections, "train": chosen})
+        if ":" in job.model.kind:
+            what = f"{job.model.kind} of {self.place} is a model of your own: raypp does not know its attention"
+            raise JobError(Problem("model.kind", what, "use its own code, or a built-in family"))
+        if pp > job.model.num_layers:
+            what = f"pp={pp} has more ranks than {self.place} has layers, {job.model.num_layers}"
+            raise JobError(Problem("--mesh", what, f"use pp={job.model.num_layers} or less"))
+        cut_of(job)
+        return job
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Opens the tokenizer.
+
+        Raises:
+            JobError: There is none, or it does not fit the model.
+            DataError: Its file is missing or invalid.
+        """
+        if self.tokenizer is None:
+            fix = "put the tokenizer.json that it was trained with beside config.json"
+            if self.run:
+                fix = "resume the run with data.tokenizer, or export it and put a tokenizer.json into the folder"
+            raise JobError(Problem(KEY, f"{self.place} has no tokenizer", fix))
+        tokenizer = open_tokenizer(self.tokenizer) if not is_remote(self.tokenizer) else _fetched(self.tokenizer)
+        if problems := check_fits(tokenizer, int(self.model["vocab_size"])):
+            fix = "use the tokenizer that the model was trained with"
+            raise JobError(Problem(KEY, f"{self.place}: {problem.what}", fix) for problem in problems)
+        return tokenizer
+
+
+def find_source(argument: str, step: int | None = None) -> Source:
+    """Returns the model that an argument names.
+
+    Args:
+        argument: A run's name, `URL/NAME` or `URL/NAME/step-N` (URL may be a folder), or the folder
+            or S3 URL of a Hugging Face model.
+        step: The step of the run's checkpoint. None: the newest that can be read.
+
+    Raises:
+        JobError: The argument names neither, or there is no such step.
+        CheckpointError: The run has no checkpoint, or none can be read.
+        StoreError: The store does not answer.
+    """
+    lend_store_settings()
+    if _is_hf_folder(argument):
+        if step is not None:
+            fix = "leave out --step"
+            raise JobError(Problem("--step", f"{argument} is a Hugging Face model, which has no steps", fix))
+        return _of_folder(argument)
+    store, run, named = _run_at(argument)
+    if step is not None and named is not None and step != named:
+        raise JobError(Problem("--step", f"is {step}, but {KEY} names step {named}", "leave out one of them"))
+    commit, _, skipped = newest_checkpoint(store, run, named if step is None else step)
+    return _of_run(store, commit, skipped)
+
+
+def newest_checkpoint(
+    store: ObjectStore, run: str, step: int | None = None
+) -> tuple[Commit, SavedTensors, list[Problem]]:
+    """Returns a run's newest checkpoint of which COMMIT and all headers can be read.
+
+    Args:
+        store: The run's store.
+        run: The run's name.
+        step: Only this step. None: any.
+
+    Returns:
+        COMMIT, the tensors, and the problems of newer checkpoints that cannot be read.
+
+    Raises:
+        JobError: The step is not committed.
+        CheckpointError: There is no checkpoint, or none can be read.
+    """
+    steps = [checkpoint.step for checkpoint in list_checkpoints(store, run)]
+    place = f"{store.url}/{run}"
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise JobError(Problem(KEY, f"step {step} of {run} is not committed", f"committed steps: {there}"))
+    if not steps:
+        raise CheckpointError(Problem(place, "has no committed checkpoint", "wait for the run's first save"))
+    unusable: list[Problem] = []
+    for found in reversed(steps if step is None else [step]):
+        try:
+            commit = read_commit(store, run, found)
+            return commit, SavedTensors(store, commit), unusable
+        except CheckpointError as error:
+            unusable.extend(error.problems[:1])
+    raise CheckpointError(unusable[:_SHOWN])
+
+
+def _is_hf_folder(argument: str) -> bool:
+    """Whether the argument is a folder with config.json."""
+    if is_remote(argument):
+        return open_store(argument).head("config.json") is not None
+    return os.path.lexists(os.path.join(os.path.expanduser(argument), "config.json"))  # noqa: PTH111, PTH118
+
+
+def _run_at(argument: str) -> tuple[ObjectStore, str, int | None]:
+    """Returns the store, the name and the step of a run that exists.
+
+    Raises:
+        JobError: There is no such run.
+    """
+    local = not is_remote(argument) and ("/" in argument or argument in (".", "~"))
+    folder = Path(argument).expanduser().absolute() if local else None
+    if folder is not None and folder.is_dir() and not _holds_run(folder):
+        raise _neither(argument, folder)
+    url, run, step = split_location(argument if folder is None else str(folder))
+    place = locate_run(run if url is None else f"{url}/{run}")
+    store = open_store(place.url)
+    if any(next(store.list(f"{run}/{prefix}"), None) is not None for prefix in ("spec", "step-")):
+        return store, run, step
+    fix = "use the checkpoint.url of the run's job, or a folder with config.json"
+    raise JobError(Problem(KEY, f"there is no run {run!r} below {store.url}", fix))
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a local folder is a run's, or that of one of its checkpoints."""
+    return any(next(folder.glob(name), None) is not None for name in ("spec*.json", "step-*", "COMMIT"))
+
+
+def _neither(argument: str, folder: Path) -> JobError:
+    what = f"{argument} is neither a run (no spec.json, no checkpoint) nor a Hugging Face model (no config.json)"
+    fix = "name a run, a folder of a store with the run's name, or a folder with config.json and safetensors"
+    if (folder / "adapter_config.json").exists():
+        what = f"{argument} has adapters without the model they belong to"
+        fix = "name the run that trained them, or export it with --merged"
+    return JobError(Problem(KEY, what, fix))
+
+
+def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Source:
+    place = f"{store.url}/{commit.run}/step-{commit.step:08d}"
+    model = commit.job.get("model")
+    if not isinstance(model, dict):
+        raise JobError(Problem(place, "its COMMIT does not name the model"))
+    try:
+        document = read_spec(store, commit.run)
+    except CheckpointError:
+        document = dict(commit.job)
+    options = parse_job({"name": commit.run, "model": model}).model
+    data, train = document.get("data") or {}, document.get("train") or {}
+    tokenizer, length = data.get("tokenizer"), data.get("seq_len")
+    context = length if isinstance(length, int) and length > 0 else _CONTEXT
+    if options.lora is not None and options.from_hf is not None:
+        context = max(context, _context(HfFiles(options.from_hf).config()))
+    remarks = [f"step {commit.step} is used: {problem.key}: {problem.what}" for problem in skipped[:_SHOWN]]
+    return Source(
+        place=place,
+        model=options.model_dump(mode="json"),
+        context=context,
+        precision="fp32" if train.get("precision", "fp32") == "fp32" else "bf16",
+        tokenizer=tokenizer if isinstance(tokenizer, str) else None,
+        store=store.url,
+        run=commit.run,
+        step=commit.step,
+        document=document,
+        remarks=tuple(remarks),
+    )
+
+
+def _of_folder(argument: str) -> Source:
+    url = argument.rstrip("/") if is_remote(argument) else str(Path(argument).expanduser().absolute())
+    files = HfFiles(url)
+    config = files.config()
+    options = options_from_config(config, DecoderOptions(from_hf=url), files.place("config.json"))
+    options = with_base_id(options, files)
+    there = files.store.head(_TOKENIZER) is not None
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Source(
+        place=url,
+        model=options.model_dump(mode="json"),
+        context=_context(config),
+        precision="bf16" if dtype == "bfloat16" else "fp32",
+        tokenizer=files.place(_TOKENIZER) if there else None,
+        eos_ids=_end_ids(files, config),
+    )
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    length = config.get("max_position_embeddings")
+    return int(length) if isinstance(length, int | float) and length > 0 else _CONTEXT
+
+
+def _end_ids(files: HfFiles, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ids that end a text, as transformers' `generate` takes them."""
+    found: Any = None
+    if (text := files.small_file(_GENERATION, _SMALL.size)) is not None:
+        place = files.place(_GENERATION)
+        document = parse_json(text, place, _SMALL, JobError, "download the model again", constants=True)
+        found = document.get("eos_token_id") if isinstance(document, dict) else None
+    found = config.get("eos_token_id") if found is None else found
+    ids = found if isinstance(found, list) else [found]
+    return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
+
+
+def _fetched(url: str) -> Tokenizer:
+    """Opens a tokenizer.json that is in a store."""
+    folder, _, key = url.rpartition("/")
+    content = open_store(folder).get(key, 0, BOUNDS.size + 1)
+    if len(content) > BOUNDS.size:
+        raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
+    with TemporaryDirectory() as here:
+        path = Path(here) / key
+        path.write_bytes(content)
+        return FileTokenizer(path)
