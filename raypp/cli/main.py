@@ -36,6 +36,10 @@ COMMANDS = {
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
+    "eval": (
+        "raypp.cli.eval_command:eval_command",
+        "Compute the loss of a trained model on text, or run evaluation tasks.",
+    ),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
     "parity": (
@@ -50,6 +54,7 @@ COMMANDS = {
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
     "Jobs": ("init", "plan", "parity", "explain", "schema", "list-kinds"),
+    "Models": ("eval",),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

@@ -102,6 +102,10 @@ class FileTokenizer:
             raise NotEncodable(in_words(error)) from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids; special tokens are left out."""
+        return str(self._backend.decode(list(ids)))
+
 
 def _backend(content: bytes, path: Path) -> Any:
     from tokenizers import Tokenizer as Backend

@@ -30,11 +30,11 @@ def named(requirements: list[str]) -> dict[str, str]:
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
     node = named(PROJECT["optional-dependencies"]["node"])
-    assert OLDEST == {
+    assert {
         "python": PROJECT["requires-python"].removeprefix(">="),
         "ray": node["ray"],
         "torch": node["torch"],
-    }
+    } == OLDEST
     assert set(environment.ON_NODES) <= node.keys() | named(PROJECT["dependencies"]).keys()
     assert not {"torch", "ray"} & named(PROJECT["dependencies"]).keys()
 
