@@ -40,9 +40,10 @@ def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
 
 
 class AttentionAcross(Protocol):
-    """Attention over rows that are cut over several ranks.
+    """Attention to keys that this forward does not compute on this rank.
 
-    Collective over these ranks, in the forward and in the backward.
+    They are on other ranks, where rows are cut over several (then it is collective over these
+    ranks, in the forward and in the backward), or of earlier tokens (`raypp.models.kv_cache`).
     """
 
     def __call__(
@@ -78,8 +79,8 @@ class PackedDocuments:
         lengths_S: Length of the document of each token that this rank holds, without padding, int64
             `[S]`.
         kernel: Computes attention over whole rows. None: the plain version.
-        across: Computes attention over the cp group when this rank holds a share of every row.
-            None: this rank holds whole rows.
+        across: Computes attention over the cp group when this rank holds a share of every row, or
+            to the tokens so far in decoding. None: this rank holds whole rows.
     """
 
     lengths: tuple[int, ...]

@@ -79,6 +79,7 @@ class DecoderStage(nn.Module):
         documents: PackedDocuments,
         labelled_BT: Tensor | None = None,
         targets: Targets | None = None,
+        last_B: Tensor | None = None,
     ) -> Tensor:
         """Runs the stage on one microbatch.
 
@@ -89,10 +90,12 @@ class DecoderStage(nn.Module):
             labelled_BT: Tokens with a label, bool `[B, T]`, for losses within a layer. None: no
                 such losses.
             targets: Labels, on the last stage only. None: return logits.
+            last_B: The index in each row of the token whose logits are returned, int64 `[B]`, on
+                the last stage only. None: those of all tokens.
 
         Returns:
-            Activations `[B, T, C]`. On the last stage logits `[B, T, V]`, or with `targets` the
-            summed loss `[]`.
+            Activations `[B, T, C]`. On the last stage logits `[B, T, V]`, `[B, 1, V]` with
+            `last_B`, or with `targets` the summed loss `[]`.
         """
         if self.first and self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
@@ -105,6 +108,8 @@ class DecoderStage(nn.Module):
             rotary = self._rotary[index]
             x = layer(x, None if rotary is None else tables[rotary], documents, labelled_BT)
         if self.model.norm is not None:
+            if last_B is not None:
+                x = x.gather(1, last_B[:, None, None].expand(-1, 1, x.shape[-1]))
             x = self.model.norm(x)
             if self.ends.logit_divisor != 1:
                 x = x / self.ends.logit_divisor

@@ -1,0 +1,73 @@
+"""Builds a rank's stages of a trained model and loads their weights. Nothing of them is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.hf.base_identity import with_base_id
+from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.model_files import HfFiles
+from raypp.inference.source import Source
+from raypp.models.stage import DecoderStage, build_stage
+from raypp.parallel.apply import prepare_stage
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.spec.job import Job
+from raypp.storage import open_store
+from raypp.train.build import draw_weights
+
+
+@dataclass(frozen=True)
+class LoadedStages:
+    """A rank's part of a trained model.
+
+    Attributes:
+        pipeline: The cut and the placement.
+        modules: This rank's stages by index.
+    """
+
+    pipeline: ResolvedPipeline
+    modules: dict[int, DecoderStage]
+
+
+def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> LoadedStages:
+    """Builds the stages of a pipeline rank, and loads them. No communication.
+
+    Args:
+        source: The model.
+        job: From `Source.job`; its precision is the dtype of the weights.
+        rank: The pipeline rank.
+        device: The device that computes.
+
+    Raises:
+        JobError: `model.from_hf` names another base than the one the adapters belong to.
+        CheckpointError: Weights are missing, torn, or have other shapes.
+        StoreError: The store does not answer.
+    """
+    pipeline = resolve_pipeline(job)
+    last = pipeline.num_stages - 1
+    modules: dict[int, DecoderStage] = {}
+    for index in pipeline.stages_of_rank[rank]:
+        layers = pipeline.layers_of_stage[index]
+        stage = build_stage(job.model, layers, first=index == 0, last=index == last)
+        assert isinstance(stage, DecoderStage)
+        prepared = prepare_stage(stage, job, None, device).module
+        assert isinstance(prepared, DecoderStage)
+        modules[index] = prepared
+    stages = list(modules.values())
+    model = job.model
+    if source.store is None:
+        assert model.from_hf is not None
+        load_from_hf(model.from_hf, stages)
+    else:
+        if model.lora is not None and model.from_hf is not None:
+            with_base_id(model, HfFiles(model.from_hf))
+            load_from_hf(model.from_hf, stages, frozen=True)
+        elif model.lora is not None:
+            draw_weights(stages, job, frozen=True)
+        load_checkpoint(open_store(source.store), source.run, source.step, stages, None)
+    for stage in stages:
+        stage.requires_grad_(False).eval()
+    return LoadedStages(pipeline, modules)

@@ -1,0 +1,155 @@
+"""Keys and values of the tokens so far, so that decoding computes only the newest token.
+
+Rows of different lengths begin at position 0 and are padded at their end. What padding leaves in
+the cache is overwritten by the row's next tokens before any of them can see it.
+
+Legend: B rows, T tokens of a row in this forward, S = B · T, H query heads, K key/value heads (K
+divides H), G = H / K, D head width, N positions of the cache that are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypp.models.attention import PLAIN
+from raypp.models.attention_kernel import AttentionKernel
+from raypp.models.documents import Move, PackedDocuments
+from raypp.spec.attention_rule import AttentionRule
+
+
+@dataclass(eq=False)
+class KeyValueCache:
+    """The cache of one group of rows, for the layers of one stage.
+
+    Attributes:
+        capacity: Tokens that each row may have.
+        layers: Keys and values of each layer, `[B, K, capacity, D]` each, in the order of layers.
+    """
+
+    capacity: int
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def prompts(
+        self, lengths: Sequence[int], device: torch.device, kernel: AttentionKernel | None = None
+    ) -> PackedDocuments:
+        """Returns the documents of the first forward: rows of `lengths` tokens, padded.
+
+        The forward must go through all layers of the stage, once and in order.
+        """
+        target = max(lengths)
+        whole = PackedDocuments.of_rows([[length] for length in lengths], target, kernel=kernel)
+        whole = whole.moved(lambda tensor: tensor.to(device))
+        return replace(whole, across=_Cached(self, whole, None, ()))
+
+    def next_token(self, positions: Sequence[int], device: torch.device) -> PackedDocuments:
+        """Returns the documents of a later forward: one token of each row, at its position."""
+        positions_B = torch.tensor(positions, device=device)
+        borders = torch.arange(len(positions) + 1, dtype=torch.int32, device=device)
+        across = _Cached(self, None, positions_B, tuple(positions))
+        return PackedDocuments((1,) * len(positions), borders, positions_B + 1, across=across)
+
+
+@dataclass(eq=False)
+class _Cached:
+    """Attention of one forward, which fills the cache of each layer in turn (`AttentionAcross`).
+
+    Attributes:
+        cache: The cache.
+        prompts: The documents of the first forward; None in later ones.
+        positions_B: The position of each row's token, int64 `[B]`; None in the first forward.
+        positions: The same on the host.
+        layer: The number of the next layer.
+    """
+
+    cache: KeyValueCache
+    prompts: PackedDocuments | None
+    positions_B: Tensor | None
+    positions: tuple[int, ...]
+    layer: int = 0
+
+    def __call__(
+        self, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
+        """Computes `[S, H, D]`; see `AttentionAcross`."""
+        index, self.layer = self.layer, self.layer + 1
+        if self.prompts is None:
+            return self._decode(index, q_SHD, k_SKD, v_SKD, rule, sinks_H)
+        rows = len(self.prompts.lengths)
+        self.cache.layers.append((self._with_room(k_SKD, rows), self._with_room(v_SKD, rows)))
+        attend = (self.prompts.kernel or PLAIN).attend
+        return attend(q_SHD, k_SKD, v_SKD, self.prompts, rule.within(self.prompts.max_len), sinks_H)
+
+    def _with_room(self, part_SKD: Tensor, rows: int) -> Tensor:
+        """Returns keys or values `[S, K, D]` with room for more tokens: `[B, K, capacity, D]`."""
+        part_BTKD = part_SKD.view(rows, -1, *part_SKD.shape[1:])
+        room = part_SKD.new_zeros(rows, part_SKD.shape[1], self.cache.capacity, part_SKD.shape[2])
+        room[:, :, : part_BTKD.shape[1]] = part_BTKD.transpose(1, 2)
+        return room
+
+    def _decode(
+        self, index: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+    ) -> Tensor:
+        assert self.positions_B is not None
+        keys, values = self.cache.layers[index]
+        rows_B = torch.arange(len(self.positions), device=keys.device)
+        keys[rows_B, :, self.positions_B] = k_BKD
+        values[rows_B, :, self.positions_B] = v_BKD
+        first, end = 0, max(self.positions) + 1
+        if rule.window is not None:
+            first = max(0, min(self.positions) + 1 - rule.window)
+        at_N = torch.arange(first, end, device=keys.device)
+        seen_BN = at_N <= self.positions_B[:, None]
+        if rule.window is not None:
+            seen_BN &= at_N > self.positions_B[:, None] - rule.window
+        return attend_one(q_BHD, keys[:, :, first:end], values[:, :, first:end], seen_BN, rule, sinks_H)
+
+    def moved(self, move: Move) -> _Cached:
+        """Returns the same: a cache lies where its rank computes."""
+        return self
+
+
+def attend_one(
+    q_BHD: Tensor, k_BKND: Tensor, v_BKND: Tensor, seen_BN: Tensor, rule: AttentionRule, sinks_H: Tensor | None
+) -> Tensor:
+    """Computes the attention of one query per row.
+
+    Args:
+        q_BHD: Queries `[B, H, D]`.
+        k_BKND: Keys `[B, K, N, D]`.
+        v_BKND: Values `[B, K, N, D]`.
+        seen_BN: The keys that each row's query sees, bool `[B, N]`.
+        rule: The layer's rule; its window is in `seen_BN`.
+        sinks_H: The scores of the sinks, `[H]`; given if the rule has sinks.
+
+    Returns:
+        The output `[B, H, D]`.
+    """
+    heads, kv_heads, dtype = q_BHD.shape[1], k_BKND.shape[1], q_BHD.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if dtype != wide and rule.soft_cap is None and sinks_H is None:
+        # Products in half precision would round the scores.
+        out_BH1D = F.scaled_dot_product_attention(
+            q_BHD[:, :, None],
+            k_BKND,
+            v_BKND,
+            attn_mask=seen_BN[:, None, None],
+            scale=rule.scale,
+            enable_gqa=heads != kv_heads,
+        )
+        return out_BH1D[:, :, 0]
+    scale = q_BHD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    q_BKGD = q_BHD.to(wide).view(len(q_BHD), kv_heads, heads // kv_heads, -1)
+    scores_BKGN = q_BKGD @ k_BKND.to(wide).transpose(-1, -2) * scale
+    if rule.soft_cap is not None:
+        scores_BKGN = (scores_BKGN / rule.soft_cap).tanh() * rule.soft_cap
+    scores_BKGN = scores_BKGN.masked_fill(~seen_BN[:, None, None], float("-inf"))
+    lse_BKG1 = scores_BKGN.logsumexp(-1, keepdim=True)
+    if sinks_H is not None:
+        lse_BKG1 = torch.logaddexp(lse_BKG1, sinks_H.to(wide).view(kv_heads, -1, 1))
+    out_BKGD: Tensor = (scores_BKGN - lse_BKG1).exp() @ v_BKND.to(wide)
+    return out_BKGD.flatten(1, 2).to(dtype)

@@ -1,0 +1,61 @@
+"""Greedy decoding gives the tokens of transformers' `generate`, for every case of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from their_models import FAMILY_CASES, keys_of, loaded, their_config, their_instance
+
+from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
+from raypp.pipeline.next_token import Choice
+
+NEW = 9
+PROMPTS = (
+    (5, 17, 3, 80, 41, 9, 66, 12, 31),
+    (7,),
+    (44, 2, 90, 13, 28, 61, 35, 8, 70, 24, 52, 19, 33, 6, 91, 75, 10, 58, 49),
+)
+
+
+def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...], *, rows: int) -> list[list[int]]:
+    """Returns the new tokens of each prompt, from all stages in one process."""
+    found: list[list[int]] = [[] for _ in prompts]
+    held = dict(enumerate(stages))
+    decoder = PipelineDecoder(
+        held,
+        [0] * len(held),
+        0,
+        32,
+        torch.float32,
+        torch.device("cpu"),
+        border=length_that_changes_keys(stages[0].options),
+    )
+    decoder.run(
+        [Prompt(prompt, NEW) for prompt in prompts],
+        Choice(),
+        (),
+        lambda number, token, finish: found[number].append(token),
+        rows=rows,
+    )
+    return found
+
+
+@pytest.mark.parametrize(("kind", "case"), FAMILY_CASES)
+def test_greedy_tokens_are_those_of_transformers(kind: str, case: str, tmp_path: Path) -> None:
+    config = their_config(kind, keys_of(kind, case))
+    model = their_instance(kind, config).eval()
+    model.save_pretrained(tmp_path)
+    # Where frequencies change with the length, only its Phi 3 computes the cached keys again.
+    cached = kind == "phi3" or "longrope" not in case
+    theirs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+            use_cache=cached, pad_token_id=0,
+        )  # fmt: skip
+        theirs.append(out[0, len(prompt) :].tolist())
+    assert len({tuple(tokens) for tokens in theirs}) > 1, "prompts have different answers"
+    assert decoded(loaded(tmp_path, 1), PROMPTS, rows=3) == theirs
