@@ -89,8 +89,7 @@ def _document(source: Source, pp: int) -> dict[str, Any]:
         "name": source.run or "model",
         "model": dict(source.model),
         "mesh": {"pp": pp, **_ONE_RANK},
-        "pipeline": {"microbatches": count, "lookahead": 0}
-        | {key: pipeline[key] for key in _PIPELINE if key in pipeline},
+        "pipeline": {"microbatches": count, "lookahead": 0} | kept,
         "train": {"optimizer": {"kind": "sgd"}} | {key: train[key] for key in _TRAIN if key in train},
         "checkpoint": {"memory_tier": False},
     }

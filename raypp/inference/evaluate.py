@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = parse_job(request["job"])
         if request.get("tasks"):
+            # Read when the libraries are imported: bars would be shown when all is over.
+            os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
             from raypp.inference.harness import run_tasks
 
             answer = run_tasks(source, job, request["tasks"], request.get("limit"))
