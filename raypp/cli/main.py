@@ -35,6 +35,7 @@ COMMANDS = {
     "logs": ("raypp.cli.inspect_commands:logs_command", "Print the output of the ranks."),
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
+    "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
     "eval": (
         "raypp.cli.eval_command:eval_command",
@@ -54,7 +55,7 @@ COMMANDS = {
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
     "Jobs": ("init", "plan", "parity", "explain", "schema", "list-kinds"),
-    "Models": ("eval",),
+    "Models": ("generate", "eval"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

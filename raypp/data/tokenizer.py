@@ -52,6 +52,22 @@ class Tokenizer(Protocol):
         ...
 
 
+class PromptTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also gives text back."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a prompt, with the special tokens that its own model expects.
+
+        Raises:
+            NotEncodable: The tokenizer cannot encode the text.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids without special tokens; an incomplete character is U+FFFD."""
+        ...
+
+
 class ByteTokenizer:
     """Encodes UTF-8 bytes as ids 0 to 255; 256 ends a document."""
 
@@ -64,6 +80,12 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(one for one in ids if one < self.eos_id).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -102,9 +124,14 @@ class FileTokenizer:
             raise NotEncodable(in_words(error)) from error
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        try:
+            return list(self._backend.encode(text, add_special_tokens=True).ids)
+        except Exception as error:  # the library raises no narrower type
+            raise NotEncodable(in_words(error)) from error
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids; special tokens are left out."""
-        return str(self._backend.decode(list(ids)))
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
 
 def _backend(content: bytes, path: Path) -> Any:
@@ -128,7 +155,7 @@ def _backend(content: bytes, path: Path) -> Any:
     return backend
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str) -> PromptTokenizer:
     """Opens the tokenizer `bytes`, or the one in a file.
 
     Raises:

@@ -21,12 +21,11 @@ from torch import nn
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.corpus import Corpus
 from raypp.data.sources import open_documents
-from raypp.data.tokenizer import Tokenizer
+from raypp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError
 from raypp.hf.initial_weights import load_from_hf
 from raypp.inference.eval_job import DATA
 from raypp.inference.source import Source
-from raypp.inference.text_size import text_bytes
 from raypp.measure.local_ranks import run_ranks
 from raypp.ports import free_port
 from raypp.spec.job import Job
@@ -72,14 +71,14 @@ def evaluate(source: Source, job: Job) -> dict[str, Any]:
 
 def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
     """Returns the bytes of text of a token, over the first documents; None if there is no text."""
+    if not isinstance(tokenizer, ByteTokenizer | FileTokenizer):
+        return None
     tokens, size = 0, 0
     for index in range(len(corpus)):
         ids = corpus.ids(index)
         ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
-        length = text_bytes(tokenizer, ids)
-        if length is None:
-            return None
-        tokens, size = tokens + len(ids), size + length
+        size += len(ids) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(ids.tolist()).encode())
+        tokens += len(ids)
         if tokens > _MOST_DECODED:
             break
     return size / tokens if tokens else None

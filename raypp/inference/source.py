@@ -15,7 +15,7 @@ from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_runs import locate_run
-from raypp.data.tokenizer import FileTokenizer, Tokenizer, check_fits, open_tokenizer
+from raypp.data.tokenizer import FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
@@ -91,7 +91,7 @@ class Source:
         cut_of(job)
         return job
 
-    def open_tokenizer(self) -> Tokenizer:
+    def open_tokenizer(self) -> PromptTokenizer:
         """Opens the tokenizer.
 
         Raises:
@@ -275,7 +275,7 @@ def _end_ids(files: HfFiles, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
 
 
-def _fetched(url: str) -> Tokenizer:
+def _fetched(url: str) -> PromptTokenizer:
     """Opens a tokenizer.json that is in a store."""
     folder, _, key = url.rpartition("/")
     content = open_store(folder).get(key, 0, BOUNDS.size + 1)

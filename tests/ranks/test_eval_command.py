@@ -111,7 +111,7 @@ def raypp(folder: Path, *words: str) -> Any:
 def own(folder: Path, name: str) -> dict[int, tuple[float, int]]:
     """Returns loss and tokens of a run's own evaluations by step."""
     found = RunReader(open_store(str(folder / "store")), name).evaluations()
-    return {step: (details["loss"], details["tokens"]) for step, details in found.items()}
+    return {one["step"]: (one["loss"], one["tokens"]) for one in found}
 
 
 def test_the_loss_of_each_checkpoint_is_that_of_the_run_bit_for_bit(folder: Path, run: str) -> None:
@@ -182,14 +182,8 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         "    device='cpu', log_samples=False)\n"
         "print(json.dumps(found['results']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.splitlines()[-1])
     for words_of_command in ((run,), (str(exported), "--mesh", "pp=2")):

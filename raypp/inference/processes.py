@@ -1,0 +1,149 @@
+"""Runs the processes that generate: one for each pipeline rank, on this machine. Without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import IO, Any, Self
+
+from raypp.errors import Problem, RayppError, RunFailedError
+from raypp.inference.prompts import Encoded
+from raypp.inference.source import Source
+from raypp.ports import free_port
+
+_PROGRAM = "import sys; from raypp.inference.rank import main; sys.exit(main())"
+_END_S = 5.0
+_SHOWN = 2000
+
+
+class GenerationError(RunFailedError):
+    """A process that generates has failed; has its exit code."""
+
+    def __init__(self, problems: Any, exit_code: int = RunFailedError.exit_code) -> None:
+        super().__init__(problems)
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.problems, self.exit_code)
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token of a text.
+
+    Attributes:
+        prompt: The number of the prompt, from 0.
+        token: Its id.
+        finish: Why the text ends with it, `length` or `eos`; None: it goes on.
+    """
+
+    prompt: int
+    token: int
+    finish: str | None
+
+
+class Generators:
+    """The processes that hold a model, one for each pipeline rank. A context manager ends them.
+
+    Args:
+        source: The model.
+        pp: Number of pipeline ranks.
+        ends: The ids that end a text.
+        rows: Prompts that are decoded together.
+    """
+
+    def __init__(self, source: Source, pp: int, ends: Sequence[int], rows: int) -> None:
+        setup = {"source": asdict(source), "pp": pp, "port": free_port(), "ends": list(ends), "rows": rows}
+        # -P: do not import from the working directory.
+        command = [sys.executable, "-P", "-c", _PROGRAM]
+        self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(2 * pp)]  # noqa: SIM115
+        self._ranks = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else self._logs[2 * rank],
+                stderr=self._logs[2 * rank + 1],
+            )
+            for rank in range(pp)
+        ]
+        for rank in range(pp):
+            self._tell(rank, {**setup, "rank": rank})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._ranks:
+            if process.stdin is not None:
+                process.stdin.close()
+        self._end(_END_S if kind is None else 0.0)
+
+    def generate(
+        self, prompts: Sequence[Encoded], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+    ) -> Iterator[NewToken]:
+        """Yields the new tokens of all prompts as they come.
+
+        Raises:
+            GenerationError: A process has failed.
+        """
+        choice = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        request = {"prompts": [[prompt.tokens, prompt.limit] for prompt in prompts], "choice": choice}
+        for rank in range(len(self._ranks)):
+            self._tell(rank, request)
+        out = self._ranks[0].stdout
+        assert out is not None
+        for line in out:
+            answer = json.loads(line)
+            if "done" in answer:
+                return
+            if "error" in answer:
+                break
+            yield NewToken(*answer["token"])
+        raise self._failure()
+
+    def _tell(self, rank: int, document: dict[str, Any]) -> None:
+        stream = self._ranks[rank].stdin
+        assert stream is not None
+        try:
+            stream.write(json.dumps(document).encode() + b"\n")
+            stream.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+
+    def _end(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        for process in self._ranks:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _failure(self) -> RayppError:
+        """Ends all processes, and returns the error of the one that failed first."""
+        self._end(_END_S)
+        found = []
+        for rank in range(len(self._ranks)):
+            text = self._log(2 * rank + 1)
+            lines = text.strip().splitlines()
+            try:
+                error = json.loads(lines[-1])["error"]
+                found.append((error["peer"], rank, error["problems"], error["exit_code"]))
+            except (ValueError, KeyError, TypeError, IndexError):
+                if code := self._ranks[rank].returncode:
+                    what = f"the process of rank {rank} ended with exit code {code}: {text[-_SHOWN:].strip()}"
+                    found.append((False, rank, [["", what, ""]], RunFailedError.exit_code))
+        if not found:
+            return GenerationError("the processes ended without an answer")
+        _, _, problems, code = min(found, key=lambda entry: entry[:2])
+        return GenerationError([Problem(*problem) for problem in problems], code)
+
+    def _log(self, index: int) -> str:
+        self._logs[index].seek(0)
+        return self._logs[index].read().decode(errors="replace")

@@ -1,0 +1,152 @@
+"""Prompts as text: from files to token ids, and from new tokens back to text. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from raypp.data.tokenizer import NotEncodable, PromptTokenizer
+from raypp.errors import DataError, JobError, Problem
+from raypp.inference.source import Source
+from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.files import read_file
+
+MOST_NEW_TOKENS = 128
+"""New tokens where the user does not say how many, and the context has room."""
+_MOST_BYTES = 256 << 20
+_LINE = Bounds(size=16 << 20)
+_SHOWN = 5
+_UNFINISHED = "\ufffd"
+
+
+class _Row(TypedDict):
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt.
+
+    Attributes:
+        text: As given.
+        tokens: Its token ids.
+        limit: The most new tokens.
+    """
+
+    text: str
+    tokens: list[int]
+    limit: int
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Reads JSON lines, each with the key `prompt`. Skips blank lines.
+
+    Raises:
+        DataError: The file is missing or empty, or lines are malformed; names the first ones.
+    """
+    found: list[str] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(read_file(path, _MOST_BYTES, DataError, "--prompts").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            fix = 'each line must be an object such as {"prompt": "Once upon a time"}'
+            row = parse_as(_Row, line, f"{path}:{number}", _LINE, DataError, fix, unknown="ignore")
+            found.append(row["prompt"])
+        except DataError as error:
+            problems.extend(error.problems[:1])
+    if problems:
+        left = len(problems) - _SHOWN
+        more = [Problem("--prompts", f"and {left} more lines")] if left > 0 else []
+        raise DataError([*problems[:_SHOWN], *more])
+    if not found:
+        raise DataError(Problem("--prompts", f"{path} has no prompts", 'write lines such as {"prompt": "Hello"}'))
+    return found
+
+
+def encode_prompts(
+    source: Source, tokenizer: PromptTokenizer, texts: Sequence[str], max_new_tokens: int | None
+) -> list[Encoded]:
+    """Encodes prompts, and checks that they and their answers fit into the model's context.
+
+    Args:
+        source: The model.
+        tokenizer: Its tokenizer.
+        texts: The prompts.
+        max_new_tokens: The most new tokens. None: `MOST_NEW_TOKENS`, or fewer where the context
+            ends.
+
+    Raises:
+        JobError: A prompt is empty, cannot be encoded, or does not fit.
+    """
+    found: list[Encoded] = []
+    problems: list[Problem] = []
+    for number, text in enumerate(texts, start=1):
+        place = "--prompt" if len(texts) == 1 else f"prompt {number}"
+        try:
+            # A run was trained on texts without the special tokens of a tokenizer's template.
+            tokens = tokenizer.encode(text).tolist() if source.run else tokenizer.encode_prompt(text)
+        except (NotEncodable, UnicodeEncodeError) as error:
+            problems.append(Problem(place, f"cannot be encoded: {error}", "change the prompt"))
+            continue
+        room = source.context - len(tokens)
+        limit = min(MOST_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
+        if not tokens:
+            problems.append(Problem(place, "is empty", "give at least one token"))
+        elif room < 1:
+            what = f"has {len(tokens)} tokens, but the context of {source.place} ends at {source.context}"
+            problems.append(Problem(place, what, f"shorten it to {source.context - 1} tokens or less"))
+        elif limit > room:
+            what = f"has {len(tokens)} tokens: with {limit} new ones it exceeds the context of {source.context}"
+            problems.append(Problem(place, what, f"use --max-new-tokens {room} or less"))
+        found.append(Encoded(text, tokens, limit))
+    if problems:
+        left = len(problems) - _SHOWN
+        more = [Problem("", f"and {left} more prompts")] if left > 0 else []
+        raise JobError([*problems[:_SHOWN], *more])
+    return found
+
+
+def end_ids(source: Source, tokenizer: PromptTokenizer) -> tuple[int, ...]:
+    """Returns the ids that end a text."""
+    return source.eos_ids or (tokenizer.eos_id,)
+
+
+@dataclass
+class Answer:
+    """A text as it is generated.
+
+    Attributes:
+        prompt: The prompt.
+        tokens: The new tokens, without one that ends the text.
+        finish: `length` or `eos`; None: not yet.
+    """
+
+    prompt: Encoded
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    shown: int = 0
+
+    def add(self, token: int, finish: str | None) -> None:
+        """Adds a token."""
+        if finish != "eos":
+            self.tokens.append(token)
+        self.finish = finish
+
+    def text(self, tokenizer: PromptTokenizer) -> str:
+        """Returns the text of the new tokens."""
+        before = tokenizer.decode(self.prompt.tokens)
+        whole = tokenizer.decode([*self.prompt.tokens, *self.tokens])
+        # A tokenizer may write a word's space only where another word precedes it.
+        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
+
+    def news(self, tokenizer: PromptTokenizer) -> str:
+        """Returns the text since the last call, up to the last whole character."""
+        text = self.text(tokenizer)
+        if self.finish is None:
+            text = text.rstrip(_UNFINISHED)
+        fresh, self.shown = text[self.shown :], max(self.shown, len(text))
+        return fresh
