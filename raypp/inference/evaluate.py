@@ -37,7 +37,8 @@ from raypp.train.evaluate import Evaluator
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
 
-_HANG_S = 1800.0
+_HANG_S = 86_400.0
+"""Ranks wait for each other this long: rank 0 may read large data, or generate."""
 _MOST_DECODED = 4_000_000
 """Tokens of which the bytes of text are counted."""
 

@@ -16,9 +16,10 @@ from lm_eval.evaluator import evaluate as evaluate_tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from raypp.data.tokenizer import Tokenizer
 from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
 from raypp.inference.evaluate import loaded, on_ranks
+from raypp.inference.processes import Generators
+from raypp.inference.prompts import Answer, Encoded, end_ids
 from raypp.inference.scoring import Score, Scored, Scorer
 from raypp.inference.source import Source
 from raypp.spec.job import Job
@@ -27,6 +28,9 @@ TASKS = "--tasks"
 _NETWORK = ("httpx", "requests", "urllib3", "huggingface_hub", "aiohttp")
 _SHOWN = 300
 _SEED = 1234
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_NEW_TOKENS = 256
+_ROWS = 8
 
 Ask = Callable[[Sequence[Scored]], Sequence[Score]]
 
@@ -37,13 +41,13 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
     Args:
         source: The model.
         ask: Scores rows.
+        pp: Pipeline ranks, for generating.
     """
 
-    def __init__(self, source: Source, ask: Ask) -> None:
+    def __init__(self, source: Source, ask: Ask, pp: int = 1) -> None:
         super().__init__()
-        self._ask, self._max_length = ask, source.context
-        self._tokenizer: Tokenizer = source.open_tokenizer()
-        self._name = source.place
+        self._source, self._ask, self._pp, self._max_length = source, ask, pp, source.context
+        self._tokenizer = source.open_tokenizer()
 
     @property
     def eot_token_id(self) -> int:
@@ -81,7 +85,35 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         return [sum(next(scores)[0] for _ in windows) for windows in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        raise JobError(Problem(TASKS, "has a task that generates text, which this version does not run"))
+        """Continues texts up to a stop sequence, in processes that hold the model a second time.
+
+        A context that leaves no room for the new tokens loses its first tokens.
+        """
+        prompts, stops, choices = [], [], set()
+        for text, settings in (request.args for request in requests):
+            limit = next((settings[name] for name in _LIMITS if settings.get(name) is not None), _NEW_TOKENS)
+            if not 0 < limit < self._max_length:
+                what = f"asks for {limit} new tokens, but the model's context has {self._max_length}"
+                raise JobError(Problem(TASKS, what, "set max_gen_toks in the task's generation_kwargs"))
+            prompts.append(Encoded(text, self.tok_encode(text)[limit - self._max_length :], limit))
+            until = settings.get("until") or []
+            stops.append([until] if isinstance(until, str) else list(until))
+            drawn = settings.get("do_sample", False)
+            choices.add((settings.get("temperature") or 1.0, settings.get("top_p") or 1.0) if drawn else (0.0, 1.0))
+        answers = [Answer(prompt) for prompt in prompts]
+        if len(choices) > 1:
+            raise JobError(Problem(TASKS, "samples with several temperatures at once", "run the tasks one by one"))
+        for temperature, top_p in choices:
+            with Generators(self._source, self._pp, end_ids(self._source, self._tokenizer), _ROWS) as generators:
+                for token in generators.generate(prompts, temperature=temperature, top_p=top_p, seed=_SEED):
+                    answers[token.prompt].add(token.token, token.finish)
+        texts = [answer.text(self._tokenizer) for answer in answers]
+        return [before_first(text, stop) for text, stop in zip(texts, stops, strict=True)]
+
+
+def before_first(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop sequence."""
+    return text[: min((text.index(stop) for stop in stops if stop and stop in text), default=len(text))]
 
 
 def run_tasks(source: Source, job: Job, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
@@ -160,7 +192,7 @@ def _tasks_on_rank(
             scorer.serve()
             return {}
         try:
-            return {"tasks": _results(PipelineLM(Source(**source), scorer.score), tasks, limit)}
+            return {"tasks": _results(PipelineLM(Source(**source), scorer.score, runner.job.mesh.pp), tasks, limit)}
         finally:
             scorer.end()
 

@@ -211,6 +211,12 @@ def test_what_needs_torch_or_ray_names_the_extra(laptop: Environment, store: Pat
     job = str(store.parent / "quickstart.yaml")
     parity = laptop.run("parity", job, code=2, cwd=store.parent)
     assert "needs torch, which is not installed here" in parity and "pip install 'raypp[node]'" in parity
+    run = f"{store}/{RUN}"
+    for words in (("eval", run, "--data", "t.txt"), ("generate", run, "--prompt", "In")):
+        (laptop.folder / "t.txt").write_text("In the beginning")
+        assert "pip install 'raypp[node]'" in laptop.run(*words, code=2)
+    tasks = laptop.run("eval", run, "--tasks", "hellaswag", code=2)
+    assert "needs lm_eval, which is not installed here" in tasks and "pip install 'raypp[eval]'" in tasks
     local = laptop.run("local", "up", code=2)
     assert "needs ray, which is not installed here" in local and "pip install 'raypp[local]'" in local
     assert "no embedded cluster was running" in laptop.run("local", "down")

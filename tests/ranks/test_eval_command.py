@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,13 @@ TASKS = {
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{continuation}}",
+        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
     },
     "rolling": {
         "output_type": "loglikelihood_rolling",
@@ -155,6 +163,13 @@ def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path
     assert ours["loss"] == pytest.approx(raypp(folder, "eval", run)["loss"], rel=1e-6)
 
 
+def continued(model: Any, tokenizer: Any, text: str) -> str:
+    """Returns 12 tokens of greedy continuation, up to an `e` or a line's end."""
+    ids = torch.tensor([tokenizer(text)["input_ids"][-244:]])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
+
+
 @pytest.mark.timeout(600)
 def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Path, run: str, exported: Path) -> None:
     pytest.importorskip("lm_eval")
@@ -170,6 +185,9 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         for _ in range(21)
     ]
     rows[3]["question"] = " ".join(words[:90])  # longer than the model's context
+    theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    for row in rows:  # half of them as the model continues them
+        row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}}
     for name, task in TASKS.items():
@@ -191,8 +209,9 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         assert ours.keys() == theirs.keys() == TASKS.keys()
         for name, metrics in ours.items():
             same = {metric: value for metric, value in theirs[name].items() if metric in metrics}
-            assert {"choices": 4, "rolling": 2}[name] == len(metrics) == len(same)
+            assert {"choices": 4, "rolling": 2, "texts": 2}[name] == len(metrics) == len(same)
             assert metrics == pytest.approx(same, rel=1e-5)
+    assert 0.2 < ours["texts"]["exact_match,none"] < 0.8
     few = raypp(folder, "eval", run, "--tasks", "choices.yaml", "--limit", "4")["tasks"]["choices"]
     assert few["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
