@@ -23,7 +23,10 @@ DATA = "--data"
 _ONE_RANK = {"dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
 _PIPELINE = ("variable_seq_len", "pad_to_multiple_of", "seq_len_bucket")
 _TRAIN = ("micro_batch_size", "seed", "precision", "tf32", "compile", "attention")
+_OF_ANY_KIND = ("tokenizer", "seq_len", "packing", "shuffle")
 _HF_ROWS = 8
+_HF_LONGEST = 4096
+"""Longest row of a Hugging Face model. Its context may be far longer than memory allows."""
 
 
 def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str] = ()) -> Job:
@@ -40,14 +43,14 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
         overrides: `section.key=value`, as for `raypp plan --set`.
 
     Raises:
-        JobError: There are no data, or the job is not valid for them.
+        JobError: There are no data, no tokenizer, or the job is not valid for them.
         DataError: A file is missing, or the tokenizer does not fit the model.
     """
     document = _document(source, pp)
     known = (source.document or {}).get("data")
     section = dict(known) if isinstance(known, dict) else {}
     if data is not None:
-        section = _other_data(section, data, source)
+        section = _other_data(section, data, source, overrides)
     elif not section:
         what = f"{source.place} does not name any data"
         raise JobError(Problem(DATA, what, f"give {DATA} PATH, the text to evaluate on"))
@@ -103,11 +106,15 @@ def _checked(document: dict[str, Any], overrides: Sequence[str]) -> Job:
     return resolve_paths(parse_job(given.value), Path.cwd())
 
 
-def _other_data(section: dict[str, Any], path: str, source: Source) -> dict[str, Any]:
+def _other_data(section: dict[str, Any], path: str, source: Source, overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the data section for another path, with the kind of its ending."""
     if not section:
-        section = {"tokenizer": _tokenizer_of_folder(source), "seq_len": source.context}
+        section = {"seq_len": min(source.context, _HF_LONGEST)}
+        if not any(setting.partition("=")[0].strip() == "data.tokenizer" for setting in overrides):
+            section["tokenizer"] = _tokenizer_of_folder(source)
     kind = _kind_of(path, str(section.get("kind", "text")))
+    if kind != section.get("kind"):
+        section = {key: section[key] for key in _OF_ANY_KIND if key in section}
     return section | {"path": path, "eval": None, "kind": kind}
 
 

@@ -254,3 +254,5 @@ def test_a_model_without_a_tokenizer_asks_for_one(folder: Path, exported: Path) 
     (bare / "tokenizer.json").unlink()
     code, _, err = said(folder, "eval", str(bare), "--data", "held.txt")
     assert code == 2 and "has no tokenizer" in err
+    named = raypp(folder, "eval", str(bare), "--data", "held.txt", "--set", "data.tokenizer=bytes")
+    assert named == raypp(folder, "eval", str(exported), "--data", "held.txt")

@@ -64,6 +64,13 @@ def test_the_kind_of_data_follows_from_the_ending(name: str, kind: str, expected
     assert (job.data.kind, job.data.path) == (expected, str(tmp_path / name))
 
 
+def test_data_of_another_kind_keep_what_every_kind_has(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    run = source(tmp_path, kind="jsonl", path="/gone/train.jsonl", text_key="words", seq_len=48, packing=False)
+    data = data_job(run, str(tmp_path / "a.txt"), 1).data
+    assert (data.kind, data.text_key, data.seq_len, data.packing) == ("text", "text", 48, False)
+
+
 def test_a_folder_without_data_asks_for_them(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"does not name any data\n  fix: give --data PATH"):
         data_job(source(tmp_path), None, 1)
