@@ -12,7 +12,8 @@ Every rank marks what it does. This module understands these marks, which `raypp
 | `step 1B7 waits` | waits for the message it needs: gradients of stage 2 |
 | `step sends` | waits until its last messages have been taken |
 | `step update` | updates its weights |
-| `rendezvous`, `build`, `load`, `save …`, `evaluate …`, `finish` | does what the mark says |
+| `rendezvous`, `build`, `load`, `finish` | does what the mark says |
+| `save …`, `evaluate …`, `sample …` | does what the mark says |
 """
 
 from __future__ import annotations

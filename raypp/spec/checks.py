@@ -222,6 +222,32 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
     if job.train.eval_every_steps and data.eval is None:
         fix = "for example `eval: {fraction: 0.02}` under data, or leave the key out"
         yield Problem("train.eval_every_steps", "there is no held-out part to evaluate: data.eval is not set", fix)
+    if job.train.sample is not None:
+        yield from _sample(job, source)
+
+
+def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
+    """Checks whether the ranks can continue texts, and whether these fit."""
+    sample, data = job.train.sample, job.data
+    assert sample is not None
+    refused = [
+        (job.mesh.cp > 1, f"mesh.cp {job.mesh.cp} cuts rows over ranks, and decoding needs them whole"),
+        (job.mesh.ep > 1, f"mesh.ep {job.mesh.ep} spreads experts over ranks, which decoding does not support"),
+        (job.train.compile, "train.compile compiles blocks for training only"),
+        (":" in job.model.kind, f"{job.model.kind} is a model of your own, whose attention has no cache"),
+        (source is not None and source.ids != "text", f"data of kind {data.kind} have no tokenizer"),
+    ]
+    for found, what in refused:
+        if found:
+            fix = "leave train.sample out, and use `raypp generate` on a checkpoint"
+            yield Problem("train.sample", f"cannot sample here: {what}", fix)
+    if data.tokenizer == "bytes":
+        for index, prompt in enumerate(sample.prompts):
+            tokens, new = len(prompt.encode(errors="replace")), sample.max_new_tokens
+            if tokens + new > data.seq_len:
+                what = f"has {tokens} tokens: with {new} new ones it exceeds data.seq_len, {data.seq_len}"
+                fix = "shorten it, or lower train.sample.max_new_tokens"
+                yield Problem(f"train.sample.prompts[{index}]", what, fix)
 
 
 def _source(job: Job) -> SourceKind | None:

@@ -182,6 +182,19 @@ class LrSchedule(Section):
     """Final learning rate as a fraction of the peak."""
 
 
+class SampleOptions(Section):
+    """Texts that the model continues during training; they go into the run's events."""
+
+    prompts: tuple[Annotated[str, Field(min_length=1, max_length=limits.PROMPT)], ...] = Field(
+        min_length=1, max_length=limits.PROMPTS
+    )
+    """Beginnings of texts."""
+    every_steps: int = Field(default=100, ge=1, le=limits.COUNT)
+    """Steps between samples. Also samples at the end."""
+    max_new_tokens: int = Field(default=32, ge=1, le=limits.NEW_TOKENS)
+    """New tokens of each text, fewer where the model ends it."""
+
+
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
 
@@ -221,6 +234,8 @@ class TrainSection(Section):
     document, the only one on CPUs."""
     eval_every_steps: int = Field(default=0, ge=0, le=limits.COUNT)
     """Steps between evaluations on the held-out part. Also evaluates at the end. 0: never."""
+    sample: SampleOptions | None = None
+    """Optional samples: {prompts: ["In the beginning"], every_steps: 100, max_new_tokens: 32}."""
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16"]:

@@ -36,6 +36,12 @@ RANKS = 131_072
 """Ranks of a mesh, and of each of its axes."""
 STAGES = 1024
 """Stages of a pipeline."""
+PROMPTS = 16
+"""Prompts of `train.sample`."""
+PROMPT = 4096
+"""Characters of one of them."""
+NEW_TOKENS = 1024
+"""Tokens of a sample."""
 ACTIONS = 250_000
 """Actions of a schedule's program: ranks · stages per rank · microbatches · 2."""
 ROWS = 10**6

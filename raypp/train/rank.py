@@ -36,6 +36,7 @@ from raypp.train.lost_peer import LostPeerError, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, restore_newest
+from raypp.train.sample import Sampler, sample_due
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.stragglers import Pace, SpikeWatch
 
@@ -117,8 +118,11 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     evaluator = None
     if job.train.eval_every_steps:
         evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
+    sampler = None
+    if job.train.sample is not None:
+        sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
     try:
-        return _train(reporter, runner, replicas, evaluator, saver, tier, recent, restored, start)
+        return _train(reporter, runner, replicas, evaluator, sampler, saver, tier, recent, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None
         try:
@@ -171,6 +175,7 @@ def _train(
     runner: StepRunner,
     replicas: ReplicaCheck | None,
     evaluator: Evaluator | None,
+    sampler: Sampler | None,
     saver: CheckpointSaver,
     tier: MemoryTier | None,
     recent: RecentReports,
@@ -228,6 +233,10 @@ def _train(
             evaluation = evaluator.run()
             if seat.rank == 0:
                 reporter.event(evaluation.event(done, seat.attempt))
+        if sampler is not None and sample_due(done, job):
+            samples = sampler.run(done, seat.attempt)
+            if seat.rank == 0:
+                reporter.event(samples)
     reporter.phase("finish")
     committed = saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)

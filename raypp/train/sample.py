@@ -1,0 +1,100 @@
+"""Texts that the model continues during training, decoded on the pipeline that trains.
+
+Samples are taken between two steps, when no gradient is pending. They draw no random numbers and
+change neither the weights nor the position in the training rows, so a run with samples computes the
+same bits as a run without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from raypp.data.tokenizer import open_tokenizer
+from raypp.errors import JobError, Problem
+from raypp.parallel.apply import compute_dtype
+from raypp.pipeline.decode import LENGTH, PipelineDecoder, Prompt, length_that_changes_keys
+from raypp.pipeline.next_token import Choice
+from raypp.records import Event
+from raypp.spec.job import Job, SampleOptions
+from raypp.train.assemble import AssembledRank
+
+_SHOWN = 160
+
+
+class Sampler:
+    """Continues the prompts of `train.sample`, always with the most likely token.
+
+    Args:
+        rank: This rank; its job has `train.sample`.
+        mark: Called with each token, which shows that the rank does not hang.
+
+    Raises:
+        JobError: A prompt has no tokens, or does not fit into `data.seq_len`.
+        DataError: The tokenizer cannot be read.
+    """
+
+    def __init__(self, rank: AssembledRank, mark: Callable[[str], None] = lambda token: None) -> None:
+        self._mark = mark
+        job, groups = rank.job, rank.groups
+        assert job.train.sample is not None
+        self._options: SampleOptions = job.train.sample
+        self._tokenizer = open_tokenizer(job.data.tokenizer)
+        limit = self._options.max_new_tokens
+        self._prompts = []
+        for index, text in enumerate(self._options.prompts):
+            tokens = tuple(self._tokenizer.encode(text).tolist())
+            if not tokens or len(tokens) + limit > job.data.seq_len:
+                what = f"has {len(tokens)} tokens: with {limit} new ones it exceeds data.seq_len, {job.data.seq_len}"
+                fix = "shorten it, or lower train.sample.max_new_tokens" if tokens else "write at least one token"
+                raise JobError(Problem(f"train.sample.prompts[{index}]", what, fix))
+            self._prompts.append(Prompt(tokens, limit))
+        self._stages = dict(zip(rank.pipeline.stages_of_rank[groups.coordinates.pp], rank.built.modules, strict=True))
+        self._decoder = PipelineDecoder(
+            self._stages,
+            rank.pipeline.rank_of_stage,
+            groups.coordinates.pp,
+            job.model.hidden_size,
+            compute_dtype(job),
+            rank.device,
+            groups.forward,
+            dist.get_process_group_ranks(groups.forward),
+            rank.attention,
+            length_that_changes_keys(job.model),
+        )
+
+    def run(self, step: int, attempt: int) -> Event:
+        """Returns the `sampled` event of the weights after `step`.
+
+        Collective over the world: all ranks must call it after the same step.
+        """
+        tokens: list[list[int]] = [[] for _ in self._prompts]
+        finishes = [LENGTH for _ in self._prompts]
+
+        def emit(prompt: int, token: int, finish: str | None) -> None:
+            if finish in (None, LENGTH):
+                tokens[prompt].append(token)
+            finishes[prompt] = finish or LENGTH
+            self._mark(f"token {len(tokens[prompt])} of prompt {prompt}")
+
+        # Replicas gather weights together: none may end before the others.
+        ends = [self._tokenizer.eos_id]
+        self._decoder.run(self._prompts, Choice(), ends, emit, rows=len(self._prompts), stop_early=False)
+        for stage in self._stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # gathered weights must not outlive the next optimizer step
+        samples = [
+            {"prompt": text, "text": self._tokenizer.decode(found), "tokens": found, "finish": finish}
+            for text, found, finish in zip(self._options.prompts, tokens, finishes, strict=True)
+        ]
+        words = "; ".join(f"{sample['prompt']}|{sample['text']}"[:_SHOWN] for sample in samples)
+        return Event("sampled", words, attempt=attempt, step=step, details={"samples": samples})
+
+
+def sample_due(step: int, job: Job) -> bool:
+    """Whether samples are taken after `step`: every `every_steps` steps and at the end."""
+    sample = job.train.sample
+    return sample is not None and (step % sample.every_steps == 0 or step == job.train.steps)

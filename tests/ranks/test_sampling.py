@@ -1,0 +1,121 @@
+"""Samples during training are the same on every pipeline and do not affect training."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from harness import run_in_turn
+from test_evaluation import VIRTUAL, Listener
+from test_mesh_does_not_change_numbers import document
+from training import seat_of
+
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.inference.source import find_source
+from raypp.models.stage import build_stage
+from raypp.pipeline.decode import PipelineDecoder, Prompt
+from raypp.pipeline.next_token import Choice
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.rank import run_rank
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+TEXT = str(Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt")
+SAMPLE = {"prompts": ["In the beginning", "God"], "every_steps": 2, "max_new_tokens": 12}
+MESHES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "pp": {"pp": 2},
+    "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": VIRTUAL},
+    "V": {"pp": 2, "schedule": "zbv", "pipeline": VIRTUAL},
+    "fsdp": {"fsdp": 2},
+    "fsdp, weights stay": {"fsdp": 2, "stay": True},
+    "recomputed": {"pp": 2, "train": {"activation_checkpointing": "full"}},
+}
+
+
+def source_of(name: str, samples: bool) -> dict[str, Any]:
+    settings = {**MESHES[name]}
+    stay = settings.pop("stay", False)
+    train = {**settings.pop("train", {}), "steps": STEPS, **({"sample": SAMPLE} if samples else {})}
+    found = document(microbatches=4 // settings.get("fsdp", 1), train=train, **settings)
+    found["model"] |= {"num_layers": 4, "vocab_size": 257}
+    found["data"] = {"path": TEXT, "seq_len": 64}
+    found["mesh"] |= {"reshard_after_forward": False} if stay else {}
+    return found
+
+
+def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
+    """Runs a complete training. Returns the reports and, on rank 0, the final weights."""
+    job, listener = parse_job(source), Listener()
+    run_rank(job, seat_of(rank, world, port, job), listener)
+    found: dict[str, Any] = {
+        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in listener.reports],
+        "samples": [(e.step, e.details["samples"]) for e in listener.events if e.kind == "sampled"],
+        "phases": listener.phases,
+    }
+    if rank == 0:
+        whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
+        load_checkpoint(DirectoryStore(Path(job.checkpoint.url)), job.name, None, [whole], None)
+        found["weights"] = {name: value.detach() for name, value in whole.named_parameters()}
+        found["again"] = continued(whole, job)
+    return found
+
+
+def continued(whole: torch.nn.Module, job: Any) -> list[list[int]]:
+    """Continues the prompts with the weights of the last checkpoint."""
+    tokenizer = find_source(f"{job.checkpoint.url}/{job.name}").open_tokenizer()
+    prompts = [Prompt(tuple(tokenizer.encode(text).tolist()), SAMPLE["max_new_tokens"]) for text in SAMPLE["prompts"]]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    decoder = PipelineDecoder({0: whole}, [0], 0, 32, torch.float32, torch.device("cpu"))
+    decoder.run(prompts, Choice(), [256], lambda n, token, finish: tokens[n].append(token), rows=2)
+    return tokens
+
+
+@cache
+def runs_on(world: int) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    keys = [
+        (name, samples)
+        for name in MESHES
+        for samples in (True, False)
+        if parse_job(source_of(name, samples)).mesh.world == world
+    ]
+    with TemporaryDirectory() as folder:
+        sources = [
+            source_of(*key) | {"checkpoint": {"url": f"{folder}/{i}", "every_steps": 0, "memory_tier": False}}
+            for i, key in enumerate(keys)
+        ]
+        return dict(zip(keys, run_in_turn(world, live, [(source,) for source in sources]), strict=True))
+
+
+def run_of(name: str, samples: bool = True) -> dict[str, Any]:
+    results = runs_on(parse_job(source_of(name, samples)).mesh.world)[name, samples]
+    assert not any(result["samples"] for result in results[1:])
+    assert all(("sample" in result["phases"]) == samples for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_run_with_samples_has_the_bits_of_one_without(name: str) -> None:
+    with_them, without = run_of(name), run_of(name, False)
+    assert [step for step, _ in with_them["samples"]] == [2, 3] and not without["samples"]
+    assert with_them["numbers"] == without["numbers"]
+    assert all(torch.equal(with_them["weights"][name], value) for name, value in without["weights"].items())
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_samples_are_what_the_weights_of_their_step_continue(name: str) -> None:
+    found = run_of(name)
+    last = found["samples"][-1][1]
+    assert [sample["prompt"] for sample in last] == SAMPLE["prompts"]
+    assert [sample["tokens"] for sample in last] == found["again"]
+    assert [sample["text"].encode() for sample in last] == [bytes(tokens) for tokens in found["again"]]
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if "fsdp" not in name])
+def test_every_pipeline_takes_the_same_samples(name: str) -> None:
+    assert run_of(name)["samples"] == run_of("one")["samples"]
