@@ -52,6 +52,7 @@ BENCHMARKS = (
     Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
     Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
+    Benchmark("generate", 2, "tokens/s of decoding, compared with transformers"),
     Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
     Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),

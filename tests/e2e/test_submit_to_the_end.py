@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, copy_run, numbers
@@ -38,6 +39,21 @@ def test_ranks_actors_and_the_ray_job_carry_the_name_of_the_run(undisturbed: Run
     assert seen["actors"] == ["raypp/undisturbed", "raypp/undisturbed/pp0", "raypp/undisturbed/pp1"]
     assert [job["submission_id"].startswith("raypp-undisturbed-") for job in seen["jobs"]] == [True]
     assert (seen["jobs"][0]["status"], seen["jobs"][0]["metadata"]["raypp_url"]) == ("RUNNING", "s3://raypp/tests")
+
+
+def test_the_run_generates_the_same_text_in_one_process_and_over_a_pipeline(
+    laptop: Laptop, undisturbed: Run, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["In the beginning", "And"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "12", "--json"]
+    alone = laptop.raypp("generate", "undisturbed", *asked)
+    assert alone.code == 0, alone
+    assert [list(row) for row in alone.rows()] == [["prompt", "text", "tokens", "finish"]] * 2
+    assert [row["prompt"] for row in alone.rows()] == texts
+    assert all(0 < len(row["tokens"]) <= 12 and row["finish"] in ("length", "eos") for row in alone.rows())
+    assert laptop.raypp("generate", "s3://raypp/tests/undisturbed", *asked, "--mesh", "pp=2").rows() == alone.rows()
 
 
 def test_status_and_list_tell_of_a_run_that_has_ended(laptop: Laptop, undisturbed: Run) -> None:

@@ -14,6 +14,7 @@ from training import seat_of
 from raypp.checkpoint.commit import read_commit
 from raypp.errors import CheckpointError
 from raypp.hf.export_model import export_hf
+from raypp.hf.from_hf import hf_options
 from raypp.inference.processes import GenerationError, Generators
 from raypp.inference.prompts import Encoded
 from raypp.inference.source import Source, find_source
@@ -44,13 +45,14 @@ def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: `plain`, and `lora` on a Hugging Face model."""
     folder = tmp_path_factory.mktemp("runs")
+    adapted = hf_options(parse_job({"name": "a", "model": LORA}).model).model_dump(mode="json")
     documents = [
         {
             "name": name, "model": model, "data": {"path": str(TEXT), "seq_len": 64},
             "train": {"steps": STEPS, "seed": 5, "optimizer": {"lr": 0.01}},
             "checkpoint": {"url": str(folder), "memory_tier": False, "every_steps": 1},
         }
-        for name, model in (("plain", SIZES), ("lora", LORA))
+        for name, model in (("plain", SIZES), ("lora", adapted))
     ]  # fmt: skip
     run_in_turn(1, live, [(document,) for document in documents])
     return folder

@@ -26,7 +26,13 @@ FILES = tuple(
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
 _HOST = "a tensor on the CPU, which never was on the device"
+_DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
 ALLOWED = {
+    ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
+    ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
+    ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
+    ("raypp.pipeline.next_token.next_tokens", "numpy"): _DECODE,
+    ("raypp.pipeline.next_token.next_tokens", "tolist"): _DECODE,
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     (
         "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",

@@ -1,0 +1,66 @@
+"""`raypp generate`: what it refuses before a process starts, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypp.cli.generate_command import _Printer
+from raypp.cli.main import run
+from raypp.data.tokenizer import ByteTokenizer
+from raypp.inference.prompts import Answer, Encoded
+
+TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--prompt, --prompts: neither is given"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts: both are given"),
+        (["--prompt", "a", "--mesh", "fsdp=2"], "--mesh: 'fsdp=2' is not pp=N"),
+        (["--prompt", "a", "--mesh", "pp=3"], "pp=3 has more ranks than"),
+        (["--prompt", "a", "--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["--prompt", "a", "--top-p", "0"], "Invalid value for '--top-p'"),
+        (["--prompt", "a", "--top-p", "0.5"], "--top-p: nothing is drawn with temperature 0"),
+        (["--prompt", "a" * 257, "--tokenizer", "bytes"], "the context of"),
+        (["--prompt", "a"], "has no tokenizer"),
+        (["--prompts", "/nowhere"], "does not exist"),
+        (["--prompt", "a", "--step", "3"], "which has no steps"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", TINY, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.out + captured.err
+
+
+def fed(as_json: bool) -> None:
+    """Feeds two answers whose tokens come in turns; the second ends first."""
+    answers = [Answer(Encoded(text, list(text.encode()), 9)) for text in ("first", "second")]
+    printer = _Printer(answers, ByteTokenizer(), as_json)
+    for prompt, token, finish in (
+        (0, ord("a"), None), (1, 0x1B, None), (0, ord("b"), None), (1, 256, "eos"), (0, ord("c"), "length"),
+    ):  # fmt: skip
+        answers[prompt].add(token, finish)
+        printer.update()
+
+
+def test_texts_are_printed_in_the_order_of_their_prompts_and_control_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fed(False)
+    assert capsys.readouterr().out == "first\nabc\n\nsecond\n\\x1b\n"
+
+
+def test_json_has_a_line_per_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    fed(True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"prompt": "first", "text": "abc", "tokens": [97, 98, 99], "finish": "length"},
+        {"prompt": "second", "text": "\x1b", "tokens": [27], "finish": "eos"},
+    ]

@@ -1,0 +1,75 @@
+"""Prompts: files, limits, and text that comes in pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypp.data.tokenizer import ByteTokenizer
+from raypp.errors import DataError, JobError
+from raypp.inference.prompts import Answer, Encoded, encode_prompts, read_prompts
+from raypp.inference.source import Source
+
+SOURCE = Source("here", {"vocab_size": 257}, 32, "fp32", "bytes", run="mine")
+
+
+def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "id": 3}\n\n{"prompt": "b\\nc"}\r\n')
+    assert read_prompts(file) == ["a", "b\nc"]
+
+
+def test_malformed_lines_are_named_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": 3}\nno\n{"text": "a"}\n["a"]\n\xff\n{}\n{"prompt": null}\n')
+    with pytest.raises(DataError) as raised:
+        read_prompts(file)
+    told = str(raised.value)
+    assert all(f"p.jsonl:{line}" in told for line in (2, 3, 4, 5, 6)) and "p.jsonl:7" not in told
+    assert told.endswith("--prompts: and 2 more lines")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="has no prompts"):
+        read_prompts(file)
+    with pytest.raises(DataError, match="does not exist"):
+        read_prompts(tmp_path / "other")
+
+
+def test_prompts_and_their_answers_fit_into_the_context() -> None:
+    tokenizer = ByteTokenizer()
+    (found,) = encode_prompts(SOURCE, tokenizer, ["x" * 30], None)
+    assert (len(found.tokens), found.limit) == (30, 2), "to the end of the context"
+    assert encode_prompts(SOURCE, tokenizer, ["x"], 31)[0].limit == 31
+    for texts, new, told in (
+        (["x" * 32], None, "--prompt: has 32 tokens, but the context of here ends at 32"),
+        (["x"], 32, "--prompt: has 1 tokens: with 32 new ones it exceeds the context of 32"),
+        (["x", ""], None, "prompt 2: is empty"),
+        (["x", "\ud800"], None, "prompt 2: cannot be encoded"),
+        ([""] * 9, None, "and 4 more prompts"),
+    ):
+        with pytest.raises(JobError, match=told):
+            encode_prompts(SOURCE, tokenizer, texts, new)
+
+
+def test_text_comes_in_whole_characters() -> None:
+    tokenizer = ByteTokenizer()
+    answer = Answer(Encoded("", list("é: ".encode()), 9))
+    pieces = []
+    data = "aß€!".encode()
+    for index, token in enumerate(data):
+        answer.add(token, "length" if index == len(data) - 1 else None)
+        pieces.append(answer.news(tokenizer))
+    assert pieces == ["a", "", "ß", "", "", "€", "!"]
+    assert answer.text(tokenizer) == "aß€!"
+
+
+def test_the_token_that_ends_a_text_is_no_part_of_it() -> None:
+    answer = Answer(Encoded("", [65], 9))
+    answer.add(66, None)
+    answer.add(256, "eos")
+    assert (answer.tokens, answer.finish, answer.text(ByteTokenizer())) == ([66], "eos", "B")
