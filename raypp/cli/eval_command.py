@@ -13,8 +13,8 @@ from raypp.cli.console import Console, Table
 from raypp.cli.output import echo, echo_json
 from raypp.cli.torch_process import ask
 from raypp.environment import need
-from raypp.errors import JobError, Problem
-from raypp.inference.eval_job import DATA, data_job, task_job
+from raypp.errors import JobError, Problem, RayppError
+from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.inference.source import Source, find_source
 from raypp.spec.load import job_document
 
@@ -61,7 +61,10 @@ def eval_command(
     request: dict[str, Any] = {"source": asdict(source)}
     if tasks is None:
         request["job"] = job_document(data_job(source, data, pp, overrides))
-        answer = _asked(request)
+        try:
+            answer = _asked(request)
+        except RayppError as error:
+            raise type(error)(as_asked(error.problems, data)) from error
         _show_loss(source, answer, as_json)
         return
     names = [name.strip() for name in tasks.split(",") if name.strip()]

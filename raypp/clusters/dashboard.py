@@ -188,7 +188,8 @@ class Dashboard:
         found = {"ray": self.ray_version()}
         with contextlib.suppress(DashboardError):
             answer = self.get_json("/api/v0/cluster_metadata")
-            found["python"] = str((answer.get("data") or {}).get("pythonVersion") or "")
+            data = answer.get("data") if isinstance(answer, dict) else None
+            found["python"] = str(data.get("pythonVersion") or "") if isinstance(data, dict) else ""
         if old := too_old(found):
             fix = "install `raypp[node]` on every node, and start Ray again"
             raise UnreachableError(Problem("address", f"the cluster at {self.url} has {old}", fix))

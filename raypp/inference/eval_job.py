@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,21 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
     job = _checked(document, overrides)
     problems = [*check_spec(job, Path.cwd()), *check_plan(job)] or check_data(job)
     if problems:
-        named = ("data.path", "data.eval.path") if data is not None else ()
-        raise JobError(replace(problem, key=DATA) if problem.key in named else problem for problem in problems)
+        raise JobError(as_asked(problems, data))
     return job
+
+
+def as_asked(problems: Iterable[Problem], data: str | None) -> list[Problem]:
+    """Returns problems of a job from `data_job` in terms of what the user gave."""
+    found = []
+    for problem in problems:
+        if data is not None and problem.key in ("data.path", "data.eval.path"):
+            problem = replace(problem, key=DATA)
+        if problem.key == "model.vocab_size":  # that of a trained model cannot be changed
+            fix = "use the tokenizer that the model was trained with"
+            problem = replace(problem, key="data.tokenizer", what=f"does not fit the model: {problem.what}", fix=fix)
+        found.append(problem)
+    return found
 
 
 def task_job(source: Source, pp: int, overrides: Sequence[str] = ()) -> Job:

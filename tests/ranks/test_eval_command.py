@@ -221,9 +221,13 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     ("words", "code", "told"),
     [
         (["MODEL"], 2, "does not name any data\n  fix: give --data PATH"),
-        (["MODEL", "--data", "empty.txt"], 2, "--data: "),
+        (["MODEL", "--data", "empty.txt"], 2, "empty.txt contains no documents"),
         (["MODEL", "--data", "nowhere.txt"], 2, "--data: there is no nowhere.txt"),
-        (["MODEL", "--data", "held.txt", "--set", "data.tokenizer=large.json"], 2, "the tokenizer has 301 ids, but"),
+        (
+            ["MODEL", "--data", "held.txt", "--set", "data.tokenizer=large.json"],
+            2,
+            "data.tokenizer: does not fit",
+        ),
         (["MODEL", "--data", "held.txt", "--set", "data.no_such=1"], 2, "no_such"),
         (["MODEL", "--mesh", "pp=5", "--data", "held.txt"], 2, "has more ranks than"),
         (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "as in --mesh pp=2"),
