@@ -44,15 +44,27 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 )
 @click.option("--adapter", is_flag=True, help="Of a run with model.lora: write the adapters, as PEFT loads them.")
 @click.option("--merged", is_flag=True, help="Of a run with model.lora: write the whole model, adapters merged.")
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    help="The tokenizer to write: bytes, or a tokenizer.json.  [default: that of the run's data]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(
-    run: str, target: str, dtype: str | None, shard_gb: float, adapter: bool, merged: bool, as_json: bool
+    run: str,
+    target: str,
+    dtype: str | None,
+    shard_gb: float,
+    adapter: bool,
+    merged: bool,
+    tokenizer: str | None,
+    as_json: bool,
 ) -> None:
     """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
 
-    Writes safetensors, config.json and, if the job has a tokenizer.json, the tokenizer, as
-    transformers' from_pretrained loads them. Tensors are copied a few rows at a time, and every
-    byte read is checked.
+    Writes safetensors, config.json and the tokenizer with its chat template, as transformers'
+    AutoModelForCausalLM and AutoTokenizer load them. Tensors are copied a few rows at a time, and
+    every byte read is checked.
     """
     store, commit, _ = open_checkpoint(run)
     _check_form(commit, adapter, merged, dtype)
@@ -65,7 +77,7 @@ def export_command(
         job = None
     with progress_bar("exporting", None) as advance:
         if adapter:
-            done = export_adapter(store, commit, there, progress=advance)
+            done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=advance)
         else:
             done = export_hf(
                 store,
@@ -74,6 +86,7 @@ def export_command(
                 dtype=_DTYPES[dtype] if dtype else None,
                 shard_bytes=max(1, int(shard_gb * 1e9)),
                 job=job,
+                tokenizer=tokenizer,
                 progress=advance,
             )
     if as_json:

@@ -59,7 +59,7 @@ def doctor_command(
         raise JobError(Problem("--set", "needs a JOB whose value it replaces", "give the job file first"))
     cluster = find_cluster(address)
     lend_store_settings(cluster.embedded)
-    cluster.dashboard.ray_version()
+    cluster.dashboard.check_versions()
     url = store_url or (checked.checkpoint.url if checked else "")
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(expand_home(url).absolute())

@@ -38,6 +38,10 @@ COMMANDS = {
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
     "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training on it."),
+    "eval": (
+        "raypp.cli.eval_command:eval_command",
+        "Compute the loss of a trained model on text, or run evaluation tasks.",
+    ),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
     "parity": (
@@ -52,7 +56,7 @@ COMMANDS = {
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
     "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
-    "Models": ("generate",),
+    "Models": ("generate", "eval"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+import raypp
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
@@ -74,7 +75,7 @@ def submit_command(
     lent = lend_store_settings(cluster.embedded)
     if lent and store_kind(file.job.checkpoint.url).embedded:
         echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
-    cluster.dashboard.ray_version()
+    versions = cluster.dashboard.check_versions()
     store = open_store(file.job.checkpoint.url)
     store.probe()
     for limit in store.limitations():
@@ -84,6 +85,7 @@ def submit_command(
     device = client.check_resources(file.job, cluster)
     if dry_run:
         echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
+        echo(f"  {_sides(versions)}")
         return
     _write_spec(file.job, store, resume)
     place, view = _submit(file.job, store, cluster, resume)
@@ -92,6 +94,7 @@ def submit_command(
         f"{file.job.mesh.world} ranks on {device}",
         err=as_json,
     )
+    echo(f"  {_sides(versions)}", err=as_json)
     if detach:
         _print_follow_commands(place, as_json)
         if as_json:
@@ -130,6 +133,12 @@ def stop_command(run: str, no_save: bool) -> None:
         )
     checkpoint = answer["checkpoint"] or "none"
     echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
+
+
+def _sides(versions: dict[str, str]) -> str:
+    """Says which versions meet: the cluster's, and this raypp's, whose code travels with a job."""
+    there = ", ".join(f"{name.capitalize()} {version}" for name, version in versions.items() if version)
+    return f"the cluster has {there}; the code of raypp {raypp.__version__} travels with the job"
 
 
 # submit: the steps

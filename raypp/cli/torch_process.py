@@ -8,13 +8,31 @@ import sys
 from typing import Any
 
 from raypp.cli.output import echo_lines
-from raypp.errors import RunFailedError
+from raypp.environment import need
+from raypp.errors import (
+    EXIT_RESOURCES,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    JobError,
+    Problem,
+    RayppError,
+    ResourcesError,
+    RunFailedError,
+    UnreachableError,
+)
+
+_KINDS: dict[int, type[RayppError]] = {
+    EXIT_USAGE: JobError,
+    EXIT_UNREACHABLE: UnreachableError,
+    EXIT_RESOURCES: ResourcesError,
+}
 
 
 def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
     """Calls a module's `main` in a new process and returns its answer.
 
-    `main` reads one JSON object and prints another as its last line.
+    `main` reads one JSON object and prints another as its last line. An answer with `error`, or
+    with `problems` and `exit_code`, is an error.
 
     Args:
         module: For example `raypp.measure.parity`.
@@ -22,8 +40,10 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
         name: Name of its task in error messages: "the comparison".
 
     Raises:
-        RunFailedError: It reported an error, or ended without an answer.
+        JobError: torch is not installed here.
+        RayppError: It reported an error, or ended without an answer.
     """
+    need("torch", "node", name)
     # -P: do not import from the working directory. Not -m: the ranks' processes would run the
     # module twice.
     program = f"import sys; from {module} import main; sys.exit(main())"
@@ -36,6 +56,8 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
     if not lines:
         raise RunFailedError(f"{name} ended with exit code {done.returncode} and without a result")
     answer: dict[str, Any] = json.loads(lines[-1])
+    if "problems" in answer:
+        raise _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])
     if "error" in answer:
         raise RunFailedError(answer["error"])
     return answer

@@ -6,6 +6,7 @@ takes, and each cluster gets its own token, whatever the Ray settings of this pr
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.environment import too_old
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 from raypp.retry import Backoff
 from raypp.untrusted.files import read_file
@@ -176,6 +178,22 @@ class Dashboard:
         except DashboardError as error:
             what = f"{self.url} is not a Ray dashboard: /api/version answered {error.status}"
             raise UnreachableError(Problem("address", what, "set the dashboard's address with --address")) from None
+
+    def check_versions(self) -> dict[str, str]:
+        """Returns the versions of the cluster's `ray` and of the head's `python`.
+
+        Raises:
+            UnreachableError: Nothing answers, or raypp does not run with these versions.
+        """
+        found = {"ray": self.ray_version()}
+        with contextlib.suppress(DashboardError):
+            answer = self.get_json("/api/v0/cluster_metadata")
+            data = answer.get("data") if isinstance(answer, dict) else None
+            found["python"] = str(data.get("pythonVersion") or "") if isinstance(data, dict) else ""
+        if old := too_old(found):
+            fix = "install `raypp[node]` on every node, and start Ray again"
+            raise UnreachableError(Problem("address", f"the cluster at {self.url} has {old}", fix))
+        return found
 
     # Jobs ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.processes import OwnProcess
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import locked, private_directory, raypp_home, write_private
+from raypp.environment import need
 from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.memory.files import remove_dead
 from raypp.ports import free_ports, port_is_free
@@ -107,12 +108,14 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
         The cluster, and whether this call started it.
 
     Raises:
+        JobError: Ray is not installed.
         UnreachableError: A server did not start; the message contains the end of its log.
     """
     with locked(directory() / "lock"):
         running = find()
         if running is not None:
             return running, False
+        need("ray", "local", "raypp local up")
         _end_leftovers()
         return _start(num_cpus or default_num_cpus()), True
 

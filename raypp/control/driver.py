@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any
 
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, Outcome, RunRequest, controller_name
+from raypp.environment import check_node
+from raypp.errors import JobError
 from raypp.untrusted.text import visible_lines
 
 REQUEST_FILE = "raypp-run.json"
@@ -30,9 +33,14 @@ _LOST_S = 60.0
 
 def main(arguments: list[str]) -> int:
     """Follows a run or sends a command to it; returns the exit code."""
+    load_private_environment()
+    try:
+        check_node(f"the head {socket.gethostname()}")
+    except JobError as error:
+        print(visible_lines(str(error)), file=sys.stderr, flush=True)  # noqa: T201
+        return error.exit_code
     import ray
 
-    load_private_environment()
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     if arguments:
         print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201

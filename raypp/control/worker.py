@@ -28,6 +28,7 @@ from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.control.visible_devices import device_position
+from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
 from raypp.ports import free_port
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
@@ -276,6 +277,7 @@ class Worker:
             module, _, name = self._rank_function.partition(":")
             function: RankFunction = getattr(importlib.import_module(module), name)
             return function
+        check_node(f"node {socket.gethostname()}")
         from raypp.train.rank import run_rank
 
         return run_rank

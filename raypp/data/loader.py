@@ -166,9 +166,13 @@ class Loader:
         corpus = self._documents.held_out
         if corpus is None:
             raise DataError(Problem("data.eval", "is not set", "for example `eval: {fraction: 0.02}`"))
-        return self._held_out_steps(corpus)
+        return self._steps_once(corpus)
 
-    def _held_out_steps(self, corpus: Corpus) -> Iterator[list[Microbatch]]:
+    def once(self) -> Iterator[list[Microbatch]]:
+        """Returns this replica's share of the training part, once, in steps as `held_out` does."""
+        return self._steps_once(self._documents.train)
+
+    def _steps_once(self, corpus: Corpus) -> Iterator[list[Microbatch]]:
         share, plan = self._share, self._plan
         plan = RowPlan(corpus, plan.seq_len, plan.packing, plan.shuffle, plan.seed)
         filler = Row(np.array([self._documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))

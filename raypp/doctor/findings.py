@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from raypp.environment import OLDEST, too_old
 from raypp.errors import Problem
 
 SKEW_BREAKS_S = 300.0
@@ -17,6 +18,7 @@ SHM_BYTES = 1 << 30
 DISK_BYTES = 2 << 30
 BF16_SINCE = (8, 0)
 """Compute capability of the first cards with bf16, as in `raypp.train.device_check`."""
+_INSTALL = "install `raypp[node]` there, into the Python that runs Ray"
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
 
@@ -82,8 +84,13 @@ def _versions(report: dict[str, Any]) -> Iterator[Finding]:
     for name in ("torch", "boto3", "safetensors", "pydantic"):
         without = [node["ip"] for node in _working(report) if not node["packages"].get(name)]
         if without:
-            fix = "install raypp's dependencies there, into the Python that runs Ray"
-            yield _found(Severity.BREAKS, f"{name} is not installed on {_some(without)}", fix)
+            yield _found(Severity.BREAKS, f"{name} is not installed on {_some(without)}", _INSTALL)
+    by_old: dict[str, list[str]] = defaultdict(list)
+    for node in _working(report):
+        by_old[too_old({name: _version_of(node, name) or "" for name in OLDEST})].append(node["ip"])
+    for old, nodes in by_old.items():
+        if old:
+            yield _found(Severity.BREAKS, f"{_some(nodes)} {'has' if len(nodes) == 1 else 'have'} {old}", _INSTALL)
 
 
 def _version_of(node: dict[str, Any], name: str) -> str | None:

@@ -13,7 +13,7 @@ from raypp.checkpoint.arrays import Array, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.export_model import Exported, saved_options
+from raypp.hf.export_model import Exported, run_tokenizer, saved_options
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.lora import ALL_LINEAR, Adapter, adapter_names, in_files, matches, model_adapters
@@ -28,9 +28,15 @@ _GATE_UP = r".*\.gate_up_proj"
 
 
 def export_adapter(
-    store: ObjectStore, commit: Commit, target: ObjectStore, *, progress: Callable[[int], None] = lambda _bytes: None
+    store: ObjectStore,
+    commit: Commit,
+    target: ObjectStore,
+    *,
+    job: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
+    progress: Callable[[int], None] = lambda _bytes: None,
 ) -> Exported:
-    """Writes adapter_model.safetensors and, last, adapter_config.json, as PEFT reads them.
+    """Writes adapter_model.safetensors, the tokenizer and, last, adapter_config.json, for PEFT.
 
     Experts have an adapter each, as in models of transformers 4. PEFT stacks them for transformers
     5 when it loads them. Experts that are one tensor in the model's files are one in PEFT's, too.
@@ -39,21 +45,27 @@ def export_adapter(
         store: Opened at the job's checkpoint.url.
         commit: The checkpoint's COMMIT.
         target: The store for the exported files.
+        job: The run's resolved job, for its tokenizer; None: the commit's job.
+        tokenizer: Another tokenizer: `bytes`, or the path of a tokenizer.json.
         progress: Called with the bytes written since its last call.
 
     Raises:
-        JobError: The run trained no adapters.
+        JobError: The run trained no adapters, or the other tokenizer does not fit the model.
+        DataError: The other tokenizer is missing or invalid.
         CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks an adapter.
     """
     options = saved_options(commit)
     lora = options.lora
     if lora is None:
         raise JobError(Problem("--adapter", f"{commit.run} trained all weights, no adapters", "leave it out"))
+    texts = run_tokenizer(job or commit.job, tokenizer, options, generation=False)
     adapters = _with_siblings(options)
     tensors = _tensors(adapters, SavedTensors(store, commit))
     data = save(tensors, {"format": "pt"})
     target.put(_WEIGHTS, data)
     progress(len(data))
+    for key, content in texts.files.items():
+        target.put(key, content)
     config = {
         "base_model_name_or_path": options.from_hf,
         "bias": "none",
@@ -67,7 +79,8 @@ def export_adapter(
         **_targets(options, adapters),
     }
     target.put(_CONFIG, json.dumps(config, indent=2).encode())
-    return Exported((_WEIGHTS, _CONFIG), len(tensors), sum(tensor.nbytes for tensor in tensors.values()), ())
+    files = (_WEIGHTS, *texts.files, _CONFIG)
+    return Exported(files, len(tensors), sum(tensor.nbytes for tensor in tensors.values()), tuple(texts.remarks))
 
 
 def _with_siblings(options: DecoderOptions) -> dict[str, tuple[Adapter, bool]]:

@@ -8,23 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raypp.checkpoint.arrays import FLOATS, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
-from raypp.data.tokenizer import END_NAMES, ByteTokenizer
-from raypp.errors import CheckpointError, DataError, JobError, Problem
+from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import config_from_options
 from raypp.hf.merged_tensors import MergedTensors
 from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.tokenizer_files import TokenizerFiles, tokenizer_files
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
-from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES
-from raypp.untrusted.text import visible
 
 PIECE_BYTES = 32 << 20
 """Bytes per copied piece; about twice as much is in memory at once."""
@@ -74,6 +71,7 @@ def export_hf(
     dtype: str | None = None,
     shard_bytes: int = 5 << 30,
     job: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
     progress: Callable[[int], None] = lambda _bytes: None,
 ) -> Exported:
     """Writes a checkpoint's model in the format of transformers' `from_pretrained`.
@@ -89,14 +87,20 @@ def export_hf(
             the frozen ones.
         shard_bytes: Maximum bytes of tensors in one file.
         job: The run's resolved job, for its tokenizer; None: the commit's job.
+        tokenizer: Another tokenizer: `bytes`, or the path of a tokenizer.json.
         progress: Called with the bytes written since its last call.
 
     Raises:
-        JobError: The model's family has no Hugging Face format, or frozen weights are not there.
+        JobError: The model's family has no Hugging Face format, or frozen weights are not there; or
+            the other tokenizer does not fit the model.
+        DataError: The other tokenizer is missing or invalid.
         CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks a tensor.
         StoreError: One of the stores failed.
     """
     options = saved_options(commit)
+    document = dict(job or commit.job)
+    context = context_of(document)
+    texts = run_tokenizer(document, tokenizer, options)
     adapters = SavedTensors(store, commit)
     saved: SavedTensors | MergedTensors = adapters
     merged: list[str] = []
@@ -120,17 +124,13 @@ def export_hf(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         files.append(_put_json(target, "model.safetensors.index.json", index))
-    document = dict(job or commit.job)
-    tokenizer, eos_id, remarks = _tokenizer(document)
-    for key, content in tokenizer.items():
+    for key, content in texts.files.items():
         target.put(key, content)
         files.append(key)
     names = {tensor.dtype for tensor in tensors}
-    if eos_id is not None:
-        files.append(_put_json(target, "generation_config.json", {"eos_token_id": eos_id}))
-    config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=_context(document), eos_id=eos_id)
+    config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=context, eos_id=texts.eos_id)
     files.append(_put_json(target, "config.json", config))
-    return Exported(tuple(files), len(tensors), total, (*merged, *remarks))
+    return Exported(tuple(files), len(tensors), total, (*merged, *texts.remarks))
 
 
 def saved_options(commit: Commit) -> DecoderOptions:
@@ -204,28 +204,26 @@ def _chunks(
             progress(len(data))
 
 
-def _tokenizer(job: Mapping[str, Any]) -> tuple[dict[str, bytes], int | None, list[str]]:
-    """Returns the tokenizer's files, the id of its end-of-text token, and remarks."""
-    name = _data(job).get("tokenizer")
-    if name is None:
-        return {}, None, []
-    if name == "bytes":
-        return {}, ByteTokenizer.eos_id, ["the bytes tokenizer has no files: a token is a byte, 256 ends a document"]
-    try:
-        content = read_tokenizer(Path(str(name)))
-        ids = vocabulary(content, Path(str(name)))
-    except DataError as error:
-        why = "; ".join(problem.what for problem in error.problems)
-        return {}, None, [f"the tokenizer was not exported: {visible(name)} cannot be read ({why})"]
-    end = next((word for word in END_NAMES if word in ids), None)
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _context(job)}
-    if end is not None:
-        config["eos_token"] = end
-    files = {"tokenizer.json": content, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
-    return files, None if end is None else ids[end], []
+def run_tokenizer(
+    job: Mapping[str, Any], asked: str | None, options: DecoderOptions, *, generation: bool = True
+) -> TokenizerFiles:
+    """Returns the files of a run's tokenizer, or of the one that was asked for.
+
+    Raises:
+        DataError, JobError: See `tokenizer_files`.
+    """
+    name = _data(job).get("tokenizer") if asked is None else asked
+    return tokenizer_files(
+        None if name is None else str(name),
+        vocab_size=options.vocab_size,
+        context=context_of(job),
+        asked=asked is not None,
+        generation=generation,
+    )
 
 
-def _context(job: Mapping[str, Any]) -> int:
+def context_of(job: Mapping[str, Any]) -> int:
+    """Returns the length of the rows that the run trained on."""
     length = _data(job).get("seq_len")
     return length if isinstance(length, int) and length > 0 else 2048
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import IO, Any, Self
 
+from raypp.environment import need
 from raypp.errors import Problem, RayppError, RunFailedError
 from raypp.inference.prompts import Encoded
 from raypp.inference.source import Source
@@ -56,9 +57,13 @@ class Generators:
         pp: Number of pipeline ranks.
         ends: The ids that end a text.
         rows: Prompts that are decoded together.
+
+    Raises:
+        JobError: torch is not installed here.
     """
 
     def __init__(self, source: Source, pp: int, ends: Sequence[int], rows: int) -> None:
+        need("torch", "node", "generating")
         setup = {"source": asdict(source), "pp": pp, "port": free_port(), "ends": list(ends), "rows": rows}
         # -P: do not import from the working directory.
         command = [sys.executable, "-P", "-c", _PROGRAM]

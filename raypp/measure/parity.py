@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raypp.data.loader import Loader
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError, RunFailedError
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
+from raypp.measure.local_ranks import run_ranks
 from raypp.mesh.geometry import Mesh
 from raypp.parallel.shard import on_own_device
-from raypp.ports import free_port
 from raypp.records import Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
@@ -40,7 +37,6 @@ from raypp.train.step import StepRunner, Stopwatch
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "bf16_pure": 5e-2}
 """Largest relative error by precision. bf16 keeps 8 bits (4e-3); two steps of rounding changed a
 small gradient by up to 2e-2, as measured."""
-_PATIENCE_S = 600.0
 
 Tensors = dict[str, Tensor]
 
@@ -114,28 +110,20 @@ def one_process_job(job: Job) -> Job:
 
 
 def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: str) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     place = Path(folder)
-    try:
-        job = parse_job(document)
-        seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
-        # Other replicas have the same tensors; only the first writes them.
-        writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
+    job = parse_job(document)
+    seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
+    # Other replicas have the same tensors; only the first writes them.
+    writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
 
-        def keep(name: str, tensors: Tensors) -> None:
-            """Writes whole tensors `[...]` to a file of this rank."""
-            if writes:
-                save_file(tensors, place / f"{name}.{rank}.safetensors")
+    def keep(name: str, tensors: Tensors) -> None:
+        """Writes whole tensors `[...]` to a file of this rank."""
+        if writes:
+            save_file(tensors, place / f"{name}.{rank}.safetensors")
 
-        reports = train_some_steps(job, seat, steps, keep)
-        figures = [{"loss": r.loss, "grad_norm": r.grad_norm, "tokens": r.tokens} for r in reports]
-        (place / f"figures.{rank}.json").write_text(json.dumps(figures))
-    except RayppError as error:
-        (place / f"failed.{rank}").write_text(str(error))
-        sys.exit(error.exit_code)
-    except BaseException:
-        (place / f"failed.{rank}").write_text(traceback.format_exc())
-        raise
+    reports = train_some_steps(job, seat, steps, keep)
+    figures = [{"loss": r.loss, "grad_norm": r.grad_norm, "tokens": r.tokens} for r in reports]
+    (place / f"figures.{rank}.json").write_text(json.dumps(figures))
 
 
 def _run_ranks(job: Job, steps: int, folder: Path) -> None:
@@ -145,33 +133,7 @@ def _run_ranks(job: Job, steps: int, folder: Path) -> None:
         RunFailedError: A rank failed; includes its message.
     """
     folder.mkdir()
-    port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    document = job_document(job)
-    processes = [
-        context.Process(target=_rank, args=(rank, port, document, steps, str(folder)), daemon=True)
-        for rank in range(Mesh.of(job.mesh).world)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + _PATIENCE_S
-    try:
-        while any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-    finally:
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    if failed:
-        reports = sorted(folder.glob("failed.*"))
-        cause = reports[0].read_text().strip() if reports else f"no answer within {_PATIENCE_S:.0f} s"
-        rank = reports[0].suffix[1:] if reports else failed[0]
-        raise RunFailedError(f"rank {rank} of {len(processes)} failed: {cause}")
+    run_ranks(Mesh.of(job.mesh).world, _rank, job_document(job), steps, str(folder))
 
 
 # The comparison.

@@ -8,12 +8,13 @@ computes the same bits as a run without.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from raypp.data.loader import Microbatch
 from raypp.models.loss import token_loss_sum
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests
@@ -56,10 +57,13 @@ class Evaluator:
         self._runtime = _forward_runtime(runner, mark)
 
     @torch.no_grad()
-    def run(self) -> Evaluation:
-        """Evaluates the held-out part once.
+    def run(self, steps: Iterable[list[Microbatch]] | None = None) -> Evaluation:
+        """Evaluates the held-out part, or other steps, once.
 
         Collective over the world: all ranks must call it after the same step.
+
+        Args:
+            steps: Steps of this replica; as many on every rank. None: the held-out part.
 
         Raises:
             DataError: The ranks of a replica read different held-out rows.
@@ -67,7 +71,7 @@ class Evaluator:
         started = time.perf_counter()
         # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._runner.device), 0
-        for microbatches in self._runner.loader.held_out():
+        for microbatches in self._runner.loader.held_out() if steps is None else steps:
             read = self._runner.agree([tuple(microbatch.rows) for microbatch in microbatches], Requests(), Stopwatch())
             batches = self._runner.batches(read)
             losses = self._runtime.run(

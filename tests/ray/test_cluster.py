@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from raypp.clusters import known_runs, local
 from raypp.clusters.dashboard import Dashboard
@@ -44,7 +46,8 @@ def test_it_refuses_a_caller_without_its_token(cluster: Cluster) -> None:
 
 def test_its_address_may_be_given_as_host_and_port(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPP_ADDRESS", cluster.address.removeprefix("http://"))
-    assert find_cluster().dashboard.ray_version()
+    expected = {"ray": ray.__version__, "python": platform.python_version()}
+    assert find_cluster().dashboard.check_versions() == expected
 
 
 def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(cluster: Cluster) -> None:

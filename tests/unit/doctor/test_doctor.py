@@ -14,7 +14,7 @@ from raypp.doctor.driver import MANY_NODES, rounds
 from raypp.doctor.findings import Severity, findings, links_document
 from raypp.doctor.node import NodeProbe
 
-_PACKAGES = dict.fromkeys(("torch", "ray", "boto3", "safetensors", "pydantic"), "1.0")
+_PACKAGES = dict.fromkeys(("boto3", "safetensors", "pydantic"), "1.0") | {"torch": "2.13.0", "ray": "2.60.0"}
 
 
 def _node(ip: str, **changes: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def _node(ip: str, **changes: Any) -> dict[str, Any]:
         "disk_free": 50 << 30,
         "interfaces": [{"name": "eth0", "address": ip, "mbps": 1000, "up": True}],
         "lookup_s": 0.001,
-        "torch": {"torch": "1.0", "cuda": None, "nccl": None, "devices": [], "cpu": {"kind": "x", "flops": 1e10}},
+        "torch": {"torch": "2.13.0", "cuda": None, "nccl": None, "devices": [], "cpu": {"kind": "x", "flops": 1e10}},
     } | changes
 
 
@@ -53,7 +53,12 @@ def test_nothing_is_found_on_two_equal_nodes_with_a_good_link() -> None:
 
 
 def _other_torch(report: dict[str, Any]) -> None:
-    report["nodes"][1]["packages"]["torch"] = "2.11"
+    report["nodes"][1]["packages"]["torch"] = "2.14.0"
+
+
+def _old_ray(report: dict[str, Any]) -> None:
+    for node in report["nodes"]:
+        node["packages"]["ray"] = "2.9.3"
 
 
 def _other_python(report: dict[str, Any]) -> None:
@@ -129,7 +134,8 @@ def _other_driver(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("harm", "severity", "told"),
     [
-        (_other_torch, Severity.BREAKS, "different versions of torch: 1.0 on 10.0.0.1, 2.11 on 10.0.0.2"),
+        (_other_torch, Severity.BREAKS, "different versions of torch: 2.13.0 on 10.0.0.1, 2.14.0 on 10.0.0.2"),
+        (_old_ray, Severity.BREAKS, "10.0.0.1, 10.0.0.2 have ray 2.9.3 (raypp needs 2.50 or newer)"),
         (_other_python, Severity.BREAKS, "different versions of python: 3.11 on 10.0.0.1, 3.12 on 10.0.0.2"),
         (_unreachable, Severity.BREAKS, "10.0.0.1 cannot reach 10.0.0.2 over eth0: no answer"),
         (_lopsided, Severity.SLOWS, "the link 10.0.0.1 – 10.0.0.2 is asymmetric: 0.94 Gbit/s one way, 0.1 back"),

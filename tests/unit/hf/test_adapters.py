@@ -42,9 +42,9 @@ TOKENS = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0
 LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
 
-def folder_of(kind: str, folder: Path, seed: int = 0) -> Path:
+def folder_of(kind: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
     fields = FAMILIES[kind].options.model_fields
-    sizes = {**SIZES, "sliding_window": 7}
+    sizes = {**SIZES, "sliding_window": 7, **changed}
     write_hf_folder(folder, seed, kind=kind, **{name: size for name, size in sizes.items() if name in fields})
     return folder
 
@@ -124,6 +124,27 @@ def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(
     export_hf(store, commit, DirectoryStore(tmp_path / "merged"), shard_bytes=30_000)
     torch.testing.assert_close(their_logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(their_logits(adapted.merge_and_unload()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_with_adapters_is_given_to_transformers_as_a_model(tmp_path: Path, peft: Any) -> None:
+    folder_of("llama", tmp_path / "hf", vocab_size=300)
+    options = options_of(tmp_path / "hf")
+    store, commit = saved(whole(options), options, tmp_path / "store")
+    job = {"data": {"tokenizer": "bytes", "seq_len": 64}}
+    done = export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"), job=job)
+    assert set(done.files) == {
+        "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"
+    }  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    batch = tokenizer("In the beginning", return_tensors="pt")
+    found = []
+    for model in (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
+    ):
+        with torch.no_grad():
+            found.append(model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=256).tolist())
+    assert len(found[0][0]) > 16 and found[0] != found[1], "the adapters change nothing"
 
 
 def test_targets_of_some_matrices_are_exported_as_peft_names_them(tmp_path: Path, peft: Any) -> None:

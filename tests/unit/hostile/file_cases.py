@@ -26,6 +26,7 @@ from raypp.hf.config import options_from_config
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import model_tensors
+from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.planning.costs import Costs, Part, read_costs, write_costs
 from raypp.planning.machines import read_machines
 from raypp.spec.checks import check_spec
@@ -157,6 +158,12 @@ def use_tokenizer(path: Path) -> None:
     FileTokenizer(path)
     if problems:
         raise RayppError(problems)
+
+
+def export_tokenizer_beside(path: Path) -> None:
+    """Does what an export does with the files beside a tokenizer."""
+    (path.parent / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    tokenizer_files(str(path.parent / "tokenizer.json"), vocab_size=320, context=16)
 
 
 def _model_with(name: str, content: bytes | Callable[[], bytes]) -> Case:
@@ -293,6 +300,7 @@ def document_cases() -> Iterator[tuple[str, Case]]:
         ("links.json", LINKS, read_machines),
         ("costs.json", costs_document(), lambda path: read_costs(path, job(kind="synthetic"))),
         ("tokenizer.json", TOKENIZER, use_tokenizer),
+        ("generation_config.json", {"eos_token_id": 3, "top_p": 0.9}, export_tokenizer_beside),
         ("runs/run.json", PLACE, lambda _: known_runs()),
         ("local/state.json", STATE, lambda _: local.find()),
     ]

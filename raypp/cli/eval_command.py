@@ -1,0 +1,123 @@
+"""`raypp eval`: the loss of a trained model on text, or its results on tasks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.cli.console import Console, Table
+from raypp.cli.output import echo, echo_json
+from raypp.cli.torch_process import ask
+from raypp.environment import need
+from raypp.errors import JobError, Problem, RayppError
+from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
+from raypp.inference.source import Source, find_source
+from raypp.spec.load import job_document
+
+_KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
+
+
+@click.command("eval")
+@click.argument("model", metavar="RUN|URL|HF_DIR")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="Checkpoint of the run.  [default: the newest]")
+@click.option("--data", metavar="PATH", help="Text to evaluate on.  [default: the run's eval data, else its data]")
+@click.option("--tasks", metavar="A,B", help="Run tasks of lm-evaluation-harness: names, or paths of their YAML files.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="With --tasks: only the first N documents of each.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job. Can be repeated."
+)
+@click.option("--mesh", default="pp=1", show_default=True, help="Processes of this machine that share the model.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def eval_command(
+    model: str,
+    step: int | None,
+    data: str | None,
+    tasks: str | None,
+    limit: int | None,
+    overrides: tuple[str, ...],
+    mesh: str,
+    as_json: bool,
+) -> None:
+    """Evaluate a trained model: a run, a checkpoint of it, or a Hugging Face folder.
+
+    Computes the loss on text with the rows, lengths and precision of the run's own evaluation. Or,
+    with --tasks, runs tasks of lm-evaluation-harness. Needs no cluster: the model runs on this
+    machine.
+    """
+    if tasks is not None:
+        need("lm_eval", "eval", "--tasks")
+        if data is not None:
+            raise JobError(Problem(DATA, "tasks bring their own data", f"leave out {DATA} or --tasks"))
+    elif limit is not None:
+        raise JobError(Problem("--limit", "belongs to --tasks", "give --tasks, too"))
+    pp = _pipeline_ranks(mesh)
+    source = find_source(model, step)
+    for remark in source.remarks:
+        echo(f"note: {remark}", err=True)
+    request: dict[str, Any] = {"source": asdict(source)}
+    if tasks is None:
+        request["job"] = job_document(data_job(source, data, pp, overrides))
+        try:
+            answer = _asked(request)
+        except RayppError as error:
+            raise type(error)(as_asked(error.problems, data)) from error
+        _show_loss(source, answer, as_json)
+        return
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
+    request["job"] = job_document(task_job(source, pp, overrides))
+    answer = _asked(request | {"tasks": [_absolute(name) for name in names], "limit": limit})
+    if as_json:
+        echo_json(answer)
+    else:
+        _show_tasks(source, answer)
+
+
+def _asked(request: dict[str, Any]) -> dict[str, Any]:
+    with Console(stderr=True).status("evaluating …"):
+        return ask("raypp.inference.evaluate", request, "the evaluation")
+
+
+def _pipeline_ranks(mesh: str) -> int:
+    """Returns N of `pp=N`."""
+    found = re.fullmatch(r"pp=([1-9]\d{0,3})", mesh.strip())
+    if found is None:
+        raise JobError(Problem("--mesh", f"is {mesh!r}", "give the pipeline's ranks, as in --mesh pp=2"))
+    return int(found[1])
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).expanduser().absolute()) if name.endswith((".yaml", ".yml")) else name
+
+
+def _show_loss(source: Source, answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        echo_json({key: answer[key] for key in _KEYS})
+        return
+    facts = [f"loss {answer['loss']:.4f}"]
+    if answer["perplexity"] is not None:
+        facts.append(f"perplexity {answer['perplexity']:.4g}")
+    facts.append(f"{answer['tokens']:,} tokens")
+    if answer["bytes_per_token"] is not None:
+        facts.append(f"{answer['bytes_per_token']:.3g} bytes per token")
+    echo(f"{source.place}: {', '.join(facts)}; {answer['seconds']:.1f} s")
+
+
+def _show_tasks(source: Source, answer: dict[str, Any]) -> None:
+    echo(source.place)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("task", "metric", "value", "±"):
+        table.add_column(name, justify="right" if name in ("value", "±") else "left")
+    for task, metrics in answer["tasks"].items():
+        for metric, value in metrics.items():
+            if "_stderr" not in metric and isinstance(value, int | float):
+                name, _, chosen = metric.partition(",")
+                error = metrics.get(f"{name}_stderr,{chosen}")
+                shown = f"{error:.4f}" if isinstance(error, int | float) else ""
+                table.add_row(task, metric.removesuffix(",none"), f"{value:.4f}", shown)
+    Console().print(table)

@@ -1,0 +1,88 @@
+"""What must be installed where: raypp's optional packages, and the versions that nodes need.
+
+A job takes raypp's own code along, so nodes need no raypp of the same version. They need what that
+code imports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+from collections.abc import Iterator
+from importlib import metadata
+
+from raypp.errors import JobError, Problem
+
+OLDEST = {"python": "3.11", "ray": "2.50", "torch": "2.11"}
+"""The oldest versions that raypp runs with, as pyproject.toml states them."""
+ON_NODES = ("torch", "ray", "numpy", "pydantic", "PyYAML", "boto3", "safetensors", "tokenizers", "psutil")
+"""The distributions that ranks and controllers import."""
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Checks that an optional package is installed here. Does not import it.
+
+    Args:
+        module: Its module, such as `torch`.
+        extra: The extra of raypp that installs it.
+        what: Who needs it, for the error: "raypp parity".
+
+    Raises:
+        JobError: It is not installed; names the extra.
+    """
+    if importlib.util.find_spec(module) is None:
+        what_else = f"needs {module}, which is not installed here"
+        raise JobError(Problem(what, what_else, f"pip install 'raypp[{extra}]'"))
+
+
+def is_older(version: str, oldest: str) -> bool:
+    """Whether a version such as `2.9.1+cpu` is older than one such as `2.11`."""
+    numbers = _numbers(version)
+    return bool(numbers) and numbers < _numbers(oldest)
+
+
+def too_old(versions: dict[str, str]) -> str:
+    """Names the versions, of Python, Ray and torch, that are older than raypp needs; "" if none."""
+    found = [
+        f"{name} {versions[name]} (raypp needs {oldest} or newer)"
+        for name, oldest in OLDEST.items()
+        if versions.get(name) and is_older(versions[name], oldest)
+    ]
+    return ", ".join(found)
+
+
+def check_node(place: str) -> None:
+    """Checks this process' environment before anything heavy is imported.
+
+    Args:
+        place: The node's name, for the error.
+
+    Raises:
+        JobError: Something is missing or too old; names all of it.
+    """
+    problems = list(_node_problems(place))
+    if problems:
+        raise JobError(problems)
+
+
+def _node_problems(place: str) -> Iterator[Problem]:
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in ON_NODES}
+    fix = "install `raypp[node]` there, into the Python that runs Ray"
+    missing = [name for name, version in versions.items() if not version]
+    if missing:
+        yield Problem(place, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed", fix)
+    if old := too_old(versions):
+        yield Problem(place, f"has {old}", fix)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d{1,9}(\.\d{1,9}){0,3}", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

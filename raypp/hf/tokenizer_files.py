@@ -1,0 +1,178 @@
+"""The tokenizer's files of an export, as transformers' `AutoTokenizer` reads them. Without torch.
+
+The `bytes` tokenizer is written as a tokenizer.json with the same ids. A tokenizer.json is copied
+with the files beside it, chat template included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raypp.data.tokenizer import END_NAMES, ByteTokenizer
+from raypp.errors import DataError, JobError, Problem
+from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, vocabulary
+from raypp.untrusted.documents import Bounds, parse_json
+from raypp.untrusted.files import read_file
+from raypp.untrusted.text import visible
+
+OPTION = "--tokenizer"
+TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_BESIDE = (
+    CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model",
+)  # fmt: skip
+"""The files that belong to a file named tokenizer.json in the same folder."""
+_TEMPLATES = "additional_chat_templates"
+_MOST_TEMPLATES = 100
+_GENERATION_BOUNDS = Bounds(size=1 << 20)
+_END = END_NAMES[0]
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What an export writes for the tokenizer.
+
+    Attributes:
+        files: Content by key.
+        eos_id: The id of the end-of-text token, if known.
+        remarks: Notes for the user.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    eos_id: int | None = None
+    remarks: list[str] = field(default_factory=list)
+
+
+def tokenizer_files(
+    name: str | None, *, vocab_size: int, context: int, asked: bool = False, generation: bool = True
+) -> TokenizerFiles:
+    """Returns the files of a tokenizer.
+
+    Args:
+        name: `bytes`, or the path of a tokenizer.json; None: the job names none.
+        vocab_size: Rows of the model's embedding.
+        context: Tokens that the model takes at once.
+        asked: The user named it: what prevents its export is an error. Otherwise it is a remark.
+        generation: Whether to write generation_config.json, which belongs to a whole model.
+
+    Raises:
+        DataError: `asked`, and the file is missing or is no tokenizer.json.
+        JobError: `asked`, and the tokenizer has ids that the model does not have.
+    """
+    fix = f"name one with {OPTION} FILE"
+    if name is None:
+        return TokenizerFiles(remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
+    path = Path(name)
+    try:
+        content = bytes_tokenizer() if name == "bytes" else read_tokenizer(path)
+        ids = vocabulary(content, path)
+    except DataError as error:
+        if asked:
+            raise DataError(Problem(OPTION, problem.what, problem.fix) for problem in error.problems) from error
+        why = "; ".join(problem.what for problem in error.problems)
+        return TokenizerFiles(
+            remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
+        )
+    count = 1 + max(ids.values(), default=-1)
+    if count > vocab_size:
+        what = f"it has {count} ids, but the model has only {vocab_size}"
+        if asked:
+            raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
+        return TokenizerFiles(remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
+    end = next((word for word in END_NAMES if word in ids), None)
+    files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
+    if CONFIG not in files:
+        files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))
+    eos_id = None if end is None else ids[end]
+    remarks: list[str] = []
+    if generation and eos_id is not None:
+        theirs: dict[str, Any] = {}
+        if path.name == TOKENIZER:
+            theirs, remarks = _their_generation(path.parent / GENERATION)
+        files[GENERATION] = _json(_with_end(theirs, eos_id))
+    return TokenizerFiles(files, eos_id, remarks)
+
+
+def bytes_tokenizer() -> bytes:
+    """Returns a tokenizer.json with the ids of `ByteTokenizer`, in both directions."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = {"id": ByteTokenizer.eos_id, "content": _END, "normalized": False, "special": True}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**added, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {name: byte for byte, name in enumerate(_byte_names())}, "merges": []},
+    }
+    return _json(document)
+
+
+def _byte_names() -> list[str]:
+    """Returns the character that stands for each byte in vocabularies of byte-level BPE.
+
+    Printable characters of Latin-1 stand for themselves, the others for those from U+0100 on.
+    """
+    others = iter(range(0x100, 0x200))
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _config(end: str | None, context: int, *, plain: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if end is not None:
+        config |= {"eos_token": end, "pad_token": end}
+    if plain:
+        config["split_special_tokens"] = True  # a text that contains the name of the end token has its bytes
+    return config
+
+
+def _beside(folder: Path) -> dict[str, bytes]:
+    """Returns the files that belong to `folder`/tokenizer.json.
+
+    Raises:
+        DataError: One of them is no regular file, or is too large.
+    """
+    names = [name for name in _BESIDE if (folder / name).is_file()]
+    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
+    if len(templates) > _MOST_TEMPLATES:
+        raise DataError(Problem(str(folder / _TEMPLATES), f"has more than {_MOST_TEMPLATES} templates"))
+    names += [f"{_TEMPLATES}/{name}" for name in templates]
+    return {name: read_file(folder / name, BOUNDS.size) for name in names}
+
+
+def _their_generation(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the source's generation_config.json, and a remark if it cannot be used."""
+    if not path.is_file():
+        return {}, []
+    try:
+        found = parse_json(read_file(path, _GENERATION_BOUNDS.size), str(path), _GENERATION_BOUNDS, DataError)
+    except DataError as error:
+        return {}, [f"{GENERATION} was written anew: {visible(error.problems[0].what)}"]
+    if not isinstance(found, dict):
+        return {}, [f"{GENERATION} was written anew: {visible(str(path))} is not a JSON object"]
+    return found, []
+
+
+def _with_end(generation: Mapping[str, Any], eos_id: int) -> dict[str, Any]:
+    """Returns a generation config that ends at `eos_id`, too."""
+    ends = generation.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if eos_id not in ends:
+        ends = [*ends, eos_id]
+    return {"pad_token_id": eos_id, **generation, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, indent=2).encode()

@@ -1,0 +1,161 @@
+"""Evaluates a trained model: its loss on text, or tasks of lm-evaluation-harness.
+
+`main` reads one request as JSON from standard input and prints the answer as one JSON object. Ranks
+are processes of this machine: one for each stage of the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.data.corpus import Corpus
+from raypp.data.sources import open_documents
+from raypp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError
+from raypp.hf.initial_weights import load_from_hf
+from raypp.inference.eval_job import DATA
+from raypp.inference.source import Source
+from raypp.measure.local_ranks import run_ranks
+from raypp.ports import free_port
+from raypp.spec.job import Job
+from raypp.spec.load import job_document, parse_job
+from raypp.storage import open_store
+from raypp.train.assemble import AssembledRank, assemble
+from raypp.train.build import draw_weights
+from raypp.train.evaluate import Evaluator
+from raypp.train.own_seat import local_seat
+from raypp.train.step import StepRunner
+
+_HANG_S = 86_400.0
+"""Ranks wait for each other this long: rank 0 may read large data, or generate."""
+_MOST_DECODED = 4_000_000
+"""Tokens of which the bytes of text are counted."""
+
+
+def evaluate(source: Source, job: Job) -> dict[str, Any]:
+    """Computes the loss of a model on the data of a job from `data_job`.
+
+    Returns:
+        `loss`: mean over the tokens with a label; `perplexity`: its exponential, None if that is no
+        number; `tokens`: how many have a label; `bytes_per_token`: of the text, without end tokens,
+        None if the data have no text; `seconds`.
+
+    Raises:
+        DataError: The data cannot be used.
+        JobError: No token of the data has a label.
+        RunFailedError: A rank failed.
+    """
+    documents = open_documents(job)
+    corpus = documents.train if documents.held_out is None else documents.held_out
+    size = bytes_per_token(corpus, documents.tokenizer)
+    found = on_ranks(_loss_on_rank, source, job)
+    if not found["tokens"]:
+        what = "has no token that follows another one: there is nothing to predict"
+        raise JobError(Problem(DATA, what, "give longer documents"))
+    loss = found["loss"]
+    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else None
+    return {"loss": loss, "perplexity": perplexity, "tokens": found["tokens"], "bytes_per_token": size} | {
+        "seconds": found["seconds"]
+    }
+
+
+def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
+    """Returns the bytes of text of a token, over the first documents; None if there is no text."""
+    if not isinstance(tokenizer, ByteTokenizer | FileTokenizer):
+        return None
+    tokens, size = 0, 0
+    for index in range(len(corpus)):
+        ids = corpus.ids(index)
+        ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
+        size += len(ids) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(ids.tolist()).encode())
+        tokens += len(ids)
+        if tokens > _MOST_DECODED:
+            break
+    return size / tokens if tokens else None
+
+
+def on_ranks(function: Any, source: Source, job: Job, *arguments: Any) -> Any:
+    """Runs `function(rank, port, source document, job document, device, *arguments)` on all ranks.
+
+    One rank runs in this process.
+
+    Returns:
+        What rank 0's function returned.
+    """
+    world = job.mesh.world
+    device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
+    given = (asdict(source), job_document(job), device, *arguments)
+    return function(0, free_port(), *given) if world == 1 else run_ranks(world, function, *given, patience_s=None)
+
+
+@contextmanager
+def loaded(
+    rank: int, port: int, source: Mapping[str, Any], document: Mapping[str, Any], device: str
+) -> Iterator[tuple[AssembledRank, StepRunner]]:
+    """Assembles a rank with the trained weights. Collective over the ranks of the job."""
+    job = parse_job(document)
+    seat = local_seat(rank, job.mesh.world, port, job, device=device)
+    with assemble(job, seat, hang_timeout_s=_HANG_S, draw=False) as assembled:
+        load_weights(Source(**source), job, assembled.built.modules)
+        yield assembled, StepRunner(assembled)
+
+
+def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
+    """Sets every weight of this rank's stages. No communication.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape.
+    """
+    base = job.model.from_hf
+    if source.store is None:
+        assert base is not None
+        load_from_hf(base, stages)
+        return
+    if not all(weight.requires_grad for stage in stages for weight in stage.parameters()):
+        if base is None:
+            draw_weights(stages, job, frozen=True)
+        else:
+            load_from_hf(base, stages, frozen=True)
+    load_checkpoint(open_store(source.store), source.run, source.step, stages, None)
+
+
+def _loss_on_rank(
+    rank: int, port: int, source: Mapping[str, Any], document: Mapping[str, Any], device: str
+) -> dict[str, Any]:
+    with loaded(rank, port, source, document, device) as (assembled, runner):
+        held_out = assembled.job.data.eval is not None
+        found = Evaluator(assembled.job, runner).run(None if held_out else runner.loader.once())
+        return {"loss": found.loss, "tokens": found.tokens, "seconds": found.seconds}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the request from standard input and prints the answer."""
+    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+    source = Source(**request["source"])
+    try:
+        job = parse_job(request["job"])
+        if request.get("tasks"):
+            # Read when the libraries are imported: bars would be shown when all is over.
+            os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+            from raypp.inference.harness import run_tasks
+
+            answer = run_tasks(source, job, request["tasks"], request.get("limit"))
+        else:
+            answer = evaluate(source, job)
+    except RayppError as error:
+        problems = [asdict(problem) for problem in error.problems]
+        print(json.dumps({"problems": problems, "exit_code": error.exit_code}))  # noqa: T201
+        return EXIT_RUN_FAILED
+    print(json.dumps(answer))  # noqa: T201
+    return EXIT_OK

@@ -1,0 +1,212 @@
+"""Tasks of lm-evaluation-harness on a trained model: the harness's model interface."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate as evaluate_tasks
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
+from raypp.inference.evaluate import loaded, on_ranks
+from raypp.inference.processes import Generators
+from raypp.inference.prompts import Answer, Encoded, end_ids
+from raypp.inference.scoring import Score, Scored, Scorer
+from raypp.inference.source import Source
+from raypp.spec.job import Job
+
+TASKS = "--tasks"
+_NETWORK = ("httpx", "requests", "urllib3", "huggingface_hub", "aiohttp")
+_SHOWN = 300
+_SEED = 1234
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_NEW_TOKENS = 256
+_ROWS = 8
+
+Ask = Callable[[Sequence[Scored]], Sequence[Score]]
+
+
+class PipelineLM(TemplateLM):  # type: ignore[misc]
+    """A trained model as the harness sees it.
+
+    Args:
+        source: The model.
+        ask: Scores rows.
+        pp: Pipeline ranks, for generating.
+    """
+
+    def __init__(self, source: Source, ask: Ask, pp: int = 1) -> None:
+        super().__init__()
+        self._source, self._ask, self._pp, self._max_length = source, ask, pp, source.context
+        self._tokenizer = source.open_tokenizer()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.identity
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Returns the ids as in training: without special tokens."""
+        ids: list[int] = self._tokenizer.encode(string).tolist()
+        return ids
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Scores continuations. What is too long loses its first tokens."""
+        most = self._max_length + 1
+        rows = [Scored((context + rest)[-most:], len(rest)) for _, context, rest in requests]
+        return [(score.logprob, score.greedy) for score in self._ask(rows)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-probability of whole texts, in windows of the model's context."""
+        found: list[list[tuple[Any, list[int], list[int]]]] = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._max_length,
+                context_len=1,
+            )
+            found.append([(None, *make_disjoint_window(window)) for window in windows])
+        scores = iter(self._loglikelihood_tokens([window for windows in found for window in windows]))
+        return [sum(next(scores)[0] for _ in windows) for windows in found]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues texts up to a stop sequence, in processes that hold the model a second time.
+
+        A context that leaves no room for the new tokens loses its first tokens.
+        """
+        prompts, stops, choices = [], [], set()
+        for text, settings in (request.args for request in requests):
+            limit = next((settings[name] for name in _LIMITS if settings.get(name) is not None), _NEW_TOKENS)
+            if not 0 < limit < self._max_length:
+                what = f"asks for {limit} new tokens, but the model's context has {self._max_length}"
+                raise JobError(Problem(TASKS, what, "set max_gen_toks in the task's generation_kwargs"))
+            prompts.append(Encoded(text, self.tok_encode(text)[limit - self._max_length :], limit))
+            until = settings.get("until") or []
+            stops.append([until] if isinstance(until, str) else list(until))
+            drawn = settings.get("do_sample", False)
+            choices.add((settings.get("temperature") or 1.0, settings.get("top_p") or 1.0) if drawn else (0.0, 1.0))
+        answers = [Answer(prompt) for prompt in prompts]
+        if len(choices) > 1:
+            raise JobError(Problem(TASKS, "samples with several temperatures at once", "run the tasks one by one"))
+        for temperature, top_p in choices:
+            with Generators(self._source, self._pp, end_ids(self._source, self._tokenizer), _ROWS) as generators:
+                for token in generators.generate(prompts, temperature=temperature, top_p=top_p, seed=_SEED):
+                    answers[token.prompt].add(token.token, token.finish)
+        texts = [answer.text(self._tokenizer) for answer in answers]
+        return [before_first(text, stop) for text, stop in zip(texts, stops, strict=True)]
+
+
+def before_first(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop sequence."""
+    return text[: min((text.index(stop) for stop in stops if stop and stop in text), default=len(text))]
+
+
+def run_tasks(source: Source, job: Job, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
+    """Runs tasks on a model.
+
+    Args:
+        source: The model.
+        job: From `task_job`.
+        tasks: Names, or paths of YAML files.
+        limit: Documents of each task. None: all.
+
+    Returns:
+        `tasks`: metrics by task, as the harness names them.
+
+    Raises:
+        JobError: There is no such task, it cannot be loaded, or the model has no tokenizer.
+        UnreachableError: A task needs the network.
+    """
+    source.open_tokenizer()
+    load_tasks(tasks)  # before the model
+    answer: dict[str, Any] = on_ranks(_tasks_on_rank, source, job, list(tasks), limit)
+    return answer
+
+
+def load_tasks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Loads tasks and their data, as the harness's `TaskManager.load` returns them.
+
+    Raises:
+        JobError: There is no such task, or it cannot be loaded.
+        UnreachableError: A task needs the network.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager()
+    found: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        if name.endswith((".yaml", ".yml")):
+            if not Path(name).is_file():
+                raise JobError(Problem(TASKS, f"there is no file {name}", "check the path"))
+        elif name not in manager.task_index:
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            fix = f"did you mean {', '.join(close)}?" if close else "name one of the harness, or a YAML file"
+            raise JobError(Problem(TASKS, f"there is no task {name!r}", fix))
+        try:
+            for part, objects in manager.load([name]).items():
+                found[part] |= objects
+        except Exception as error:  # the harness and its libraries raise anything
+            raise _not_loaded(name, error) from error
+    for task in found["tasks"].values():  # as the harness's own command does
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=_SEED)
+    return found
+
+
+def _not_loaded(name: str, error: Exception) -> JobError | UnreachableError:
+    said = " ".join(in_words(error).split())[:_SHOWN]
+    for cause in causes(error):
+        if isinstance(cause, ConnectionError) or type(cause).__module__.partition(".")[0] in _NETWORK:
+            fix = "run it where there is a network, or use a task whose data are on this machine"
+            return UnreachableError(Problem(TASKS, f"the data of {name} cannot be fetched: {said}", fix))
+    return JobError(Problem(TASKS, f"{name} cannot be loaded: {said}", "check the task's YAML file and its data"))
+
+
+def _tasks_on_rank(
+    rank: int,
+    port: int,
+    source: Mapping[str, Any],
+    document: Mapping[str, Any],
+    device: str,
+    tasks: list[str],
+    limit: int | None,
+) -> dict[str, Any]:
+    with loaded(rank, port, source, document, device) as (_, runner):
+        scorer = Scorer(runner)
+        if rank != 0:
+            scorer.serve()
+            return {}
+        try:
+            return {"tasks": _results(PipelineLM(Source(**source), scorer.score, runner.job.mesh.pp), tasks, limit)}
+        finally:
+            scorer.end()
+
+
+def _results(model: PipelineLM, tasks: list[str], limit: int | None) -> dict[str, dict[str, Any]]:
+    random.seed(0)
+    np.random.seed(_SEED)
+    found = evaluate_tasks(lm=model, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
+    assert found is not None
+    return {
+        task: {name: value for name, value in metrics.items() if _is_metric(name, value)}
+        for task, metrics in found["results"].items()
+    }
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    return name != "sample_len" and isinstance(value, int | float)

@@ -1,0 +1,148 @@
+"""Log-probabilities of the last tokens of rows, by a forward-only program on a pipeline.
+
+Rank 0 asks, the other ranks serve. Every row is a document of its own.
+
+Legend: B rows of a microbatch, T tokens, V vocabulary, R rows of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypp.data.packing import NO_LABEL, Row
+from raypp.models.loss import IGNORED
+from raypp.pipeline.runtime import ProgramRuntime
+from raypp.records import Requests
+from raypp.train.step import StepRunner, Stopwatch
+
+
+class Scored(NamedTuple):
+    """A row to be scored.
+
+    Attributes:
+        tokens: Its ids; more than `scored`.
+        scored: How many of the last ids are scored, at least 1.
+    """
+
+    tokens: Sequence[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    """The score of a row.
+
+    Attributes:
+        logprob: Summed log-probability of the scored ids.
+        greedy: Whether each of them is the most probable one.
+    """
+
+    logprob: float
+    greedy: bool
+
+
+def row_scores(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Returns each row's summed log-probability, and how many labels are not the most probable id.
+
+    Args:
+        logits_BTV: `[B, T, V]`.
+        labels_BT: `[B, T]`, int64; `IGNORED` where a token has no label.
+
+    Returns:
+        float64 `[B, 2]`.
+    """
+    found = logits_BTV.new_zeros((len(labels_BT), 2), dtype=torch.float64)
+    for index, labels_T in enumerate(labels_BT):
+        labelled_T = labels_T != IGNORED
+        logits_tV, labels_t = logits_BTV[index][labelled_T].float(), labels_T[labelled_T]
+        found[index, 0] = -F.cross_entropy(logits_tV, labels_t, reduction="none").double().sum()
+        found[index, 1] = (logits_tV.argmax(-1) != labels_t).sum()
+    return found
+
+
+class Scorer:
+    """Scores rows on the stages of a rank, which then return logits instead of losses.
+
+    Args:
+        runner: The step runner of a job with one replica.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        pipeline = runner.pipeline
+        stages = list(runner.built.runtime.planned.values())
+        for stage in stages:
+            setattr(stage.submod, "computes_loss", False)  # noqa: B010 - not a tensor or a module
+        self._rows = runner.job.train.micro_batch_size
+        self._microbatches = pipeline.microbatches
+        self._runtime = ProgramRuntime(
+            stages,
+            pipeline.forward_program(),
+            pipeline.rank_of_stage,
+            pipeline.microbatches,
+            row_scores,
+            backward=False,
+        )
+
+    def score(self, rows: Sequence[Scored]) -> list[Score]:
+        """Scores rows. Only rank 0 calls it; the others `serve`."""
+        dist.broadcast_object_list([list(rows)], src=0)
+        return self._scores(rows)
+
+    def end(self) -> None:
+        """Makes `serve` return. Only rank 0 calls it, once."""
+        dist.broadcast_object_list([None], src=0)
+
+    def serve(self) -> None:
+        """Computes what rank 0 asks for, until it calls `end`."""
+        while True:
+            asked: list[Any] = [None]
+            dist.broadcast_object_list(asked, src=0)
+            if asked[0] is None:
+                return
+            self._scores(asked[0])
+
+    @torch.no_grad()
+    def _scores(self, rows: Sequence[Scored]) -> list[Score]:
+        # Rows of similar length share a microbatch, which is as long as its longest row.
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+        found_R2 = torch.zeros((len(rows), 2), dtype=torch.float64)
+        each = self._microbatches * self._rows
+        for start in range(0, len(rows), each):
+            chosen = order[start : start + each]
+            scores = self._step([_row(rows[index]) for index in chosen])
+            if scores is not None:
+                found_R2[torch.tensor(chosen)] = scores[: len(chosen)]
+        dist.all_reduce(found_R2)  # ranks without the last stage add zeros
+        return [Score(logprob, wrong == 0) for logprob, wrong in found_R2.tolist()]
+
+    def _step(self, rows: list[Row]) -> Tensor | None:
+        """Returns the scores `[microbatches · B, 2]` on the rank of the last stage."""
+        runner, each = self._runner, self._rows
+        filler = Row(np.array([0]), np.array([NO_LABEL]), (1,))
+        rows = rows + [filler] * (self._microbatches * each - len(rows))
+        microbatches = [tuple(rows[start : start + each]) for start in range(0, len(rows), each)]
+        read = runner.agree(microbatches, Requests(), Stopwatch())
+        batches = runner.batches(read)
+        scores = self._runtime.run(
+            each,
+            runner.own_lengths(read),
+            [batch.tokens_BT for batch in batches],
+            [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
+            [batch.labels_BT for batch in batches],
+        )
+        return torch.cat(scores).cpu() if scores else None
+
+
+def _row(row: Scored) -> Row:
+    """Returns a row whose last tokens predict the scored ids."""
+    tokens = np.asarray(row.tokens, dtype=np.int64)
+    labels = np.full(len(tokens) - 1, NO_LABEL, dtype=np.int64)
+    labels[-row.scored :] = tokens[-row.scored :]
+    return Row(tokens[:-1], labels, (len(tokens) - 1,))

@@ -1,0 +1,274 @@
+"""`raypp eval` finds the loss of the run's own evaluation, and that of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raypp.cli.main import run as run_command
+from raypp.observe.reader import RunReader
+from raypp.ports import free_port
+from raypp.storage import open_store
+
+pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split("\n\n")
+TRAINED, HELD_OUT = ([text.strip() for text in part if 8 < len(text) < 250] for part in (TEXT[:160], TEXT[500:560]))
+JOB: dict[str, Any] = {
+    "name": "small",
+    "model": {"kind": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 48, "vocab_size": 264},
+    "data": {"kind": "text", "path": "train.txt", "seq_len": 256, "eval": {"path": "held.txt"}},
+    "pipeline": {"microbatches": 3},
+    "train": {"steps": 3, "micro_batch_size": 2, "eval_every_steps": 2, "optimizer": {"lr": 0.01}},
+    "checkpoint": {"url": "store", "every_steps": 2, "memory_tier": False},
+}
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "texts": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{continuation}}",
+        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "RAYPP_HOME": str(folder / "home"), "HF_HOME": str(folder)} | more
+
+
+def trained(folder: Path, name: str, *changes: str, ranks: int = 1) -> str:
+    """Trains the job in `ranks` processes; returns the run's place."""
+    command = [sys.executable, "-m", "raypp.train", "--job", "job.json", "--set", f"name={name}"]
+    command += [word for change in changes for word in ("--set", change)]
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(folder, RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+    return str(folder / "store" / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "train.txt").write_text("\n\n".join(TRAINED))
+    (folder / "held.txt").write_text("\n\n".join(HELD_OUT))
+    (folder / "job.json").write_text(json.dumps(JOB))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> str:
+    return trained(folder, "small")
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, run: str) -> Path:
+    assert raypp(folder, "checkpoints", "export", run, str(folder / "hf"))["tensors"] > 0
+    return folder / "hf"
+
+
+def said(folder: Path, *words: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "raypp", *words]
+    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def raypp(folder: Path, *words: str) -> Any:
+    code, out, err = said(folder, *words, "--json")
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def own(folder: Path, name: str) -> dict[int, tuple[float, int]]:
+    """Returns loss and tokens of a run's own evaluations by step."""
+    found = RunReader(open_store(str(folder / "store")), name).evaluations()
+    return {one["step"]: (one["loss"], one["tokens"]) for one in found}
+
+
+def test_the_loss_of_each_checkpoint_is_that_of_the_run_bit_for_bit(folder: Path, run: str) -> None:
+    expected = own(folder, "small")
+    assert sorted(expected) == [2, 3]
+    newest = raypp(folder, "eval", run)
+    assert list(newest) == ["loss", "perplexity", "tokens", "bytes_per_token"]
+    assert (newest["loss"], newest["tokens"]) == expected[3]
+    assert newest["perplexity"] == math.exp(newest["loss"]) and newest["bytes_per_token"] == 1.0
+    older = raypp(folder, "eval", f"{run}/step-2", "--mesh", "pp=2")
+    assert (older["loss"], older["tokens"]) == expected[2] != expected[3]
+
+
+def test_a_run_on_a_pipeline_with_a_fraction_held_out_is_evaluated_in_one_process(folder: Path) -> None:
+    changes = ("mesh.pp=2", "data.eval={fraction: 0.2}", "train.precision=bf16", "pipeline.variable_seq_len=step")
+    place = trained(folder, "pipeline", *changes, ranks=2)
+    found = raypp(folder, "eval", place)
+    assert (found["loss"], found["tokens"]) == own(folder, "pipeline")[3]
+
+
+def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str) -> None:
+    place = trained(folder, "whole", "data.eval=null", "train.eval_every_steps=0")
+    of_data = raypp(folder, "eval", place)
+    assert of_data == raypp(folder, "eval", place, "--data", "train.txt")
+    # Every byte but each document's first has a label; so has the end.
+    assert of_data["tokens"] == sum(len(text.encode()) for text in TRAINED)
+
+
+def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    total, tokens = 0.0, 0
+    for text in HELD_OUT:
+        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += float(F.cross_entropy(logits.double(), ids[1:], reduction="sum"))
+        tokens += len(ids) - 1
+    ours = raypp(folder, "eval", str(exported), "--data", "held.txt")
+    assert (ours["tokens"], ours["bytes_per_token"]) == (tokens, 1.0)
+    assert ours["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert ours["loss"] == pytest.approx(raypp(folder, "eval", run)["loss"], rel=1e-6)
+
+
+def continued(model: Any, tokenizer: Any, text: str) -> str:
+    """Returns 12 tokens of greedy continuation, up to an `e` or a line's end."""
+    ids = torch.tensor([tokenizer(text)["input_ids"][-244:]])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
+
+
+@pytest.mark.timeout(600)
+def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Path, run: str, exported: Path) -> None:
+    pytest.importorskip("lm_eval")
+    draw = random.Random(5)
+    words = " ".join(TRAINED).split()
+
+    def phrase(most: int) -> str:
+        start = draw.randrange(len(words) - most)
+        return " ".join(words[start : start + draw.randrange(1, most)])
+
+    rows = [
+        {"question": phrase(40), "choices": [f" {phrase(4)}" for _ in range(4)], "answer": draw.randrange(4)}
+        for _ in range(21)
+    ]
+    rows[3]["question"] = " ".join(words[:90])  # longer than the model's context
+    theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    for row in rows:  # half of them as the model continues them
+        row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}}
+    for name, task in TASKS.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **files, **task}))
+    names = ",".join(f"{name}.yaml" for name in TASKS)
+    program = (
+        "import json, logging\n"
+        "from lm_eval import simple_evaluate\n"
+        f"found = simple_evaluate('hf', 'pretrained={exported},dtype=float32', {names.split(',')!r}, batch_size=1,\n"
+        "    device='cpu', log_samples=False)\n"
+        "print(json.dumps(found['results']))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    for words_of_command in ((run,), (str(exported), "--mesh", "pp=2")):
+        ours = raypp(folder, "eval", *words_of_command, "--tasks", names)["tasks"]
+        assert ours.keys() == theirs.keys() == TASKS.keys()
+        for name, metrics in ours.items():
+            same = {metric: value for metric, value in theirs[name].items() if metric in metrics}
+            assert {"choices": 4, "rolling": 2, "texts": 2}[name] == len(metrics) == len(same)
+            assert metrics == pytest.approx(same, rel=1e-5)
+    assert 0.2 < ours["texts"]["exact_match,none"] < 0.8
+    few = raypp(folder, "eval", run, "--tasks", "choices.yaml", "--limit", "4")["tasks"]["choices"]
+    assert few["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["MODEL"], 2, "does not name any data\n  fix: give --data PATH"),
+        (["MODEL", "--data", "empty.txt"], 2, "empty.txt contains no documents"),
+        (["MODEL", "--data", "nowhere.txt"], 2, "--data: there is no nowhere.txt"),
+        (
+            ["MODEL", "--data", "held.txt", "--set", "data.tokenizer=large.json"],
+            2,
+            "data.tokenizer: does not fit",
+        ),
+        (["MODEL", "--data", "held.txt", "--set", "data.no_such=1"], 2, "no_such"),
+        (["MODEL", "--mesh", "pp=5", "--data", "held.txt"], 2, "has more ranks than"),
+        (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "as in --mesh pp=2"),
+        (["MODEL", "--tasks", "nowhere.yaml"], 2, "there is no file"),
+        (["MODEL", "--tasks", "broken.yaml"], 2, "broken.yaml cannot be loaded"),
+        (["MODEL", "--tasks", "hellaswg"], 2, "there is no task 'hellaswg'\n  fix: did you mean hellaswag"),
+        (["MODEL", "--tasks", "a", "--data", "held.txt"], 2, "tasks bring their own data"),
+        (["MODEL", "--data", "held.txt", "--limit", "3"], 2, "belongs to --tasks"),
+        (["RUN/step-1"], 2, "committed steps: 2, 3"),
+        (["store/nothing"], 2, "there is no run"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    words: list[str],
+    code: int,
+    told: str,
+    folder: Path,
+    run: str,
+    exported: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--tasks" in words:
+        pytest.importorskip("lm_eval")
+    (folder / "empty.txt").write_text(" \n\n")
+    (folder / "broken.yaml").write_text("task: [")
+    vocabulary = {f"w{index}": index for index in range(300)} | {"</s>": 300}
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+    (folder / "large.json").write_text(json.dumps({**tokenizer, "added_tokens": []}))
+    named = [word.replace("MODEL", str(exported)).replace("RUN", run) for word in words]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RAYPP_HOME", str(folder / "home"))
+    assert run_command(["eval", *named]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(folder: Path, exported: Path) -> None:
+    bare = folder / "bare"
+    shutil.copytree(exported, bare)
+    (bare / "tokenizer.json").unlink()
+    code, _, err = said(folder, "eval", str(bare), "--data", "held.txt")
+    assert code == 2 and "has no tokenizer" in err
+    named = raypp(folder, "eval", str(bare), "--data", "held.txt", "--set", "data.tokenizer=bytes")
+    assert named == raypp(folder, "eval", str(exported), "--data", "held.txt")

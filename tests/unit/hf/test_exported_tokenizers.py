@@ -1,0 +1,202 @@
+"""Exports on text: AutoTokenizer has raypp's ids, and AutoModelForCausalLM continues a text."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import written
+from their_models import keys_of, options_in, their_config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from raypp.checkpoint.commit import read_commit
+from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
+from raypp.errors import DataError, JobError
+from raypp.hf.export_model import export_hf
+from raypp.hf.import_model import import_hf
+from raypp.hf.model_files import HfFiles
+from raypp.hf.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_files
+from raypp.spec.families import FAMILIES
+from raypp.storage.directory import DirectoryStore
+
+transformers: Any = pytest.importorskip("transformers")
+OURS = ByteTokenizer()
+TEXTS = (
+    "In the beginning",
+    "  two  spaces,\ttabs\n\n and \r\n",
+    "é漢字😀 \x00\x7f\xa0\xad",
+    "<|endoftext|>",
+    "before <|endoftext|> behind",
+    "it 's n't . , ! ?",
+    "",
+)
+
+
+def folder_of(files: TokenizerFiles, folder: Path) -> Path:
+    for name, content in files.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def any_text(seed: int, length: int) -> str:
+    """Returns a text of all kinds of characters: half of them ASCII, the others from all planes."""
+    draw = random.Random(seed)
+    planes = [(0, 0x80), (0, 0x80), (0x80, 0xD800), (0xE000, 0x110000)]
+    return "".join(chr(draw.randrange(*draw.choice(planes))) for _ in range(length))
+
+
+def words_file(folder: Path, name: str = "tokenizer.json") -> Path:
+    vocabulary = {"in": 0, "the": 1, "beginning": 2, "<|endoftext|>": 3, "<|im_end|>": 4, "?": 5}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / name))
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    files = tokenizer_files("bytes", vocab_size=257, context=64)
+    return transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *(any_text(seed, 3000) for seed in range(4))])
+def test_the_bytes_tokenizer_has_the_ids_of_raypp_and_gives_the_text_back(theirs: Any, text: str) -> None:
+    ids = OURS.encode(text).tolist()
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text == theirs.decode([*ids, 256], skip_special_tokens=True)
+
+
+def test_every_byte_has_its_id_and_256_ends_a_text(theirs: Any, tmp_path: Path) -> None:
+    names = [theirs.convert_ids_to_tokens(byte) for byte in range(256)]
+    assert [theirs.convert_tokens_to_ids(name) for name in names] == list(range(256))
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (257, 256, 256)
+    for seed in range(20):  # bytes that are no text: shown as Python shows them
+        data = random.Random(seed).randbytes(50)
+        assert theirs.decode(list(data)) == data.decode(errors="replace")
+    (tmp_path / "bytes.json").write_bytes(bytes_tokenizer())
+    again = FileTokenizer(tmp_path / "bytes.json")
+    assert (again.vocab_size, again.eos_id) == (OURS.vocab_size, OURS.eos_id)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_no_model_type_changes_the_tokenizer(kind: str, tmp_path: Path) -> None:
+    their_config(kind, keys_of(kind, "plain")).save_pretrained(tmp_path)
+    folder_of(tokenizer_files("bytes", vocab_size=257, context=64), tmp_path)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert all(found(text)["input_ids"] == OURS.encode(text).tolist() for text in TEXTS)
+
+
+def exported(folder: Path, **other: Any) -> tuple[Path, tuple[str, ...]]:
+    torch.manual_seed(3)
+    written("llama", folder / "theirs", vocab_size=300)
+    store, options = DirectoryStore(folder / "store"), options_in(folder / "theirs")
+    import_hf(HfFiles(str(folder / "theirs")), store, "run", options, {"model": options.model_dump(mode="json")})
+    done = export_hf(store, read_commit(store, "run", 0), DirectoryStore(folder / "out"), **other)
+    return folder / "out", done.remarks
+
+
+def test_an_exported_model_continues_texts(tmp_path: Path) -> None:
+    out, remarks = exported(tmp_path, job={"data": {"tokenizer": "bytes", "seq_len": 64}})
+    assert not remarks
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (256, 256)
+    tokenizer.padding_side = "left"
+    alone = [continued(model, tokenizer, [text])[0] for text in ("In the beginning", "é")]
+    assert continued(model, tokenizer, ["In the beginning", "é"]) == alone
+    assert all(alone)
+
+
+def continued(model: Any, tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        found = model.generate(**batch, max_new_tokens=8, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    assert all(isinstance(tokenizer.decode(row), str) for row in found)
+    return [[token for token in row.tolist() if token != 256] for row in found]
+
+
+def test_a_tokenizer_file_is_copied_with_the_files_beside_it(tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source")
+    chat = "{% for message in messages %}{{ message.content }} <|im_end|> {% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "model_max_length": 77}
+    (source.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    (source.parent / "chat_template.jinja").write_text(chat)
+    (source.parent / "additional_chat_templates").mkdir()
+    (source.parent / "additional_chat_templates" / "short.jinja").write_text("short")
+    (source.parent / "generation_config.json").write_text('{"eos_token_id": 4, "top_p": 0.8, "pad_token_id": 5}')
+    (source.parent / "notes.txt").write_text("not part of the tokenizer")
+    files = tokenizer_files(str(source), vocab_size=6, context=64)
+    assert set(files.files) == {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/short.jinja",
+        "generation_config.json",
+    }  # fmt: skip
+    copied = {name: content for name, content in files.files.items() if name != "generation_config.json"}
+    assert all(content == (source.parent / name).read_bytes() for name, content in copied.items())
+    # Documents of training ended with 3, turns of a chat end with 4.
+    generation = json.loads(files.files["generation_config.json"])
+    assert generation == {"eos_token_id": [4, 3], "top_p": 0.8, "pad_token_id": 5} and files.eos_id == 3
+    again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
+    assert (again.eos_token, again.model_max_length) == ("<|im_end|>", 77)
+    turns = [{"role": "user", "content": "in the beginning"}]
+    assert again.apply_chat_template(turns, tokenize=False) == "in the beginning <|im_end|> "
+    assert again("in the beginning")["input_ids"] == FileTokenizer(source).encode("in the beginning").tolist()
+
+
+def test_a_file_with_another_name_has_no_files_beside_it(tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source", "words.json")
+    (source.parent / "chat_template.jinja").write_text("of another model")
+    files = tokenizer_files(str(source), vocab_size=6, context=64, generation=False)
+    assert set(files.files) == {"tokenizer.json", "tokenizer_config.json"}
+    again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
+    assert (again.eos_token_id, again.pad_token_id, again.chat_template) == (3, 3, None)
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    def remarks(name: str | None, vocab_size: int = 300) -> str:
+        found = tokenizer_files(name, vocab_size=vocab_size, context=64)
+        assert not found.files
+        return "\n".join(found.remarks)
+
+    assert "names no tokenizer, so none was exported; name one with --tokenizer FILE" in remarks(None)
+    assert "/nowhere/tokenizer.json cannot be read" in remarks("/nowhere/tokenizer.json")
+    assert "it has 257 ids, but the model has only 97" in remarks("bytes", 97)
+    with pytest.raises(DataError, match=r"--tokenizer: .*does not exist"):
+        tokenizer_files("/nowhere/tokenizer.json", vocab_size=300, context=64, asked=True)
+    with pytest.raises(JobError, match="--tokenizer: bytes does not fit: it has 257 ids, but the model has only 97"):
+        tokenizer_files("bytes", vocab_size=97, context=64, asked=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"[1]", "is not a JSON object"), (b"{", "generation_config.json was written anew"), (b"[" * 100_000, "anew")],
+)
+def test_a_generation_config_that_is_none_is_written_anew(content: bytes, said: str, tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source")
+    (source.parent / "generation_config.json").write_bytes(content)
+    files = tokenizer_files(str(source), vocab_size=6, context=64)
+    assert said in files.remarks[0]
+    assert json.loads(files.files["generation_config.json"]) == {"pad_token_id": 3, "eos_token_id": 3}
+
+
+def test_special_files_beside_a_tokenizer_are_left_alone(tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source")
+    os.mkfifo(source.parent / "chat_template.jinja")
+    (source.parent / "merges.txt").mkdir()
+    assert set(tokenizer_files(str(source), vocab_size=6, context=64).files) == {
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+    }  # fmt: skip
+
+
+def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:
+    out, remarks = exported(tmp_path, tokenizer="bytes")
+    assert not remarks and transformers.AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
