@@ -4,8 +4,8 @@ It starts the run's controller (or finds it), prints its lines, and exits with t
 `raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
 without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN` sends a command to a running run's
-controller and prints the answer as one JSON object on the last line.
+`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN` sends a command to a running
+run's controller and prints the answer as one JSON object on the last line.
 """
 
 from __future__ import annotations

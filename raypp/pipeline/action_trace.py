@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raypp.parallel.late_sums import LateSums
@@ -58,12 +58,14 @@ class ActionTrace:
         self.clock = DeviceClock(device)
         self.recorded: list[Recorded] = []
         self._waited: Any = None
+        self._gathers: set[int] = set()
+        """Stages whose weights are being gathered."""
         self._hooks: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         for stage in stages:
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
-                    self._watch_gather(module, stage.stage_index)
+                    self._watch_gather(module, stage)
                     if stage.late_sums is not None:
                         self._watch_sums(module, stage.late_sums, stage.stage_index)
 
@@ -90,6 +92,10 @@ class ActionTrace:
             # What an action waits for, it waits for first: its compute begins after that.
             begin = begin if self._waited is None else self._waited
             recorded.append(Recorded(kind, begin, now(), stage.stage_index, microbatch))
+            if kind == "gather":
+                self._gathers.add(stage.stage_index)
+            elif kind == "F":
+                self._gathers.discard(stage.stage_index)
 
         return timed
 
@@ -106,15 +112,17 @@ class ActionTrace:
             work.wait()
         self._waited = self.recorded[-1].end
 
-    def _watch_gather(self, module: nn.Module, stage: int) -> None:
-        """Times FSDP's hook before a module's forward, which waits for the module's weights."""
+    def _watch_gather(self, module: nn.Module, stage: PlannedStage) -> None:
+        """Times FSDP's hook before a module's forward, if it waits for the module's weights."""
         begun: list[Any] = []
 
         def before(*_: Any) -> None:
-            begun.append(self.clock.now())
+            if stage.frees_weights or stage.stage_index in self._gathers:
+                begun.append(self.clock.now())
 
         def after(*_: Any) -> None:
-            self.recorded.append(Recorded("wait gather", begun.pop(), self.clock.now(), stage))
+            if begun:
+                self.recorded.append(Recorded("wait gather", begun.pop(), self.clock.now(), stage.stage_index))
 
         # Prepended later than FSDP's own hook, so it runs earlier.
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
@@ -132,6 +140,6 @@ class _TimedSums:
         self._sums, self._trace, self._stage = sums, trace, stage
         self.allocate = sums.allocate
 
-    def __call__(self, *arguments: Any, **options: Any) -> Tensor | None:
+    def __call__(self, *arguments: Any, **options: Any) -> None:
         with self._trace.timed("sum", self._stage):
-            return self._sums(*arguments, **options)
+            self._sums(*arguments, **options)

@@ -3,8 +3,8 @@
 Every rank knows the rows of its own replica only. One `all_reduce(MAX)` of a small int64 vector on
 the CPU gives every rank, for every replica, the length of each microbatch, the number of tokens
 with a label, and a digest of the rows, which must be equal on all ranks of a replica. It also says
-whether any rank was asked to save, to stop or to trace steps, or is still saving. No other metadata about shapes is
-exchanged, so no rank can wait for a message that another rank does not know of.
+whether any rank was asked to save, to stop or to trace steps, or is still saving. No other metadata
+about shapes is exchanged, so no rank can wait for a message that another rank does not know of.
 
 Only `pack` and `unpack` know the layout of the vector. A minimum is sent as the maximum of its
 negation.
@@ -133,8 +133,8 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
 
     Returns:
         int64 `[replicas · (M + 3) + 5 + 5 + W]`: for each replica its lengths, tokens, digest and
-        negated digest; four flags and the steps to trace; five numbers of the memory tier, only if there is one; W
-        microseconds, only if the last step was timed.
+        negated digest; four flags and the steps to trace; five numbers of the memory tier, only if
+        there is one; W microseconds, only if the last step was timed.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
     slots = replicas * (count + 3)

@@ -56,7 +56,7 @@ def compare_clocks(seat: Seat) -> CommonClock:
 
 
 def between(before: CommonClock, after: CommonClock) -> CommonClock:
-    """Returns the clock for the time between two comparisons: clocks drift, and the error says so."""
+    """Returns the clock between two comparisons. Clocks drift, and the error says so."""
     drift = abs(after.offset_s - before.offset_s)
     error_s = max(before.error_s, after.error_s) + drift / 2
     return CommonClock((before.offset_s + after.offset_s) / 2, error_s, before.now_s)

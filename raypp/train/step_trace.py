@@ -16,8 +16,6 @@ from raypp.storage import ObjectStore
 from raypp.train.common_clock import CommonClock, between, compare_clocks
 from raypp.train.step import StepRunner, Stopwatch
 
-_SHORTEST_WAIT_S = 20e-6
-"""Waits within a forward that are shorter are left out: the weights were there."""
 _WRITE_PATIENCE_S = 20.0
 
 
@@ -159,13 +157,13 @@ def spans_of(taken: Sequence[tuple[int, Recorded]], anchor: Anchor, clock: Commo
         Span(one.kind, begin := at(one.begin), max(0.0, at(one.end) - begin), step, one.stage, one.microbatch)
         for step, one in taken
     ]
-    under_way = [*_gathering(spans), *_summing(spans)]
-    shown = [span for span in spans if span.kind != "wait gather" or span.seconds >= _SHORTEST_WAIT_S]
-    return shown + under_way
+    return [*spans, *_gathering(spans), *_summing(spans)]
 
 
 def _gathering(spans: Sequence[Span]) -> list[Span]:
-    found, begun, ends = [], {}, {}
+    found: list[Span] = []
+    begun: dict[int, Span] = {}
+    ends: dict[int, float] = {}
     for span in spans:
         if span.kind == "gather":
             begun[span.stage] = span
@@ -178,7 +176,8 @@ def _gathering(spans: Sequence[Span]) -> list[Span]:
 
 
 def _summing(spans: Sequence[Span]) -> list[Span]:
-    found, begun = [], {}
+    found: list[Span] = []
+    begun: dict[int, Span] = {}
     for span in spans:
         if span.kind == "sum":
             begun.setdefault(span.stage, span)
