@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,12 @@ def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
     return None
 
 
-def measured_links(events: list[Event], attempt: int) -> list[float]:
-    """Returns the seconds of a message between stages, as `lookahead: auto` measured them."""
+def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
+    """Returns the seconds of a message between stages, as `lookahead: auto` measured them last, or
+    in an attempt."""
     for event in reversed(events):
         links = event.details.get("link_s")
-        if event.kind == "lookahead" and event.attempt == attempt and isinstance(links, list):
+        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
             return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
     return []
 
