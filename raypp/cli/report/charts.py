@@ -100,7 +100,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(raw))
     width = next(unit * scale for unit in (1, 2, 2.5, 5, 10) if unit * scale >= raw * 0.999)
     first = math.ceil(low / width - 1e-9)
-    found = []
+    found: list[float] = []
     while (tick := first * width) <= high + 1e-9 * width and len(found) < 4 * count:
         found.append(tick)
         first += 1
@@ -193,7 +193,15 @@ def _curve(one: Series, axis: Axis, top: Callable[[float], float]) -> Html:
 def step_axis(axis: Axis) -> Html:
     """Returns the labels below a chart."""
     marked = [round(tick) for tick in ticks(axis.first, axis.last, 5) if abs(tick - round(tick)) < 1e-6]
-    names = [tag("span", number_of_step(step), style=f"left:{axis.share(step):.2f}%") for step in marked]
+    names = [
+        tag(
+            "span",
+            number_of_step(step),
+            style=f"left:{(share := axis.share(step)):.2f}%",
+            cls="end" if share > 96 else None,
+        )
+        for step in marked
+    ]
     return tag("div", *names, cls="x", aria_hidden="true")
 
 

@@ -1,4 +1,4 @@
-"""One traced step as a picture: a row per rank, and the simulation's row per pipeline rank below."""
+"""One traced step as a picture: a row per rank, and below the simulation's, per pipeline rank."""
 
 from __future__ import annotations
 

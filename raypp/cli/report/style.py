@@ -42,8 +42,8 @@ footer { margin-top: 18px; text-align: center; }
 dt { color: var(--soft); font-size: 12px; }
 dd { margin: 0; font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .two dd { font-size: 16px; }
-.key { display: inline-block; width: 16px; height: 4px; border-radius: 2px; background: var(--a); vertical-align: middle;
-  margin-right: 6px; flex: none; }
+.key { display: inline-block; width: 16px; height: 4px; border-radius: 2px; background: var(--a);
+  vertical-align: middle; margin-right: 6px; flex: none; }
 h1 .key { width: 20px; height: 6px; }
 .key.b { background: var(--b); } .key.eval { background: var(--eval-a); } .key.b.eval { background: var(--eval-b); }
 .charts { display: grid; grid-template-columns: 1fr 1fr; gap: 26px 34px; }
@@ -64,6 +64,7 @@ output:empty { margin: 0; }
 .x { position: relative; height: 20px; margin-left: 50px; font-size: 11.5px; color: var(--soft); line-height: 1; }
 .x span { position: absolute; top: 6px; transform: translateX(-50%); font-variant-numeric: tabular-nums;
   white-space: nowrap; }
+.x .end { transform: translateX(-85%); }
 .grid { stroke: var(--grid); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .begin { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 3 4; vector-effect: non-scaling-stroke; }
 .curve, .dots { fill: none; stroke: var(--a); stroke-width: 1.7; vector-effect: non-scaling-stroke;
@@ -74,10 +75,11 @@ output:empty { margin: 0; }
 .pale { stroke-width: 1; opacity: .38; }
 .mean { fill: none; stroke: var(--a); stroke-width: 2.2; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
 .b.mean { stroke: var(--b); } .eval.mean { stroke: var(--eval-a); } .b.eval.mean { stroke: var(--eval-b); }
-.hair { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft); display: none; pointer-events: none; }
+.hair { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft); display: none;
+  pointer-events: none; }
 .row { display: grid; grid-template-columns: 92px 1fr; align-items: center; margin: 3px 0; }
-.lane { font-size: 12px; color: var(--soft); padding-right: 10px; text-align: right; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis; }
+.lane { font-size: 12px; color: var(--soft); padding-right: 10px; text-align: right; white-space: nowrap;
+  overflow: hidden; text-overflow: ellipsis; }
 .strip .track { position: relative; height: 22px; margin: 0 8px; }
 .strip .x { margin: 0 8px 0 100px; border-top: 1px solid var(--line); }
 .attempt { position: absolute; top: 2px; bottom: 2px; background: var(--a); opacity: .82; color: var(--card);
@@ -122,14 +124,16 @@ output:empty { margin: 0; }
 .step .x { margin: 0; }
 .step p { margin: 12px 0 4px 92px; }
 .step .predicted i { opacity: .62; }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -1px; }
 .forward { background: var(--forward); } .backward { background: var(--backward); }
 .weights { background: var(--weights); } .wait { background: var(--wait); }
 .collective { background: var(--collective); } .optimizer { background: var(--optimizer); }
 .save { background: var(--save); } .data { background: var(--data); }
 .step + .legend, .legend + .scroll { margin-top: 10px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12px; padding: 4px 14px 6px 0; white-space: nowrap; }
+th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12px; padding: 4px 14px 6px 0;
+  white-space: nowrap; }
 td { border-top: 1px solid var(--line); padding: 6px 14px 6px 0; vertical-align: top; white-space: nowrap; }
 td:last-child { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 220px; padding-right: 0; }
 th.r, td.r { text-align: right; } td.r:last-child { min-width: 0; }
@@ -168,7 +172,10 @@ const charts = [...document.querySelectorAll("figure.chart")].map(figure => ({
 }));
 function nearest(points, step) {
   let low = 0, high = points.length - 1;
-  while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < step) low = middle; else high = middle;
+  }
   return step - points[low][0] < points[high][0] - step ? points[low] : points[high];
 }
 function show(share) {
