@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from raypp.cli.output import echo
+from raypp.cli.output import echo, write_file
 from raypp.cli.report.collect import collect
 from raypp.cli.report.page import page, size_text
 from raypp.errors import JobError, Problem
@@ -33,8 +33,5 @@ def report_command(runs: tuple[str, ...], out: Path) -> None:
     if len(found) == 2 and found[0].title == found[1].title:
         found = [replace(run, title=f"{run.title} ({run.url})") for run in found]
     content = page(found).encode("utf-8", "replace")
-    try:
-        out.write_bytes(content)
-    except OSError as error:
-        raise JobError(Problem("--out", f"cannot write {out}: {error.strerror}", "name another file")) from error
+    write_file(out, content)
     echo(f"wrote {out} ({size_text(len(content))})")

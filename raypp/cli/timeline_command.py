@@ -12,7 +12,7 @@ import click
 
 from raypp.cli.console import wide_console
 from raypp.cli.find_run import find_run, present_status
-from raypp.cli.output import echo
+from raypp.cli.output import echo, write_file
 from raypp.cli.timeline_view import timeline_view
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
@@ -59,7 +59,7 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
     console = wide_console()
     console.print(timeline_view(trace, found))
     if out is not None:
-        out.write_text(json.dumps(chrome_trace(trace, found, events), separators=(",", ":")))
+        write_file(out, json.dumps(chrome_trace(trace, found, events), separators=(",", ":")).encode())
         echo(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
     else:
         echo("with --out FILE the trace is written for https://ui.perfetto.dev")

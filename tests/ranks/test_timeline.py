@@ -43,7 +43,7 @@ class Asking(Told):
 
 
 def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, nodes: list[int]) -> dict[str, Any]:
-    """Runs a rank whose seat says that it is on its own node: the clocks are compared by messages."""
+    """Runs a rank on the node that its seat names: clocks of nodes are compared by messages."""
     parsed = parse_job(job)
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
     told = Asking(trace if rank == 0 else 0)

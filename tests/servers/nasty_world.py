@@ -173,7 +173,7 @@ def commands(text: str) -> list[list[str]]:
         ["submit", "good.yaml", "--dry-run", "--address", given], ["explain", given], ["list-kinds", given],
         ["init", given], [given], ["status", f"--{given}"], ["save", given], ["stop", given], ["doctor", given],
         ["timeline", "a", "--recorded", "--out", "t.json"], ["report", "a", "--out", "r.html"], ["report", given],
-        ["report", "a", "s/b", "--out", "r.html"], ["timeline", given, "--recorded"], ["report", "a", "--out", f"{given}/"],
+        ["report", "a", "s/b", "--out", "r.html"], ["timeline", given], ["report", "a", "--out", f"{given}/"],
     ]  # fmt: skip
 
 
