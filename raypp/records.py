@@ -198,11 +198,15 @@ class Requests:
 
     Every rank polls its own copy. The ranks agree on the step at which they act, by the collective
     that starts each step.
+
+    Attributes:
+        trace: Number of steps to trace from this one on.
     """
 
     save: bool = False
     stop: bool = False
     save_before_stop: bool = True
+    trace: int = 0
 
 
 class Reporter(Protocol):

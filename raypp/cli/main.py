@@ -33,6 +33,11 @@ COMMANDS = {
     "history": ("raypp.cli.inspect_commands:history_command", "Print loss and speed of every step as JSON lines."),
     "events": ("raypp.cli.inspect_commands:events_command", "Print the events of a run, with their times."),
     "logs": ("raypp.cli.inspect_commands:logs_command", "Print the output of the ranks."),
+    "timeline": (
+        "raypp.cli.timeline_command:timeline_command",
+        "Trace the next steps: who computes, sends and waits when.",
+    ),
+    "report": ("raypp.cli.report_command:report_command", "Write one HTML page about a run, or about two."),
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
@@ -54,7 +59,7 @@ COMMANDS = {
 }
 
 FAMILIES = {
-    "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
+    "Runs": ("submit", "status", "list", "history", "events", "logs", "timeline", "report", "save", "stop"),
     "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
     "Models": ("generate", "eval"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from raypp.errors import JobError, Problem
 from raypp.untrusted.text import visible, visible_lines
 
 
@@ -52,6 +54,18 @@ def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
 def echo_json(value: Any, indent: int | None = None) -> None:
     """Prints a JSON value, on one line without `indent`. ASCII only, without control characters."""
     click.echo(json_text(value, indent))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file that the user named with `--out`.
+
+    Raises:
+        JobError: It cannot be written.
+    """
+    try:
+        path.write_bytes(content)
+    except (OSError, ValueError) as error:
+        raise JobError(Problem("--out", f"cannot write {path}: {error}", "name another file")) from None
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

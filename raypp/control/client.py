@@ -208,7 +208,7 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
 
 
 def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
-    """Sends `save`, `stop` or `stop-now` to a run's controller, and waits until it is done.
+    """Sends `save`, `stop`, `stop-now` or `timeline-N` to a run's controller; waits for the answer.
 
     On the embedded cluster a short-lived process of this machine does it, on other clusters a small
     Ray job, so that only the dashboard's address is needed.

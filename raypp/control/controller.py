@@ -85,6 +85,18 @@ class Controller:
             time.sleep(0.05)
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
+    def timeline(self, steps: int) -> dict[str, Any]:
+        """Asks the ranks to trace their next steps; returns at once.
+
+        Returns:
+            `traced`: whether ranks are training, and `what`, a message.
+        """
+        leader = self._leader
+        if leader.machine.phase is not m.RunPhase.RUNNING:
+            return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
+        leader.intake.trace_wanted = steps
+        return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
+
     def stop(self, save: bool = True) -> None:
         """Requests the end of the run; returns at once."""
         self._leader.intake.request_stop(save)

@@ -4,8 +4,8 @@ It starts the run's controller (or finds it), prints its lines, and exits with t
 `raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
 without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now RUN` sends a command to a running run's
-controller and prints the answer as one JSON object on the last line.
+`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN` sends a command to a running
+run's controller and prints the answer as one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
     """Sends a command to a run's controller and waits until it is done.
 
     Args:
-        name: save | stop | stop-now | facts.
+        name: save | stop | stop-now | facts | timeline-N, for N steps.
 
     Returns:
         `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
-        `step`, `checkpoint`; for facts the status.
+        `step`, `checkpoint`; for facts the status; for a timeline `traced` and `what`.
     """
     import ray
 
@@ -77,6 +77,9 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
     try:
         if name == "save":
             return {"found": True, **ray.get(controller.save.remote(patience_s))}
+        if name.startswith("timeline-"):
+            steps = int(name.removeprefix("timeline-"))
+            return {"found": True, **ray.get(controller.timeline.remote(steps), timeout=patience_s)}
         if name == "facts":
             return {"found": True, **ray.get(controller.facts.remote(), timeout=patience_s)}
         ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)

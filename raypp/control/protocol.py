@@ -156,7 +156,7 @@ class RelayAnswer:
     Attributes:
         incarnation: As in a `BatchAnswer`.
         attempt: The attempt whose ranks this is for.
-        requests: As in a `BatchAnswer`, but never for a save: rank 0 gets that request directly.
+        requests: As in a `BatchAnswer`, but only a stop: rank 0 gets other requests directly.
         durable: As in a `BatchAnswer`, by rank, for those in `RelayReport.unwritten`.
     """
 

@@ -28,6 +28,8 @@ class ReportIntake:
         """The stop request for all ranks."""
         self.save_wanted = False
         """Rank 0 is asked to save with the next answer."""
+        self.trace_wanted = 0
+        """Rank 0 is asked to trace so many steps with the next answer."""
         self.relay_reports = 0
         """How many relay reports have been processed."""
         self._queue: queue.Queue[Item] = queue.Queue()
@@ -43,12 +45,13 @@ class ReportIntake:
         the store."""
         self._queue.put(batch)
         durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
-        save = False
+        save, trace = False, 0
         if batch.rank == 0:  # the ranks take the maximum over all of them: one is enough, and they act once
             save, self.save_wanted = self.save_wanted, False
+            trace, self.trace_wanted = self.trace_wanted, 0
         stop = self.stop
         if stop is None:
-            return BatchAnswer(Requests(save=save), self.incarnation, durable)
+            return BatchAnswer(Requests(save=save, trace=trace), self.incarnation, durable)
         requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
         return BatchAnswer(requests, self.incarnation, durable)
 

@@ -3,8 +3,8 @@
 Every rank knows the rows of its own replica only. One `all_reduce(MAX)` of a small int64 vector on
 the CPU gives every rank, for every replica, the length of each microbatch, the number of tokens
 with a label, and a digest of the rows, which must be equal on all ranks of a replica. It also says
-whether any rank was asked to save or to stop, or is still saving. No other metadata about shapes is
-exchanged, so no rank can wait for a message that another rank does not know of.
+whether any rank was asked to save, to stop or to trace steps, or is still saving. No other metadata
+about shapes is exchanged, so no rank can wait for a message that another rank does not know of.
 
 Only `pack` and `unpack` know the layout of the vector. A minimum is sent as the maximum of its
 negation.
@@ -27,7 +27,7 @@ from raypp.records import Requests
 
 _UNSAID = -(2**62)
 """Fills the places of other replicas; smaller than any value a rank sends."""
-_FLAGS = 4
+_FLAGS = 5
 _MEMORY = 5
 
 
@@ -132,14 +132,14 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 3) + 4 + 5 + W]`: for each replica its lengths, tokens, digest and
-        negated digest; four flags; five numbers of the memory tier, only if there is one; W
-        microseconds, only if the last step was timed.
+        int64 `[replicas · (M + 3) + 5 + 5 + W]`: for each replica its lengths, tokens, digest and
+        negated digest; four flags and the steps to trace; five numbers of the memory tier, only if
+        there is one; W microseconds, only if the last step was timed.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
     slots = replicas * (count + 3)
     last_save_wanted = asked.stop and asked.save_before_stop
-    rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving]
+    rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace]
     if memory is not None:
         rest += [memory.every, -memory.own, -memory.arrived, memory.trouble, memory.unready]
     rest += proposal.compute_us
@@ -154,7 +154,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64 `[replicas · (M + 3) + 4 + 5 + W]`, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 3) + 5 + 5 + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
@@ -175,7 +175,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
             )
         )
     rest = vector[slots:].tolist()
-    save, stop, last_save, saving = (bool(flag) for flag in rest[:_FLAGS])
+    save, stop, last_save, saving, trace = rest[:_FLAGS]
     rest, memory = rest[_FLAGS:], None
     if proposal.snapshots is not None:
         every, own, arrived, trouble, unready = rest[:_MEMORY]
@@ -183,8 +183,8 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=int(table[:, count].sum()),
-        requests=Requests(save=save, stop=stop, save_before_stop=last_save or not stop),
-        saving=saving,
+        requests=Requests(bool(save), bool(stop), bool(last_save) or not stop, trace),
+        saving=bool(saving),
         snapshots=memory,
         compute_us=tuple(rest),
     )

@@ -36,6 +36,25 @@ class Span:
         return float(self.begin.elapsed_time(self.end)) / 1e3 if self.end.query() else None
 
 
+@dataclass(frozen=True)
+class Anchor:
+    """An instant whose time on the host's clock is known.
+
+    Attributes:
+        instant: 0.0 on a CPU, else an event.
+        host_s: The time, in seconds of `time.perf_counter`.
+    """
+
+    instant: Any
+    host_s: float
+
+    def seconds(self, instant: Any) -> float:
+        """Returns an instant's time on the host's clock. The device must have reached it."""
+        if isinstance(instant, float):
+            return instant
+        return self.host_s + float(self.instant.elapsed_time(instant)) / 1e3
+
+
 class DeviceClock:
     """Times blocks of code on a device: by the host's clock on a CPU, by events on a GPU.
 
@@ -55,6 +74,16 @@ class DeviceClock:
         event = torch.get_device_module(self.device).Event(enable_timing=True)
         event.record()
         return event
+
+    def anchor(self) -> Anchor:
+        """Relates the device's instants to the host's clock. Waits for a GPU."""
+        if self.waits:
+            return Anchor(0.0, 0.0)
+        device = torch.get_device_module(self.device)
+        device.synchronize(self.device)
+        instant = self.now()
+        device.synchronize(self.device)
+        return Anchor(instant, time.perf_counter())
 
     @contextmanager
     def timed(self, done: Callable[[Span], None]) -> Iterator[None]:

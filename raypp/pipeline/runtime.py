@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.parallel.late_sums import reduce_within_backward
+from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
@@ -186,6 +187,7 @@ class ProgramRuntime:
         self.mark = mark
         self.now = ""
         self.clock: ActionClock | None = None
+        self.trace: ActionTrace | None = None
         self.rank_of_stage = list(rank_of_stage)
         self.posting = posting_on(stages[0].device.type)
         self.load(program)
@@ -263,28 +265,34 @@ class ProgramRuntime:
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
         self._reducing.clear()
+        do = self._do if self.trace is None else self.trace.around(self._do)
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
             self.now = name
             if self.mark is not None:
                 self.mark(name)
             microbatch = -1 if action.microbatch_index is None else action.microbatch_index
-            self._do[action.computation_type](self.planned[action.stage_index], microbatch)
+            do[action.computation_type](self.planned[action.stage_index], microbatch)
             for key in self._arrivals.get(position, ()):
                 self._sends.pop(key).wait()
         if self._sends and self.mark is not None:
             self.mark("sends")
-        for work in self._sends.values():
-            work.wait()
+        with self._traced("wait sends"):
+            for work in self._sends.values():
+                work.wait()
         self._sends.clear()
-        for stage in self._reducing:
-            stage.perform_reduce_grad(1)
-        for stage in self.planned.values():
-            if stage.late_sums is not None:
-                stage.late_sums.wait()
+        with self._traced("wait sums"):
+            for stage in self._reducing:
+                stage.perform_reduce_grad(1)
+            for stage in self.planned.values():
+                if stage.late_sums is not None:
+                    stage.late_sums.wait()
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
         return [self._losses[index] for index in sorted(self._losses)]
+
+    def _traced(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.timed(kind)
 
     def _moved(self, stage: PlannedStage, microbatch: int) -> AbstractContextManager[None]:
         if self.offload is None:
@@ -300,7 +308,11 @@ class ProgramRuntime:
         """Waits for a message, and marks the wait: hangs are diagnosed from these marks."""
         if self.mark is not None:
             self.mark(f"{self.now} waits")
-        self._receives.pop(key).wait()
+        work = self._receives.pop(key)
+        if self.trace is None:
+            work.wait()
+        else:
+            self.trace.wait("wait F" if key[0] is Computation.RECV_F else "wait B", key[1], key[2], work)
         if self.mark is not None:
             self.mark(self.now)
 

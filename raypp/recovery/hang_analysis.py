@@ -5,7 +5,7 @@ Every rank marks what it does. This module understands these marks, which `raypp
 | mark | the rank |
 |---|---|
 | `step 12 read` | reads its rows of step 12 |
-| `step agree`, `step sum`, `step replicas` | is in a collective of all ranks |
+| `step agree`, `step sum`, `step replicas`, `step clocks` | is in a collective of all ranks |
 | `step tie` | is in a collective of the two ends of the pipeline |
 | `step 1F7`, `step 1B7`, `step 1I7`, `step 1W7` | computes microbatch 7 of stage 1 |
 | `step 1F7 waits` | waits for the message it needs: activations of stage 0 |
@@ -27,12 +27,13 @@ from itertools import pairwise
 from raypp.records import Coordinates
 
 _WORK = re.compile(r"(?:step|evaluate) (\d+)([FBIW])(\d+)( waits)?")
-_WORLD_COLLECTIVES = ("agree", "sum", "replicas", "tie")
+_WORLD_COLLECTIVES = ("agree", "sum", "replicas", "tie", "clocks")
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _COLLECTIVE_NAMES = {
     "agree": "the agreement on the step",
     "sum": "the sum of loss and norms",
     "replicas": "the comparison of replicas",
+    "clocks": "the comparison of clocks",
     "tie": "the sum of the tied embedding's gradients",
 }
 _LONGEST_CHAIN = 5

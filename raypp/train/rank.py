@@ -38,6 +38,7 @@ from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, restore_newest
 from raypp.train.sample import Sampler, sample_due
 from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.step_trace import StepTracer
 from raypp.train.stragglers import Pace, SpikeWatch
 
 
@@ -114,6 +115,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         pace=Pace(rank) if job.recovery.straggler_factor and seat.world_size > 1 else None,
         injection=injection,
     )
+    tracer = StepTracer(runner, store, reporter.event)
+    stack.callback(tracer.close)
     replicas = _replica_check(rank)
     evaluator = None
     if job.train.eval_every_steps:
@@ -122,7 +125,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     if job.train.sample is not None:
         sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
     try:
-        return _train(reporter, runner, replicas, evaluator, sampler, saver, tier, recent, restored, start)
+        return _train(reporter, runner, tracer, replicas, evaluator, sampler, saver, tier, recent, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None
         try:
@@ -173,6 +176,7 @@ def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
 def _train(
     reporter: Reporter,
     runner: StepRunner,
+    tracer: StepTracer,
     replicas: ReplicaCheck | None,
     evaluator: Evaluator | None,
     sampler: Sampler | None,
@@ -199,8 +203,11 @@ def _train(
             _save(saver, runner, replicas, recent, done, position, reporter)
             saved = done
         if wanted.stop:
+            tracer.finish()
             stopped = True
             break
+        if wanted.trace:
+            tracer.begin(done + 1, wanted.trace)
         if tier is not None and read.plan.snapshots is not None:
             with watch.part("memory"):
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
@@ -221,6 +228,7 @@ def _train(
             with watch.part("save"):
                 _save(saver, runner, replicas, recent, done, position, reporter)
             saved = done
+        tracer.step_ended(done, watch, last=last)
         if seat.rank == 0:
             report.parts_s.update(watch.parts)
             reporter.step(report)

@@ -44,16 +44,19 @@ class Stopwatch:
 
     Attributes:
         parts: The seconds of this step's parts that are known.
+        spans: This step's parts, in the order of their ends.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.parts: dict[str, float] = {}
+        self.spans: list[tuple[str, Span]] = []
         self._clock = DeviceClock(device)
         self._open: list[tuple[str, Span]] = []
 
     def next_step(self) -> None:
         """Forgets the parts of the last step, except those that have not ended yet."""
         self.parts.clear()
+        self.spans.clear()
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Times a block as part of `name`."""
@@ -61,6 +64,7 @@ class Stopwatch:
 
     def _ended(self, name: str, span: Span) -> None:
         self._open.append((name, span))
+        self.spans.append((name, span))
         if self._clock.waits:
             self.read()
 

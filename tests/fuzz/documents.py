@@ -26,6 +26,7 @@ from tests.fuzz.stored_run import (
     OBJECT,
     SPEC,
     STATUS,
+    TRACE,
     commit_with,
     documents,
     replaced,
@@ -68,7 +69,10 @@ def spec(data: bytes) -> None:
         new = parse_job({"name": NAME, "data": {"kind": "synthetic"}})
         with contextlib.suppress(CheckpointError):
             check_resume(read_spec(DirectoryStore(store), NAME), new)
-        run_commands(store, ["checkpoints prune RUN --dry-run", "checkpoints export RUN OUT", "status RUN"])
+        run_commands(
+            store,
+            ["checkpoints prune RUN --dry-run", "checkpoints export RUN OUT", "status RUN", "report RUN --out OUT"],
+        )
 
 
 @target(documents()[STATUS])
@@ -81,13 +85,13 @@ def status(data: bytes) -> None:
 @target(documents()[HISTORY])
 def history(data: bytes) -> None:
     with replaced(**{HISTORY: data}) as store:
-        run_commands(store, ["history RUN", "status RUN"])
+        run_commands(store, ["history RUN", "status RUN", "report RUN --out OUT"])
 
 
 @target(documents()[EVENTS])
 def events(data: bytes) -> None:
     with replaced(**{EVENTS: data}) as store:
-        run_commands(store, ["events RUN", "events RUN --json"])
+        run_commands(store, ["events RUN", "events RUN --json", "report RUN --out OUT"])
         reader = RunReader(DirectoryStore(store), NAME)
         found = reader.events()
         reader.evaluations()
@@ -96,6 +100,12 @@ def events(data: bytes) -> None:
     run_events.last_shape(found)
     run_events.requested_stop(found)
     run_events.last_device(found)
+
+
+@target(documents()[TRACE])
+def trace(data: bytes) -> None:
+    with replaced(**{TRACE: data}) as store:
+        run_commands(store, ["timeline RUN --out OUT", "report RUN --out OUT"])
 
 
 @target(documents()[LOGS])

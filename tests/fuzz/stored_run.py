@@ -25,6 +25,7 @@ from raypp.errors import RayppError
 from raypp.hf.names import model_tensors
 from raypp.observe.json_lines import LogLine, document, event_line, log_line, step_line
 from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.trace import RankTrace, Span
 from raypp.records import Coordinates, Event, RunState, StepReport
 from raypp.spec.load import job_document, parse_job
 
@@ -34,6 +35,7 @@ STATUS, SPEC = f"{NAME}/status.json", f"{NAME}/spec.json"
 HISTORY, EVENTS, LOGS = (f"{NAME}/{folder}/a1-00001.jsonl" for folder in ("history", "events", "logs"))
 COMMIT = commit_key(NAME, STEPS[-1])
 OBJECT = rank_key(NAME, STEPS[-1], 1, 1)
+TRACE = f"{NAME}/traces/a1-s00000001/rank-00001.json"
 _SIZES = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 8, "vocab_size": 16}
 
 
@@ -85,6 +87,15 @@ def documents() -> dict[str, bytes]:
         event_line(Event(kind, f"it is {kind}", 1.5e9 + index, 1, 1, 0, "node", known))
         for index, (kind, known) in enumerate(details.items())
     )
+    for rank in range(2):
+        spans = (
+            *(Span(kind, at, 0.5, 1, 0, 0) for at, kind in enumerate(("wait F", "F", "B", "send B"))),
+            *(Span(kind, 0.0, 4.0, 1) for kind in ("pipeline", "step")),
+        )
+        part = RankTrace(
+            NAME, 1, 1, 1, rank, 2, f"pp0-fsdp{rank}", Coordinates(fsdp=rank), "n", "cpu", 1e9, 1e-4, spans
+        )
+        made[part.key()] = part.to_bytes()
     made[LOGS] = b"".join(log_line(LogLine(f"line {index}", index, "pp0", 1, "out", 1.5e9)) for index in range(3))
     return made
 

@@ -22,6 +22,7 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import LogLine, document
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.trace import RankTrace, Span
 from raypp.records import Coordinates, Event, RunState, StepReport
 from raypp.storage.directory import DirectoryStore
 
@@ -93,6 +94,10 @@ def write_run(store: DirectoryStore, name: str, text: str) -> None:
         recorder.log(LogLine(text, 1, text, 1, time=2.0))
     store.put(f"{name}/status.json", document({**status.as_dict(), "updated_at": time.time()}))
     store.put(f"{name}/spec.json", json.dumps({"name": text, "model": {"kind": text, text: text}}).encode())
+    for rank in range(2):
+        spans = (Span(text[:40], 0.0, 1.0, 1), Span("F", 0.0, 1.0, 1, rank, 0), Span("step", 0.0, 1.0, 1))
+        trace = RankTrace(name, 1, 1, 1, rank, 2, text, Coordinates(pp=rank), text, text, 1.0, 0.0, spans)
+        store.put(trace.key(), trace.to_bytes())
     _write_checkpoint(store, name, text, mesh)
 
 
@@ -167,6 +172,8 @@ def commands(text: str) -> list[list[str]]:
         ["plan", "good.yaml", "--links", "links.json"], ["plan", "good.yaml", "--device", given],
         ["submit", "good.yaml", "--dry-run", "--address", given], ["explain", given], ["list-kinds", given],
         ["init", given], [given], ["status", f"--{given}"], ["save", given], ["stop", given], ["doctor", given],
+        ["timeline", "a", "--recorded", "--out", "t.json"], ["report", "a", "--out", "r.html"], ["report", given],
+        ["report", "a", "s/b", "--out", "r.html"], ["timeline", given], ["report", "a", "--out", f"{given}/"],
     ]  # fmt: skip
 
 

@@ -52,6 +52,7 @@ class ControllerReporter:
         self._buffer = ReportBuffer(seat)
         self._stop: Requests | None = None
         self._save_once = False
+        self._trace_once = 0
         self.last_step = 0
         """The last step this rank reported as its phase."""
         self.answered = time.monotonic()
@@ -77,13 +78,14 @@ class ControllerReporter:
         self._wake.set()
 
     def requests(self) -> Requests:
-        # A save request is passed on once: the ranks take the maximum over all of them, and act
-        # once.
+        # A request to save or to trace is passed on once: the ranks take the maximum over all of
+        # them, and act once.
         with self._lock:
             save, self._save_once = self._save_once, False
+            trace, self._trace_once = self._trace_once, 0
             stop = self._stop
         if stop is None:
-            return Requests(save=save)
+            return Requests(save=save, trace=trace)
         return Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
 
     # Sending and the end --------------------------------------------------------------------------
@@ -151,6 +153,7 @@ class ControllerReporter:
         self.answered, requests = time.monotonic() - answer.age_s, answer.requests
         with self._lock:
             self._save_once = self._save_once or requests.save
+            self._trace_once = max(self._trace_once, requests.trace)
             if requests.stop:
                 self._stop = requests
 

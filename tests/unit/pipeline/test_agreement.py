@@ -24,11 +24,11 @@ def proposal(lengths: list[int], tokens: int, digest: int, **other: object) -> S
 
 def test_every_number_has_its_place_on_the_wire() -> None:
     snapshots = SnapshotState(every=4, own=7, arrived=-1, trouble=1, unready=True)
-    asked = Requests(save=True, stop=True, save_before_stop=True)
+    asked = Requests(save=True, stop=True, save_before_stop=True, trace=3)
     one = StepProposal([16, 24], 30, 99, asked, saving=True, snapshots=snapshots, compute_us=(0, 5000))
     slots = [*[UNSAID] * 5, 16, 24, 30, 99, -99]
-    assert pack(one, 1, 2).tolist() == [*slots, 1, 1, 1, 1, 4, -7, 1, 1, 1, 0, 5000]
-    assert pack(proposal([16, 24], 30, 99), 0, 1).tolist() == [16, 24, 30, 99, -99, 0, 0, 0, 0]
+    assert pack(one, 1, 2).tolist() == [*slots, 1, 1, 1, 1, 3, 4, -7, 1, 1, 1, 0, 5000]
+    assert pack(proposal([16, 24], 30, 99), 0, 1).tolist() == [16, 24, 30, 99, -99, 0, 0, 0, 0, 0]
     assert pack(one, 1, 2).dtype == torch.int64
 
 
@@ -46,6 +46,7 @@ def test_what_one_rank_was_asked_for_all_do() -> None:
         Requests(stop=True),
         Requests(stop=True, save_before_stop=False),
         Requests(save=True, stop=True),
+        Requests(trace=5),
     ):
         plans = agreed([(0, proposal([8], 1, 1, requests=asked)), (0, quiet)], 1)
         assert [plan.requests for plan in plans] == [asked] * 2

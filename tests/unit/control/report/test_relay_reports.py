@@ -80,6 +80,14 @@ def test_the_answer_names_the_written_batches_and_passes_on_the_stop_request(lea
     assert leader.intake.report(ReportBatch(3, 0, 1, "step 1")).requests.save, "the save was asked of a relay"
 
 
+def test_a_trace_is_asked_of_rank_0_once(leader: Leader) -> None:
+    leader.intake.trace_wanted = 3
+    assert leader.intake.relay_report(RelayReport(3)).requests == Requests()
+    asked = [leader.intake.report(ReportBatch(3, rank, number, "step 1")).requests.trace for rank, number in
+             ((1, 1), (0, 1), (0, 2))]  # fmt: skip
+    assert asked == [0, 3, 0]
+
+
 def test_news_of_another_attempt_is_left_alone(leader: Leader) -> None:
     leader.intake.relay_report(RelayReport(3, (), (_news(1, 1, "old", attempt=2), _news(1, 1, "new"))))
     leader.intake.relay_report(RelayReport(2, (Heartbeat(2, "step 5", 0.0, 0.0),)))

@@ -1,0 +1,101 @@
+"""Reads all that a report shows of a run from the run's store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.checkpoint.commit import Checkpoint, list_checkpoints
+from raypp.checkpoint.run_spec import read_spec
+from raypp.cli.find_run import find_run, present_status
+from raypp.cli.timeline_command import measured_links, newest_trace
+from raypp.errors import CheckpointError, JobError, Problem, RayppError
+from raypp.observe.json_lines import TimedStep
+from raypp.observe.trace import RankTrace
+from raypp.observe.trace_analysis import Analysis, analyse
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.records import Event
+from raypp.spec.load import parse_job
+from raypp.storage import open_store
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report shows of a run.
+
+    Attributes:
+        title: The run's name; with the store if two runs have the same name.
+        status: As `raypp status --json`.
+        steps: The steps that led to its state.
+        events: All events, oldest first.
+        evaluations: As of `RunReader.evaluations`.
+        checkpoints: The committed checkpoints.
+        job: The resolved job; None if it cannot be read.
+        pipeline: The job's resolved pipeline; None if it is none that this raypp understands.
+        trace: The newest complete trace, and what it says; None without one.
+        notes: What could not be read.
+    """
+
+    title: str
+    url: str
+    status: dict[str, Any]
+    steps: Sequence[TimedStep]
+    events: Sequence[Event]
+    evaluations: Sequence[dict[str, Any]]
+    checkpoints: Sequence[Checkpoint]
+    job: dict[str, Any] | None
+    pipeline: ResolvedPipeline | None
+    trace: tuple[Sequence[RankTrace], Analysis] | None
+    notes: Sequence[str]
+
+
+def collect(argument: str) -> RunData:
+    """Reads a run.
+
+    Args:
+        argument: Its name, or URL/NAME.
+
+    Raises:
+        JobError: There is no such run, or it has not written anything.
+        StoreError: Its store does not answer.
+    """
+    place, reader = find_run(argument)
+    store, notes = open_store(place.url), []
+    status = present_status(place, reader)
+    steps, events = reader.steps(), reader.events()
+    if not steps and not events:
+        raise JobError(
+            Problem(
+                "RUN",
+                f"{place.name} has written neither events nor steps to {place.url}",
+                "report a run that has begun: `raypp list` shows the runs and their steps",
+            )
+        )
+    if reader.damaged:
+        notes.append(f"{reader.damaged} damaged lines of the records were left out")
+    job, pipeline = None, None
+    try:
+        job = read_spec(store, place.name)
+        pipeline = resolve_pipeline(parse_job(job))
+    except RayppError as error:
+        notes.append(f"the job cannot be shown in full: {error}")
+    trace = None
+    try:
+        if found := newest_trace(store, place.name):
+            trace = found, analyse(found, measured_links(list(events), found[0].attempt))
+    except CheckpointError as error:
+        notes.append(f"the newest trace cannot be shown: {error}")
+    return RunData(
+        title=place.name,
+        url=place.url,
+        status=status,
+        steps=steps,
+        events=events,
+        evaluations=reader.evaluations(),
+        checkpoints=list_checkpoints(store, place.name),
+        job=job,
+        pipeline=pipeline,
+        trace=trace,
+        notes=notes,
+    )

@@ -1,0 +1,89 @@
+"""The mesh as a picture: stages from left to right, replicas below each other, links between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypp.cli.render import mesh_text, rank_label
+from raypp.cli.report.collect import RunData
+from raypp.cli.report.html import Html, joined, tag
+from raypp.cli.timeline_command import measured_links
+from raypp.cli.timeline_view import seconds_text
+
+_MOST_ROWS, _MOST_COLUMNS = 16, 32
+_NODE_COLOURS = 6
+
+
+def mesh_picture(run: RunData) -> Html:
+    """Draws every rank with its node, and what joins the stages."""
+    ranks, mesh = run.status["ranks"], run.status["mesh"]
+    if not ranks:
+        return tag("p", "No rank has been placed.", cls="quiet")
+    nodes = {node: index for index, node in enumerate(dict.fromkeys(str(rank["node"]) for rank in ranks))}
+    rows: dict[tuple[int, ...], dict[int, Mapping[str, Any]]] = {}
+    for rank in ranks:
+        at = rank["coordinates"]
+        rows.setdefault((at["dp_replicate"], at["fsdp"], at["cp"]), {})[at["pp"]] = rank
+    columns = sorted({rank["coordinates"]["pp"] for rank in ranks})[:_MOST_COLUMNS]
+    cells: list[Html] = [_stages(run, pp) for pp in columns]
+    head = _line(run, cells, columns, links=False)
+    lines = [head]
+    for place in sorted(rows)[:_MOST_ROWS]:
+        found = [_rank(rows[place].get(pp), mesh, nodes) for pp in columns]
+        lines.append(_line(run, found, columns, links=True))
+    left_out = len(ranks) - sum(len(rows[place].keys() & set(columns)) for place in sorted(rows)[:_MOST_ROWS])
+    notes = [f"{mesh_text(mesh)}, {len(ranks)} ranks on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"]
+    notes += [f"{left_out} more ranks are not shown"] if left_out else []
+    grid = tag("div", *lines, cls="mesh", style=f"--columns:{len(columns)}")
+    return joined(tag("p", "; ".join(notes), cls="quiet"), tag("div", grid, cls="scroll"))
+
+
+def _line(run: RunData, cells: Sequence[Html], columns: Sequence[int], *, links: bool) -> Html:
+    """Returns a row of cells, with the links between them."""
+    found: list[Html] = []
+    for index, cell in enumerate(cells):
+        if index:
+            found.append(_link(run, columns[index]) if links else tag("span"))
+        found.append(cell)
+    return tag("div", *found, cls="line" if links else "line head")
+
+
+def _stages(run: RunData, pp: int) -> Html:
+    pipeline = run.pipeline
+    if pipeline is None or pp >= len(pipeline.stages_of_rank):
+        return tag("div", tag("strong", f"pp {pp}"), cls="stage")
+    layers = [_range(pipeline.layers_of_stage[stage]) for stage in pipeline.stages_of_rank[pp]]
+    return tag("div", tag("strong", f"pp {pp}"), tag("small", f"layers {', '.join(layers)}"), cls="stage")
+
+
+def _range(layers: Sequence[int]) -> str:
+    if not layers:
+        return "none"
+    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}–{layers[-1]}"
+
+
+def _rank(rank: Mapping[str, Any] | None, mesh: Mapping[str, int], nodes: Mapping[str, int]) -> Html:
+    if rank is None:
+        return tag("div", cls="rank empty")
+    bad = " bad" if rank["state"] in ("dead", "failed", "gone") else ""
+    colour = nodes[str(rank["node"])] % _NODE_COLOURS
+    return tag(
+        "div",
+        tag("strong", rank_label(rank["coordinates"], mesh)),
+        tag("span", str(rank["node"]) or "this host", cls="node"),
+        tag("small", f"rank {rank['rank']} · {rank['state']}"),
+        cls=f"rank node{colour}{bad}",
+    )
+
+
+def _link(run: RunData, pp: int) -> Html:
+    """Returns the link to a pipeline rank from the one before."""
+    links = measured_links(run.events)
+    pipeline = run.pipeline
+    told = ""
+    if pipeline is not None and len(links) == len(pipeline.rank_of_stage) - 1:
+        ends = [{pipeline.rank_of_stage[s], pipeline.rank_of_stage[s + 1]} for s in range(len(links))]
+        here = [seconds for seconds, joined_ in zip(links, ends, strict=True) if joined_ == {pp - 1, pp}]
+        told = seconds_text(max(here)) if here else ""
+    return tag("span", tag("small", told) if told else None, cls="link", title="a message between these stages")

@@ -1,0 +1,128 @@
+"""`raypp timeline`: traces the next steps of a run, and shows where their time went."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raypp.cli.console import wide_console
+from raypp.cli.find_run import find_run, present_status
+from raypp.cli.output import echo, write_file
+from raypp.cli.timeline_view import timeline_view
+from raypp.clusters import known_runs
+from raypp.clusters.known_runs import RunPlace
+from raypp.control import client
+from raypp.errors import JobError, Problem, UnreachableError
+from raypp.observe.chrome_trace import chrome_trace
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.observe.trace import MOST_STEPS, RankTrace, TracePlace, is_complete, list_traces, read_trace
+from raypp.observe.trace_analysis import analyse
+from raypp.records import Event
+from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.text import shell_word
+
+_POLL_S = 0.5
+_PARTS_PATIENCE_S = 30.0
+"""How long the parts of the other ranks may take after the first one."""
+
+
+@click.command("timeline")
+@click.argument("run")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), default=3, show_default=True, help="Steps to trace.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the trace to this file, for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option("--recorded", is_flag=True, help="Show the newest trace in the store. Trace nothing.")
+def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> None:
+    """Trace the next steps of RUN on all ranks, and show where their time goes.
+
+    The trace stays in the run's store. Of a run that has ended, the newest trace is shown.
+    """
+    place, reader = find_run(run)
+    store = open_store(place.url)
+    if recorded or is_final(reader.status()):
+        trace = newest_trace(store, place.name)
+        if trace is None:
+            raise _none_recorded(place, ended=is_final(reader.status()))
+    else:
+        trace = _next_steps(place, reader, store, steps)
+    events = reader.events()
+    found = analyse(trace, measured_links(events, trace[0].attempt))
+    console = wide_console()
+    console.print(timeline_view(trace, found))
+    if out is not None:
+        write_file(out, json.dumps(chrome_trace(trace, found, events), separators=(",", ":")).encode())
+        echo(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
+    else:
+        echo("with --out FILE the trace is written for https://ui.perfetto.dev")
+
+
+def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
+    """Returns the newest trace of which all ranks wrote their part; None without one."""
+    for place, ranks in reversed(list_traces(store, run).items()):
+        first = read_trace(store, run, place, ranks[:1])
+        if len(ranks) == first[0].world and is_complete(trace := read_trace(store, run, place, ranks)):
+            return trace
+    return None
+
+
+def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
+    """Returns the seconds of a message between stages, as `lookahead: auto` measured them last, or
+    in an attempt."""
+    for event in reversed(events):
+        links = event.details.get("link_s")
+        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
+            return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
+    return []
+
+
+def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:
+    """Asks the run's controller for a trace, and waits until all ranks have written their parts."""
+    cluster = known_runs.cluster_of(place)
+    before = set(list_traces(store, place.name))
+    answer = client.command_run(cluster, place.name, f"timeline-{steps}")
+    if not answer["found"]:
+        raise client.no_such_controller(place.name, present_status(place, reader)["state"])
+    if not answer["traced"]:
+        fix = f"wait until it trains: `raypp status {shell_word(place.name)} --watch`"
+        raise JobError(Problem("RUN", str(answer["what"]), fix))
+    echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
+    attempt, since = present_status(place, reader)["attempt"], None
+    while True:
+        status = present_status(place, reader)  # before the look at the store: what ended has written its parts
+        found = {key: ranks for key, ranks in list_traces(store, place.name).items() if key not in before}
+        for key, ranks in found.items():
+            since = since or time.monotonic()
+            if len(ranks) == read_trace(store, place.name, key, ranks[:1])[0].world:
+                return read_trace(store, place.name, key, ranks)
+        if since is not None and time.monotonic() - since > _PARTS_PATIENCE_S:
+            raise _incomplete(place, found)
+        if since is None and _is_over(status, attempt):
+            fix = "ask again once it trains" if not is_final(status) else "trace it earlier, or trace fewer steps"
+            what = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
+            raise JobError(Problem("RUN", what, fix))
+        time.sleep(_POLL_S)
+
+
+def _is_over(status: dict[str, Any], attempt: int) -> bool:
+    return is_final(status) or status["attempt"] != attempt
+
+
+def _none_recorded(place: RunPlace, *, ended: bool) -> JobError:
+    fix = f"trace a run while it trains: `raypp timeline {shell_word(place.name)}`"
+    fix = f"resume it, and {fix}" if ended else fix
+    return JobError(Problem("RUN", f"no complete trace of {place.name} is in its store", fix))
+
+
+def _incomplete(place: RunPlace, found: dict[TracePlace, list[int]]) -> UnreachableError:
+    count = max(map(len, found.values()))
+    fix = f"`raypp events {shell_word(place.name)}` shows what the others report"
+    return UnreachableError(Problem("RUN", f"only {count} ranks have written their part of the trace", fix))

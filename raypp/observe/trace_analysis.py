@@ -1,0 +1,243 @@
+"""What a trace says: where each rank's time went, for whom it waited, and what was hidden."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from raypp.observe.trace import COMPUTE, RankTrace, Span
+from raypp.schedules.action import Action
+from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.schedules.validity import check_program
+
+ARRIVED_S = 100e-6
+"""A wait shorter than this found its message there."""
+_MOST_SIMULATED = 100_000
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message between two ranks.
+
+    Attributes:
+        direction: F: activations. B: gradients.
+        sender: The rank that sent it.
+        send: The span in which it was posted.
+        receiver: The rank that waited for it.
+        wait: The span of the wait.
+    """
+
+    direction: str
+    sender: int
+    send: Span
+    receiver: int
+    wait: Span
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it was there when it was needed."""
+        return self.wait.seconds < ARRIVED_S
+
+    @property
+    def under_way_s(self) -> float:
+        """Seconds that the receiver waited after the message had been sent."""
+        return max(0.0, self.wait.end - max(self.wait.begin, self.send.begin))
+
+
+@dataclass
+class RankTimes:
+    """Seconds of one rank in all steps of a trace.
+
+    Attributes:
+        trace: The rank's trace.
+        compute: Forwards and backwards, without waits within them.
+        waits_for: Waits until a peer had sent its message, by the peer's rank.
+        messages: Waits for messages that were under way.
+        gathers: Waits for weights.
+        sums: Waits for sums of gradients.
+        under_way: How long weights and sums were under way, waits included.
+        parts: The parts of the steps; `pipeline` contains the above.
+        total: The steps.
+    """
+
+    trace: RankTrace
+    compute: float = 0.0
+    waits_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    messages: float = 0.0
+    gathers: float = 0.0
+    sums: float = 0.0
+    under_way: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulation of the pipeline with the trace's own times.
+
+    Attributes:
+        timeline: The simulated step.
+        times: Median seconds of each stage's forwards and backwards, and of messages.
+    """
+
+    timeline: Timeline
+    times: StageTimes
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a trace says.
+
+    Attributes:
+        ranks: The seconds of each rank.
+        messages: All messages of which both ends are in the trace.
+        step_s: Seconds of each step, from the first rank's begin to the last one's end.
+        pipeline_s: The same of the steps' pipelines.
+        prediction: The simulation; None where it cannot be made.
+        error_s: The ranks' times are exact to this.
+    """
+
+    ranks: Sequence[RankTimes]
+    messages: Sequence[Message]
+    step_s: Sequence[float]
+    pipeline_s: Sequence[float]
+    prediction: Prediction | None
+    error_s: float
+
+
+def analyse(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Analysis:
+    """Analyses a trace.
+
+    Args:
+        ranks: The parts of the ranks.
+        link_s: Seconds of a message between each stage and the next, if they were measured; the
+            simulation has free links without.
+    """
+    messages = list(messages_of(ranks))
+    times = {one.rank: _times_of(one) for one in ranks}
+    for message in messages:
+        receiver = times[message.receiver]
+        receiver.messages += message.under_way_s
+        receiver.waits_for[message.sender] += message.wait.seconds - message.under_way_s
+    return Analysis(
+        ranks=list(times.values()),
+        messages=messages,
+        step_s=_whole(ranks, "step"),
+        pipeline_s=_whole(ranks, "pipeline"),
+        prediction=predicted(ranks, link_s),
+        error_s=max((one.clock_error_s for one in ranks), default=0.0),
+    )
+
+
+def messages_of(ranks: Iterable[RankTrace]) -> Iterator[Message]:
+    """Yields the messages whose send and wait are both in the trace."""
+    sends: dict[tuple[object, ...], tuple[int, Span]] = {}
+    for one in ranks:
+        for span in one.spans:
+            if span.kind in ("send F", "send B"):
+                sends[*_column(one), span.kind[-1], span.step, span.stage, span.microbatch] = one.rank, span
+    for one in ranks:
+        for span in one.spans:
+            if span.kind in ("wait F", "wait B"):
+                direction = span.kind[-1]
+                source = span.stage + (-1 if direction == "F" else 1)
+                sent = sends.get((*_column(one), direction, span.step, source, span.microbatch))
+                if sent is not None:
+                    yield Message(direction, *sent, one.rank, span)
+
+
+def _column(one: RankTrace) -> tuple[int, int, int]:
+    """Returns a rank's place without its stage: messages stay within one."""
+    return one.coordinates.dp_replicate, one.coordinates.fsdp, one.coordinates.cp
+
+
+def _times_of(one: RankTrace) -> RankTimes:
+    found = RankTimes(one)
+    for span in one.spans:
+        match span.kind:
+            case "F" | "B" | "I" | "W":
+                found.compute += span.seconds
+            case "wait gather":
+                found.gathers += span.seconds
+                found.compute -= span.seconds  # it is within a forward
+            case "wait sums":
+                found.sums += span.seconds
+            case "gathering" | "summing":
+                found.under_way += span.seconds
+            case "step":
+                found.total += span.seconds
+            case kind if " " not in kind and kind not in ("gather", "sum"):
+                found.parts[kind] += span.seconds
+    found.compute = max(0.0, found.compute)
+    return found
+
+
+def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for one in ranks:
+        for span in one.spans:
+            if span.kind == kind:
+                begins[span.step] = min(begins.get(span.step, span.begin), span.begin)
+                ends[span.step] = max(ends.get(span.step, span.end), span.end)
+    return [ends[step] - begins[step] for step in sorted(begins)]
+
+
+def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Prediction | None:
+    """Simulates the program that the ranks ran, with the median times of their actions.
+
+    Returns:
+        None if the trace lacks actions, or they are no program that can run.
+    """
+    program: dict[int, list[Action]] = {}
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    waits: Mapping[tuple[int, int], float] = defaultdict(float)
+    for one in ranks:
+        waits = _gather_waits(one)
+        own = [span for span in one.spans if span.kind in COMPUTE]
+        for index, span in enumerate(own):
+            seconds[span.kind, span.stage].append(max(0.0, span.seconds - waits.get((span.step, index), 0.0)))
+        last = [Action(s.stage, s.kind, s.microbatch) for s in own if s.step == own[-1].step]  # type: ignore[arg-type]
+        program.setdefault(one.coordinates.pp, last)
+    actions = [action for line in program.values() for action in line]
+    if not actions or len(actions) > _MOST_SIMULATED or min(map(len, program.values())) == 0:
+        return None
+    placement = [sorted({action.stage for action in program[pp]}) for pp in sorted(program)]
+    microbatches = 1 + max(action.microbatch for action in actions)
+    stages = sum(map(len, placement))
+    if min(a.microbatch for a in actions) < 0 or sorted(chain(*placement)) != list(range(stages)):
+        return None
+    if microbatches > len(actions) or check_program(program, placement, microbatches):
+        return None
+    times = _stage_times(seconds, stages, link_s)
+    return Prediction(simulate(program, times), times)
+
+
+def _gather_waits(one: RankTrace) -> dict[tuple[int, int], float]:
+    """Returns the seconds of waits for weights within each action, by step and the action's number
+    among all of the trace."""
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    number = 0
+    for span in one.spans:
+        if span.kind in COMPUTE:
+            number += 1
+        elif span.kind == "wait gather":
+            found[span.step, number] += span.seconds
+    return found
+
+
+def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, link_s: Sequence[float]) -> StageTimes:
+    def median(kind: str, stage: int) -> float:
+        found = seconds.get((kind, stage))
+        return statistics.median(found) if found else 0.0
+
+    inputs = [median("I", stage) for stage in range(stages)]
+    weights = [median("W", stage) for stage in range(stages)]
+    whole = [median("B", stage) or i + w for stage, i, w in zip(range(stages), inputs, weights, strict=True)]
+    split = sum(inputs[1:]) + sum(weights[1:])
+    links = list(link_s) if len(link_s) == stages - 1 else [0.0] * max(0, stages - 1)
+    share = sum(inputs[1:]) / split if split else 0.5
+    return StageTimes([median("F", s) for s in range(stages)], whole, share, links, first_whole=True)

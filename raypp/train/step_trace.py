@@ -1,0 +1,188 @@
+"""Traces the steps that the operator asked to see, and writes each rank's part to the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raypp.errors import in_words
+from raypp.observe.trace import MOST_SPANS, MOST_STEPS, RankTrace, Span
+from raypp.pipeline.action_trace import ActionTrace, Recorded
+from raypp.pipeline.device_clock import Anchor
+from raypp.records import Event, Seat
+from raypp.storage import ObjectStore
+from raypp.train.common_clock import CommonClock, between, compare_clocks
+from raypp.train.step import StepRunner, Stopwatch
+
+_WRITE_PATIENCE_S = 20.0
+
+
+class StepTracer:
+    """Traces steps of one rank. Every rank has one and is asked at the same step.
+
+    Args:
+        runner: Runs the steps.
+        store: Where the parts go.
+        tell: Called with events.
+    """
+
+    def __init__(self, runner: StepRunner, store: ObjectStore, tell: Callable[[Event], None]) -> None:
+        self._runner, self._store, self._tell = runner, store, tell
+        self._recording: _Recording | None = None
+        self._writers: list[threading.Thread] = []
+
+    def begin(self, step: int, steps: int) -> None:
+        """Traces from this step on, whose rows have been read. Collective over the world.
+
+        While a trace is being recorded, a second request changes nothing.
+        """
+        if self._recording is None:
+            self._recording = _Recording(self._runner, step, min(steps, MOST_STEPS))
+
+    def step_ended(self, step: int, watch: Stopwatch, *, last: bool) -> None:
+        """Takes the parts of a step. After the last one to trace: collective over the world."""
+        recording = self._recording
+        if recording is None:
+            return
+        recording.take(step, watch)
+        if last or step + 1 >= recording.first_step + recording.steps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends a trace that is being recorded and writes it. Collective over the world."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        trace = recording.end()
+        writer = threading.Thread(target=self._write, args=(trace,), name="trace", daemon=True)
+        writer.start()
+        self._writers.append(writer)
+
+    def close(self) -> None:
+        """Waits until what was traced is in the store, if that does not take long."""
+        if self._recording is not None:
+            self._recording.stop()
+        for writer in self._writers:
+            writer.join(_WRITE_PATIENCE_S)
+
+    def _write(self, trace: RankTrace) -> None:
+        seat = self._runner.seat
+        steps = f"{trace.steps} steps from {trace.first_step} on"
+        details = {"first_step": trace.first_step, "steps": trace.steps}
+        try:
+            self._store.put(trace.key(), trace.to_bytes())
+            kind, message = "traced", f"{steps}: `raypp timeline` shows them"
+        except Exception as error:  # noqa: BLE001  a trace that is lost must not end the run
+            kind, message = "trace_failed", f"{steps}: rank {seat.rank} cannot write its part: {in_words(error)}"
+        if seat.rank == 0 or kind == "trace_failed":
+            self._tell(
+                Event(kind, message, attempt=seat.attempt, step=trace.first_step, rank=seat.rank, details=details)
+            )
+
+
+class _Recording:
+    """The steps of one trace, while they run."""
+
+    def __init__(self, runner: StepRunner, step: int, steps: int) -> None:
+        self._runner, self.first_step, self.steps = runner, step, steps
+        self._runtime = runner.built.runtime
+        self._mark("clocks")
+        self._trace = ActionTrace(runner.device, list(self._runtime.planned.values()))
+        with self._trace.timed("clocks"):
+            self._anchor = self._trace.clock.anchor()
+            self._clock = compare_clocks(runner.seat)
+        self._wall = time.time(), time.perf_counter()
+        self._taken: list[tuple[int, Recorded]] = []
+        self._runtime.trace = self._trace
+
+    def take(self, step: int, watch: Stopwatch) -> None:
+        """Takes what a step recorded."""
+        parts = [Recorded(name, span.begin, span.end) for name, span in watch.spans]
+        begin = parts[0].begin if parts else self._trace.clock.now()
+        parts.append(Recorded("step", begin, self._trace.clock.now()))
+        self._taken += [(step, one) for one in (*self._trace.recorded, *parts)]
+        self._trace.recorded.clear()
+
+    def stop(self) -> None:
+        """Ends the recording."""
+        self._runtime.trace = None
+        self._trace.close()
+
+    def end(self) -> RankTrace:
+        """Ends the recording and returns it. Collective over the world; waits for a GPU."""
+        self.stop()
+        self._mark("clocks")
+        # The device reaches this anchor after all that was recorded. One clock drifts against the
+        # other, too little to matter within some steps.
+        self._trace.clock.anchor()
+        clock = between(self._clock, compare_clocks(self._runner.seat))
+        seat: Seat = self._runner.seat
+        wall_s, host_s = self._wall
+        return RankTrace(
+            run=seat.run,
+            attempt=seat.attempt,
+            first_step=self.first_step,
+            steps=1 + max(step for step, _ in self._taken) - self.first_step,
+            rank=seat.rank,
+            world=seat.world_size,
+            label=seat.label,
+            coordinates=seat.coordinates,
+            node=seat.node,
+            device=seat.device,
+            began=wall_s - (host_s + clock.offset_s - clock.now_s),
+            clock_error_s=clock.error_s,
+            spans=tuple(spans_of(self._taken, self._anchor, clock)[:MOST_SPANS]),
+            cut=len(self._taken) > MOST_SPANS,
+        )
+
+    def _mark(self, what: str) -> None:
+        if self._runtime.mark is not None:
+            self._runtime.mark(what)
+
+
+def spans_of(taken: Sequence[tuple[int, Recorded]], anchor: Anchor, clock: CommonClock) -> list[Span]:
+    """Returns what was recorded, by step, on the common clock.
+
+    What is under way beside the compute follows: `gathering` from a gather to the last wait for it
+    in the stage's next forward, `summing` from a stage's first sum to the end of the step's sums.
+    """
+    shift = clock.offset_s - clock.now_s
+
+    def at(instant: Any) -> float:
+        return anchor.seconds(instant) + shift
+
+    spans = [
+        Span(one.kind, begin := at(one.begin), max(0.0, at(one.end) - begin), step, one.stage, one.microbatch)
+        for step, one in taken
+    ]
+    return [*spans, *_gathering(spans), *_summing(spans)]
+
+
+def _gathering(spans: Sequence[Span]) -> list[Span]:
+    found: list[Span] = []
+    begun: dict[int, Span] = {}
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.kind == "gather":
+            begun[span.stage] = span
+        elif span.kind == "wait gather":
+            ends[span.stage] = span.end
+        elif span.kind == "F" and span.stage in begun and span.stage in ends:
+            gather = begun.pop(span.stage)
+            found.append(gather._replace(kind="gathering", seconds=max(0.0, ends[span.stage] - gather.begin)))
+    return found
+
+
+def _summing(spans: Sequence[Span]) -> list[Span]:
+    found: list[Span] = []
+    begun: dict[int, Span] = {}
+    for span in spans:
+        if span.kind == "sum":
+            begun.setdefault(span.stage, span)
+        elif span.kind == "wait sums":
+            for first in begun.values():
+                found.append(first._replace(kind="summing", seconds=max(0.0, span.end - first.begin)))
+            begun.clear()
+    return found

@@ -1,0 +1,99 @@
+"""`raypp timeline` of runs whose traces are in the store, and of runs that have none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from traces import chrome_faults, two_ranks
+
+from raypp.cli.main import run
+from raypp.cli.timeline_command import measured_links, newest_trace
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.observe.trace import RankTrace
+from raypp.observe.trace_analysis import analyse
+from raypp.records import Event, RunState
+from raypp.storage import ObjectStore, open_store
+
+LINKS = Event("lookahead", "chosen", time=1.5e9, attempt=1, details={"link_s": [0.005]})
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return open_store(str(tmp_path / "s"))
+
+
+def write(store: ObjectStore, trace: list[RankTrace], state: RunState = RunState.SUCCEEDED) -> None:
+    with RunRecorder(store, "r", "a1", interval_s=60) as recorder:
+        recorder.status(RunStatus("r", state, 6, 6, attempt=1))
+        recorder.event(LINKS)
+    for one in trace:
+        store.put(one.key(), one.to_bytes())
+
+
+def test_the_trace_of_an_ended_run_is_shown_and_written(
+    store: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(store, two_ranks())
+    assert run(["timeline", f"{store.url}/r", "--out", "t.json"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "r  steps 4 to 5 of attempt 1",
+        f"{sum(m.arrived for m in analyse(two_ranks()).messages)} of 16 had arrived",
+        "580 ms for the pipeline, by simulation",
+        "agree within 100 µs",
+        "wrote t.json",
+    ):
+        assert words in " ".join(shown.split()).replace("r steps", "r  steps"), words
+    below = next(line for line in shown.splitlines() if line.strip().startswith("pp0"))
+    assert below.split()[1] == "61%" and below.split()[2] == "pp1"
+    assert chrome_faults(json.loads((tmp_path / "t.json").read_text()), 1e-4) == []
+
+
+def test_the_newest_trace_that_is_complete_is_taken(store: ObjectStore) -> None:
+    assert newest_trace(store, "r") is None
+    write(store, two_ranks())
+    later = two_ranks(first_step=9)
+    store.put(later[0].key(), later[0].to_bytes())
+    found = newest_trace(store, "r")
+    assert found is not None and found[0].first_step == 4
+    store.put(later[1].key(), later[1].to_bytes())
+    found = newest_trace(store, "r")
+    assert found is not None and found[0].first_step == 9
+
+
+@pytest.mark.parametrize(("state", "words"), [(RunState.STOPPED, "resume it, and trace"), (RunState.RUNNING, "trains")])
+def test_a_run_without_a_trace_is_an_error_with_a_way_out(
+    store: ObjectStore, state: RunState, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(store, [], state)
+    assert run(["timeline", f"{store.url}/r", "--recorded"]) == 2
+    told = capsys.readouterr().err
+    assert "no complete trace of r is in its store" in told and words in told
+
+
+@pytest.mark.parametrize("steps", ["0", "101", "x"])
+def test_a_wrong_number_of_steps_is_refused(steps: str) -> None:
+    assert run(["timeline", "r", "--steps", steps]) == 2
+
+
+def test_a_trace_with_a_damaged_part_names_it(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = two_ranks()
+    write(store, trace)
+    (Path(store.url.removeprefix("file://")) / trace[1].key()).write_bytes(b"[" * 10_000)
+    assert run(["timeline", f"{store.url}/r"]) == 1
+    assert "rank-00001.json" in capsys.readouterr().err
+
+
+def test_links_are_those_of_the_attempt_or_the_newest() -> None:
+    later = replace(LINKS, attempt=2, details={"link_s": [0.5]})
+    assert measured_links([LINKS, later], 1) == [0.005]
+    assert measured_links([LINKS, later]) == [0.5]
+    assert measured_links([LINKS], 7) == measured_links([]) == []
+    assert measured_links([replace(LINKS, details={"link_s": ["x", -1.0, 1e300]})]) == []
