@@ -34,6 +34,8 @@ _NOT_TYPED = {
 _LOADED = "RAY_health_check_failure_threshold=30"
 """Instead of 3: hosts that share a few cores stall for seconds at times, and Ray must not declare
 them dead for that."""
+_TWO_CPUS = "ray start --num-cpus=2"
+"""Instead of all: a host with four CPUs would take all four ranks."""
 
 
 def _blocks(section: int) -> list[str]:
@@ -63,7 +65,7 @@ class Shell:
 
     def type(self, text: str, patience_s: float = 300, *, code: int = 0) -> str:
         """Runs some lines and returns their output. Asserts their exit code."""
-        text = text.replace("RAY_health_check_failure_threshold=3", _LOADED)
+        text = text.replace("RAY_health_check_failure_threshold=3", _LOADED).replace("ray start", _TWO_CPUS)
         for host in range(2):
             text = text.replace(f"192.168.1.1{host}", self.network.address(host))
         assert "192.168." not in text.replace("192.168.1.0/24", "")
