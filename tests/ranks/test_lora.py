@@ -116,17 +116,17 @@ def test_a_pipeline_of_adapters_gives_the_bits_of_one_process(model: str, way: s
     assert moved and all(found["weights"][name].any() for name in moved)
 
 
-HALF: dict[str, Any] = {"model": {"num_layers": 4}}
-EXPERTS: dict[str, Any] = {"kind": "qwen3_moe", **HALF}
-SUMS_OF_ONE = InBothTypes(1, {"all": document(**HALF), "upper": document(UPPER), "experts": document(**EXPERTS)}, STEPS)
+SUMS_OF_ONE = InBothTypes(
+    1, {"all": document(), "upper": document(UPPER), "experts": document(kind="qwen3_moe")}, STEPS
+)
 SUMS = InBothTypes(
     2,
     {
         ("upper", "fsdp"): document(UPPER, mesh={"fsdp": 2}),
-        ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}, **HALF),
-        ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}, **HALF),
-        ("all", "cp"): document(mesh={"cp": 2}, **HALF),
-        ("experts", "ep"): document(mesh={"fsdp": 2, "ep": 2}, **EXPERTS),
+        ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
+        ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}),
+        ("all", "cp"): document(mesh={"cp": 2}),
+        ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
     },
     STEPS,
     slow={("all", "reshard")},
@@ -136,9 +136,9 @@ SUMS_OF_FOUR = InBothTypes(
     {
         ("upper", "pp and fsdp"): document(UPPER, mesh={"pp": 2, "fsdp": 2}),
         ("all", "pp and fsdp, split"): document(
-            mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}, **HALF
+            mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}
         ),
-        ("experts", "fsdp and ep"): document(mesh={"fsdp": 4, "ep": 2}, **EXPERTS),
+        ("experts", "fsdp and ep"): document(kind="qwen3_moe", mesh={"fsdp": 4, "ep": 2}),
     },
     STEPS,
 )

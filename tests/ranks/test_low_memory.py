@@ -154,7 +154,13 @@ def test_the_same_gradients_give_the_same_bits_on_every_mesh(
 
 
 @pytest.mark.parametrize(
-    ("way", "mesh"), [("bf16_pure", {"fsdp": 2}), ("both", {"fsdp": 2}), ("both", {"pp": 2})], ids=str
+    ("way", "mesh"),
+    [
+        pytest.param("bf16_pure", {"fsdp": 2}, marks=pytest.mark.slow),
+        ("both", {"fsdp": 2}),
+        ("both", {"pp": 2}),
+    ],
+    ids=str,
 )
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     way: str, mesh: dict[str, int], tmp_path: Path

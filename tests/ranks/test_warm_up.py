@@ -12,7 +12,7 @@ from comparison import assert_identical
 from harness import run_in_turn
 from test_mesh_does_not_change_numbers import document
 from torch import Tensor
-from training import merged
+from training import merged, thinned
 
 from raypp.measure.parity import train_some_steps
 from raypp.parallel.shard import local_part
@@ -78,7 +78,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"interleaved, fsdp", "bf16 weights, zbv", "tied, one stage", "experts, ulysses"}
+
+
+@pytest.mark.parametrize("name", thinned(CASES, SLOW))
 def test_a_run_as_on_gpus_gives_the_same_bits(name: str) -> None:
     world, job = CASES[name]
     plain, other = run_in_turn(world, trained, [(job, False), (job, True)])
