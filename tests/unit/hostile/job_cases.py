@@ -266,6 +266,7 @@ def number_cases() -> Iterator[Case]:
         head,
         ("model.kind=qwen3_moe", deep, f"model.mlp_only_layers=[{','.join(map(str, range(4096)))}]"),
     )
+    yield "long-rows-of-many-ids", head, ("data.seq_len=1000000000", "model.vocab_size=1000000000")
     yield "experts-1e9", head, ("model.kind=mixtral", "model.num_experts=1000000000", "mesh.fsdp=8", "mesh.ep=8")
     yield "experts-per-token-1e9", head, ("model.kind=mixtral", "model.experts_per_token=1000000000")
     yield "lora-4096-layers", head, (deep, "model.lora={rank: 1000000000}", "mesh.pp=8")
