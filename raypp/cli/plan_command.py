@@ -30,6 +30,8 @@ class _Finite(click.FloatRange):
         return found
 
 
+_INDENTED = 4096
+"""Plans of more ranks are one line of JSON: indenting takes seconds."""
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -101,7 +103,7 @@ def plan_command(
 
     plan = make_plan(file.job, link_gbps=link_gbps, grounds=grounds)
     if as_json:
-        echo_json(plan.as_dict(), indent=2)
+        echo_json(plan.as_dict(), indent=2 if plan.world <= _INDENTED else None)
         return
     from raypp.cli.plan_view import plan_view
 

@@ -12,9 +12,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from raypp.errors import Problem
+from raypp.spec.limits import LAYERS
 from raypp.untrusted.documents import described
 
-MOST_LAYERS = 4096
+MOST_LAYERS = LAYERS
 LARGEST = 2**31 - 1
 _PROBLEMS = 5
 _LEVELS, _ITEMS, _SHOWN = 3, 32, 300

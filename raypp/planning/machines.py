@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, NotRequired
 
@@ -100,6 +101,7 @@ class Machines:
     source: str = ""
 
     @classmethod
+    @lru_cache(maxsize=4)
     def alike(
         cls, world: int, per_node: int, gbps: float | None, latency_s: float = 0.0, inside_gbps: float = INSIDE_GBPS
     ) -> Machines:
@@ -131,14 +133,16 @@ class Machines:
         """Returns the link between two nodes, or the one inside a node. None: the link is free."""
         if one == other:
             return Link(self.inside_gbps)
-        return self.links.get(frozenset((one, other)), self.link)
+        return self.links.get(frozenset((one, other)), self.link) if self.links else self.link
 
-    def seats(self, mesh: Mesh) -> list[Node]:
+    def seats(self, mesh: Mesh) -> Sequence[Node]:
         """Returns the node of every rank, by raypp's seating order.
 
         Raises:
             ResourcesError: There are more ranks than devices.
         """
+        if mesh in self._seats:
+            return self._seats[mesh]
         if mesh.world > self.devices:
             what = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(what, "use a smaller mesh, or add nodes")
@@ -150,7 +154,14 @@ class Machines:
                 break
             positions.append(range(len(homes), len(homes) + devices))
             homes += [node] * devices
-        return [homes[position] for position in arrange(mesh, positions)]
+        self._seats.clear()
+        self._seats[mesh] = [homes[position] for position in arrange(mesh, positions)]
+        return self._seats[mesh]
+
+    @cached_property
+    def _seats(self) -> dict[Mesh, Sequence[Node]]:
+        """The seats of the mesh that was last asked for: a plan asks several times."""
+        return {}
 
 
 def read_machines(path: Path) -> Machines:

@@ -17,6 +17,8 @@ from raypp.spec.job import Job
 
 _MOST_ADVISED = 16_384
 """Actions of a program beyond which its changes are not simulated: each takes long."""
+_MOST_RANKS_ADVISED = 32_768
+"""Ranks beyond which changes are not forecast either."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Prediction:
         links: The cables that pipelines cross.
         bottleneck: Description of what a step waits for most.
         advice: Single changes that would help, and the fraction of the step's time that each saves.
-            Empty for programs with very many actions.
+            Empty for programs with very many actions, and for very many ranks.
         peak_memory: Bytes of the rank that needs most.
         device_memory: Bytes of a device; 0: unknown.
         measured: Which inputs were measured: costs, links.
@@ -119,9 +121,9 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Pred
     return [_predict(job, pipeline, grounds, device) for device in grounds.devices_for(job)]
 
 
-def _is_small(pipeline: ResolvedPipeline) -> bool:
-    """Whether changes of a job can be simulated, too, without a long wait."""
-    return sum(map(len, pipeline.program.values())) <= _MOST_ADVISED
+def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:
+    """Whether changes of a job can be forecast, too, without a long wait."""
+    return job.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, pipeline.program.values())) <= _MOST_ADVISED
 
 
 def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
@@ -137,7 +139,7 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         lookahead=found.lookahead,
         links=found.links,
         bottleneck=found.bottleneck,
-        advice=tuple(advice(job, machines, costs, found, device.memory)) if _is_small(pipeline) else (),
+        advice=tuple(advice(job, machines, costs, found, device.memory)) if _is_small(job, pipeline) else (),
         peak_memory=found.peak_memory,
         device_memory=device.memory,
         measured=found.measured,

@@ -142,8 +142,7 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     )
     matrix = embedding(model) if model.tie_embeddings else projection(model)
     first, last = embedding(model).parameters, matrix.parameters + final_norm(model).parameters
-    whole = sum(weight.parameters for weight in family.model_weights(model).values())
-    whole += sum(layer.adapters for layer in layers)
+    whole = sum(layer.parameters for layer in layers) + last + (0 if model.tie_embeddings else first)
     return ModelSizes(layers, first, last, whole, frozen=model.lora is not None)
 
 

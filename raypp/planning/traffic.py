@@ -177,9 +177,13 @@ def link_uses(
 ) -> tuple[LinkUse, ...]:
     """Returns the use of every cable that pipelines cross in a step, busiest first."""
     pairs: dict[frozenset[str], dict[tuple[str, str], int]] = {}
-    for border in borders:
+    crossed: dict[frozenset[str], list[int]] = {}
+    for stage, border in enumerate(borders):
         for (a, b), count in border.crossings.items():
-            ways = pairs.setdefault(frozenset((a, b)), {})
+            pair = frozenset((a, b))
+            ways = pairs.setdefault(pair, {})
+            if crossed.setdefault(pair, [stage])[-1] != stage:
+                crossed[pair].append(stage)
             # Activations go from a to b, gradients of the same size from b to a.
             for way in ((a, b), (b, a)):
                 ways[way] = ways.get(way, 0) + count
@@ -189,10 +193,10 @@ def link_uses(
         if link is None:
             continue
         carried = max(ways.values()) * microbatches * size
-        own = [s for s, border in enumerate(borders) if any(frozenset(way) == pair for way in border.crossings)]
-        without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
+        own = crossed[pair]
         gained = 0.0
         if len(pairs) <= _MOST_LINKS:
+            without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
             relieved = replace(times, link=without)
             gained = max(0.0, timeline.makespan - simulate(program, relieved).makespan)
         nodes = tuple(sorted(pair))

@@ -31,7 +31,7 @@ OVERRIDES = 1000
 PROBLEMS = 50
 """Problems of one job file that are listed."""
 
-LAYERS = 10_000
+LAYERS = 4096
 RANKS = 131_072
 """Ranks of a mesh, and of each of its axes."""
 STAGES = 1024

@@ -118,7 +118,8 @@ class _Order:
             if not (self._by_bytes or self._by_folder):
                 raise wrong(
                     self._url,
-                    f"the listing does not move on: {visible(repr(key[:100]))} follows {visible(repr(before[:100]))}",
+                    f"the listing does not move on: {visible(repr(key[:100]))} follows {visible(repr(before[:100]))}; "
+                    "directory buckets (S3 Express) list keys without order and cannot be used",
                 )
         self._latest = (key, parts)
 

@@ -169,7 +169,7 @@ def number_cases() -> Iterator[Case]:
     """Yields numbers that look valid and are far too large, or large enough to take long."""
     head = _HEAD.encode()
     for key, *values in (
-        ("model.num_layers", 10**4, 10**5, 10**9, 10**18),
+        ("model.num_layers", 4096, 10**4, 10**5, 10**9, 10**18),
         ("model.hidden_size", 4 * 10**5, 10**6, 10**12, 10**18),
         ("model.num_heads", 10**9, 10**12),
         ("model.head_dim", 10**9, 10**15),
@@ -208,19 +208,19 @@ def number_cases() -> Iterator[Case]:
     ):
         for value in values:
             yield f"{key}={value:g}", head, (f"{key}={value}",)
-    deep = "model.num_layers=10000"
+    deep = "model.num_layers=4096"
     yield "layers-1000-pp-100", head, ("model.num_layers=1000", "mesh.pp=100", "pipeline.microbatches=100")
-    yield "layers-10000-pp-100", head, (deep, "mesh.pp=100", "pipeline.microbatches=100")
-    yield "layers-10000-pp-1000", head, (deep, "mesh.pp=1000", "pipeline.microbatches=1000")
-    yield "layers-10000-pp-10000", head, (deep, "mesh.pp=10000", "pipeline.microbatches=10")
-    yield "layers-10000-too-many-stages", head, (deep, "mesh.pp=10001", "pipeline.microbatches=10")
+    yield "layers-4096-pp-100", head, (deep, "mesh.pp=100", "pipeline.microbatches=100")
+    yield "layers-4096-pp-1000", head, (deep, "mesh.pp=1000", "pipeline.microbatches=1000")
+    yield "layers-4096-pp-1024", head, (deep, "mesh.pp=1024", "pipeline.microbatches=10")
+    yield "layers-4096-too-many-stages", head, (deep, "mesh.pp=4097", "pipeline.microbatches=10")
     yield (
-        "layers-10000-own-weights",
+        "layers-4096-own-weights",
         head,
         (deep, "mesh.pp=10000", "pipeline.input_weight=0.5", "pipeline.output_weight=0.5"),
     )
     yield (
-        "layers-10000-whole-weights",
+        "layers-4096-whole-weights",
         head,
         (deep, "mesh.pp=5000", "pipeline.input_weight=9", "pipeline.output_weight=9"),
     )
@@ -259,21 +259,22 @@ def number_cases() -> Iterator[Case]:
     yield "100000-ranks-cp-ep", head, ("mesh.pp=25", "model.num_layers=50", "mesh.fsdp=100", "mesh.cp=40", "model.kind=mixtral", "mesh.ep=8", "pipeline.microbatches=32")  # fmt: skip
     yield "100000-ranks-wide", head, ("mesh.fsdp=100000",)
     yield "product-of-a-mesh", head, ("mesh.pp=100", "mesh.fsdp=10000", "mesh.dp_replicate=10000", "mesh.cp=10000")
-    experts = ("model.kind=mixtral", "model.num_layers=10000", "mesh.pp=4", "mesh.fsdp=8", "mesh.ep=8")
-    yield "experts-10000-layers", head, experts
+    experts = ("model.kind=mixtral", deep, "mesh.pp=4", "mesh.fsdp=8", "mesh.ep=8")
+    yield "experts-4096-layers", head, experts
     yield (
         "experts-mlp-only",
         head,
-        ("model.kind=qwen3_moe", deep, f"model.mlp_only_layers=[{','.join(map(str, range(10000)))}]"),
+        ("model.kind=qwen3_moe", deep, f"model.mlp_only_layers=[{','.join(map(str, range(4096)))}]"),
     )
+    yield "long-rows-of-many-ids", head, ("data.seq_len=1000000000", "model.vocab_size=1000000000")
     yield "experts-1e9", head, ("model.kind=mixtral", "model.num_experts=1000000000", "mesh.fsdp=8", "mesh.ep=8")
     yield "experts-per-token-1e9", head, ("model.kind=mixtral", "model.experts_per_token=1000000000")
-    yield "lora-1e4-layers", head, (deep, "model.lora={rank: 1000000000}", "mesh.pp=8")
+    yield "lora-4096-layers", head, (deep, "model.lora={rank: 1000000000}", "mesh.pp=8")
     yield "lora-targets", head, (deep, f"model.lora={{targets: [{','.join(f't{i}' for i in range(1000))}]}}")
     yield "window-layers", head, ("model.kind=gemma2", deep, "model.sliding_window=1000000000")
     yield "rope", head, ("model.rope={kind: linear, factor: 1e308}",)
     yield "elastic", head, ("recovery.elastic={min_ranks: 1000000000000, max_ranks: 10, grace_s: 1e308}",)
-    yield "offload-1e4-layers", head, (deep, "train.optimizer.offload=true", "mesh.pp=64", "pipeline.microbatches=128")
+    yield "offload-4096-layers", head, (deep, "train.optimizer.offload=true", "mesh.pp=64", "pipeline.microbatches=128")
 
 
 def name_cases() -> Iterator[Case]:

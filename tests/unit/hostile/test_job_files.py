@@ -30,8 +30,8 @@ from tests.unit.hostile.job_cases import Case, name_cases, number_cases, overrid
 MOST_S = 5.0
 """Seconds of CPU. What is measured outside tests is below 2."""
 
-LARGE = ("50-MB", "100000-ranks", "=100000", "layers-10000", "large-", "larger-", "layers-1000-", "layers-200",
-         "1e4-layers", "experts-10000", "lora-targets", "window-layers", "num_layers=10000", "experts-mlp", "offload",
+LARGE = ("50-MB", "100000-ranks", "=100000", "layers-4096", "large-", "larger-", "layers-1000-", "layers-200",
+         "4096-layers", "lora-targets", "window-layers", "num_layers=4096", "experts-mlp", "offload",
          "200-KB-of-k", "200-KB-of-e", "200-KB-of-t", "200-KB-of-d", "200-KB-of-w", "200-KB-of-a")  # fmt: skip
 """Cases that take seconds, or megabytes: `test_large_plans` has some."""
 
@@ -219,7 +219,7 @@ def test_limits_refuse_no_real_job() -> None:
     "overrides",
     [
         ("mesh.fsdp=100000",),
-        ("model.num_layers=10000", "mesh.pp=100", "mesh.fsdp=8", "pipeline.microbatches=4", "pipeline.schedule=gpipe"),
+        ("model.num_layers=4096", "mesh.pp=100", "mesh.fsdp=8", "pipeline.microbatches=4", "pipeline.schedule=gpipe"),
     ],
 )
 def test_large_plans(overrides: tuple[str, ...]) -> None:
