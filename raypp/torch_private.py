@@ -47,6 +47,7 @@ __all__ = [
     "fsspec_writer",
     "gather_from",
     "integer_weights",
+    "read_scalar",
     "register_fake_device",
     "restart_group_names",
     "set_local",
@@ -287,6 +288,9 @@ def restart_group_names() -> None:
 
 DispatchMode = TorchDispatchMode
 """`utils._python_dispatch.TorchDispatchMode`: sees every operator while it is active. Since 2.4."""
+
+read_scalar = torch.ops.aten._local_scalar_dense.default
+"""The operator of `Tensor.item`. Since 2.4."""
 
 copy_to = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to`. Since 2.4."""

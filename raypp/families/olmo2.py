@@ -11,13 +11,13 @@ from raypp.spec.models import DecoderOptions
 if TYPE_CHECKING:
     from raypp.models.layers import DecoderLayer
 
-_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 def layer_weights(options: DecoderOptions, index: int) -> list[Weight]:
     biased = options.attention_bias
     attention = weights.attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
-    return [*attention, *weights.gated(options), *weights.layer_norms(options, _NORMS)]
+    return [*attention, *weights.gated(options), *weights.layer_norms(options, NORMS)]
 
 
 def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
@@ -26,7 +26,7 @@ def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
     biased = options.attention_bias
     attention = Attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
     feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
-    return DecoderLayer(options, attention, feed_forward, norms=_NORMS)
+    return DecoderLayer(options, attention, feed_forward, norms=NORMS)
 
 
 FAMILY = Family(

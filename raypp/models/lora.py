@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer
+from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions
@@ -40,7 +40,7 @@ def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> No
         return
     stage.requires_grad_(False)
     if lora.base == "bf16":
-        stage.to(torch.bfloat16)
+        store_rest(stage, torch.bfloat16)
     base, family = quantised_base(options), family_of(options)
     for index in layers:
         layer = stage.get_submodule(f"model.layers.{index}")

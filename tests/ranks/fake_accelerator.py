@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypp.torch_private import DispatchMode, copy_to, fake_tensors, register_fake_device
+from raypp.torch_private import DispatchMode, copy_to, fake_tensors, read_scalar, register_fake_device
 
 NAME = "fake"
 """The device's type. torch knows it within `fake_rank`, and afterwards in that process."""
@@ -122,7 +122,7 @@ class NoWaiting(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.reductions[self.action] += "reduce_scatter" in func.name()
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "cpu":
+        if func is read_scalar and args[0].device.type == "cpu":
             return 1  # such as an optimizer's step counter: nothing is read from the device
         try:
             if func is copy_to:

@@ -141,12 +141,12 @@ def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> N
     )
 
 
-ALONE: dict[str, Any] = {"optimizer": {"state": "8bit"}, "precision": "bf16_pure"}
+SMALL: dict[str, Any] = {"optimizer": {"state": "8bit"}, "precision": "bf16_pure"}
 # Each case is a job and the rank that is run.
 CASES = {
     "bf16_pure": (document(2, {"fsdp": 2}, {}, precision="bf16_pure"), 1),
     "8bit": (document(2, {"fsdp": 2}, {}, optimizer={"state": "8bit"}), 1),
-    "bf16_pure, 8bit, alone": (document(2, {}, {}, **ALONE), 0),
+    "bf16_pure, 8bit": (document(2, {"fsdp": 2}, {}, **SMALL), 0),
     "bf16_pure, 8bit, offloaded": (
         document(
             2,
@@ -172,7 +172,7 @@ CASES = {
         ),
         1,
     ),
-    "qlora, int8, alone": (document(2, {}, {}, lora={"rank": 4, "base": "int8"}, **ALONE), 0),
+    "qlora, int8": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "base": "int8"}, **SMALL), 0),
     "one stage": (document(2, {"fsdp": 2}, {}), 1),
     "bf16": (document(2, {}, {}, precision="bf16"), 0),
     "selective": (document(2, PP_FSDP, {"lookahead": 2}, activation_checkpointing="selective"), 0),
@@ -218,6 +218,8 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
         "bf16, offloaded": {"1B1": 1, "3B1": 2},
         "full, tied": {"1B1": 2},
         "selective": {"0B1": 2},
+        **{key: {"0B1": 2} for key in ("lora", "qlora", "qlora, int8")},  # the stage's other weights are frozen
+        "lora, bf16_pure": {"1B1": 1},
     }
     assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
 
