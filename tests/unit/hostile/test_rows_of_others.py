@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -19,7 +20,6 @@ from raypp.data import compressed, template_limits
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.conversations import RowFault, parse_row
 from raypp.data.sources import check_data, open_documents
-from raypp.data.template_limits import MOST_OUTPUT
 from raypp.errors import DataError, RayppError
 from raypp.spec.job import Job
 
@@ -30,7 +30,7 @@ WITHOUT_END = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops over a list": MANY + "{% for a in l %}{% for b in l if b > 9 %}{% endfor %}{% endfor %}",
     "a recursive loop": MANY + "{% for a in l recursive %}{% if loop.depth < 9 %}{{ loop(l) }}{% endif %}{% endfor %}",
-    "a macro that calls itself": "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "a macro that calls itself": "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(30) }}",
     "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "~": GROWING + "{% set n.x = n.x ~ n.x %}{% endfor %}",
     "+": GROWING + "{% set n.x = n.x + n.x %}{% endfor %}",
@@ -60,8 +60,8 @@ WITHOUT_END = {
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits as they are cost seconds per template."""
-    monkeypatch.setattr(template_limits, "MOST_STEPS", 5_000)
-    monkeypatch.setattr(template_limits, "MOST_OUTPUT", MOST_OUTPUT // 8)
+    monkeypatch.setattr(template_limits, "MOST_STEPS", 2_000)
+    monkeypatch.setattr(template_limits, "MOST_OUTPUT", 1 << 20)
 
 
 @pytest.mark.parametrize("name", WITHOUT_END)
@@ -127,7 +127,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(messages=VALUES, tools=VALUES, key=st.sampled_from(["messages", "conversations", "prompt", "completion"]))
 def test_any_row_is_parsed_or_refused_with_a_fix(messages: Any, tools: Any, key: str) -> None:
     try:
@@ -209,3 +209,12 @@ def test_a_tokenizer_config_of_any_content_is_refused_by_name(config: bytes, tmp
     assert check_data(job)
     with pytest.raises(RayppError):
         open_documents(job)
+
+
+def test_zst_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = zstandard.ZstdCompressor().compress(b"text")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(DataError, match="zstandard is not installed, so .zst cannot be read") as error:
+        documents(tmp_path, "a.txt.zst", packed)
+    assert "pip install zstandard" in error.value.problems[0].fix
+    assert len(documents(tmp_path, "a.txt.gz", gzip.compress(b"text"))) == 1
