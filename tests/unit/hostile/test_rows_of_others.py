@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from raypp.data import compressed, template_limits
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.conversations import RowFault, parse_row
+from raypp.data.rows import RowEncoder
 from raypp.data.sources import check_data, open_documents
+from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError, RayppError
 from raypp.spec.job import Job
 
@@ -218,3 +220,12 @@ def test_zst_without_its_library_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         documents(tmp_path, "a.txt.zst", packed)
     assert "pip install zstandard" in error.value.problems[0].fix
     assert len(documents(tmp_path, "a.txt.gz", gzip.compress(b"text"))) == 1
+
+
+def test_a_row_has_one_deadline_for_all_its_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(template_limits, "MOST_STEPS", 10**9)
+    slow = "{% for m in messages %}{{ m.content }}{% for i in range(300) %}{% endfor %}{% endfor %}"
+    turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(400)]
+    (found,) = RowEncoder(ByteTokenizer(), ChatTemplate(slow)).encode([{"messages": turns}])
+    assert isinstance(found, RowFault) and "s of computing" in found.what
