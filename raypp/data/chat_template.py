@@ -86,7 +86,12 @@ class ChatTemplate:
         return self._marks[self._chosen(tools)]
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        until: float | None = None,
     ) -> Rendered:
         """Renders a conversation.
 
@@ -94,12 +99,13 @@ class ChatTemplate:
             messages: Its turns: plain values of JSON, with a `role` each.
             tools: JSON schemas of the tools that the model may call.
             add_generation_prompt: End with the header of the assistant's next turn.
+            until: The `deadline` of the row; None: begins now.
 
         Raises:
             TemplateFault: The template refuses the conversation, fails, or exceeds a limit.
         """
         environment, tracker = self._environment, _tracker(self._environment)
-        environment.budget = Budget()
+        environment.budget = Budget(until)
         tracker.begin()
         values = {
             **self._special,
@@ -110,6 +116,7 @@ class ChatTemplate:
         }
         parts = []
         try:
+            environment.budget.step()
             for part in self._templates[self._chosen(tools)].generate(values):
                 environment.budget.write(len(part))
                 tracker.position += len(part)

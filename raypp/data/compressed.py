@@ -34,7 +34,7 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
     Raises:
         DataError: It is damaged, ends too early, becomes too large, or zstandard is not installed.
     """
-    new = _decoder(name, place)
+    new, failure = _decoder(name, place)
     decoder: Any = None
     read = written = 0
     ready: list[bytes] = []
@@ -62,7 +62,7 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
                 if size >= _YIELDED:
                     yield b"".join(ready)
                     ready, size = [], 0
-    except (zlib.error, ValueError, MemoryError, _zstd_error()) as error:
+    except (failure, ValueError, MemoryError) as error:
         what = f"{name} cannot be decompressed: {visible(error)}"
         raise DataError(Problem(place, what, "copy it again, or check that its ending is right")) from error
     if decoder is not None:
@@ -71,20 +71,13 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
         yield b"".join(ready)
 
 
-def _decoder(name: str, place: str) -> Callable[[], Any]:
+def _decoder(name: str, place: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """Returns what makes a decoder of one member, and the error that it raises."""
     if name.lower().endswith(".gz"):
-        return lambda: zlib.decompressobj(wbits=31)
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
     try:
         import zstandard
     except ImportError as error:
         what = f"{name}: zstandard is not installed, so .zst cannot be read"
         raise DataError(Problem(place, what, "pip install zstandard on every node, or use .gz")) from error
-    return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
-
-
-def _zstd_error() -> type[Exception]:
-    try:
-        import zstandard
-    except ImportError:
-        return zlib.error
-    return zstandard.ZstdError
+    return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj(), zstandard.ZstdError

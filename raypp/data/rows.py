@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
 from raypp.data.conversations import Completion, Conversation, RowFault, parse_row
+from raypp.data.template_limits import deadline
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens
 from raypp.untrusted.text import visible
 
@@ -118,14 +119,17 @@ class RowEncoder:
             return [_Part(found.prompt, learnt), _Part(found.completion, [whole], ends=True)]
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
-        rendered, spans = self._template.render(found.messages, found.tools), None
-        if self._loss == "all":
-            spans = [(0, len(rendered.text))]
-        else:
-            spans = self._turns(found, rendered)
-            if self._loss == "last":
-                spans = spans[-1:]
-        return [_Part(rendered.text, spans)]
+        self._until = deadline()
+        rendered = self._render(found, len(found.messages))
+        spans = [(0, len(rendered.text))] if self._loss == "all" else self._turns(found, rendered)
+        return [_Part(rendered.text, spans[-1:] if self._loss == "last" else spans)]
+
+    def _render(self, found: Conversation, turns: int, *, header: bool = False) -> Rendered:
+        """Renders the first turns, and the header of the assistant's next one."""
+        assert self._template is not None
+        return self._template.render(
+            found.messages[:turns], found.tools, add_generation_prompt=header, until=self._until
+        )
 
     def _turns(self, found: Conversation, rendered: Rendered) -> list[tuple[int, int]]:
         """Returns the parts of a rendered conversation that the assistant wrote."""
@@ -142,15 +146,14 @@ class RowEncoder:
 
     def _turn(self, found: Conversation, whole: str, index: int) -> tuple[int, int]:
         """Finds a turn by rendering the conversation up to it, without it and with it."""
-        assert self._template is not None
         last = index + 1 == len(found.messages)
-        until = whole if last else self._template.render(found.messages[: index + 1], found.tools).text
+        until = whole if last else self._render(found, index + 1).text
         try:
             start = next(
                 (
                     len(before)
                     for header in (True, False)
-                    if until.startswith(before := self._before(found, index, add_generation_prompt=header))
+                    if until.startswith(before := self._render(found, index, header=header).text)
                 ),
                 None,
             )
@@ -162,12 +165,6 @@ class RowEncoder:
             what = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
             raise RowFault(what + "as the whole conversation begins", _MARK_IT)
         return start, len(until)
-
-    def _before(self, found: Conversation, index: int, *, add_generation_prompt: bool) -> str:
-        assert self._template is not None
-        return self._template.render(
-            found.messages[:index], found.tools, add_generation_prompt=add_generation_prompt
-        ).text
 
     def _tokens(self, texts: Sequence[str]) -> list[Tokens | RowFault]:
         try:

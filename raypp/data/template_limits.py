@@ -23,8 +23,8 @@ MOST_OUTPUT = 64 << 20
 """Characters that one rendering may write, also into variables."""
 MOST_STEPS = 1_000_000
 """Iterations and calls of one rendering."""
-MOST_SECONDS = 5.0
-"""CPU time of one rendering."""
+MOST_SECONDS = 20.0
+"""CPU time of all renderings of one row."""
 _MOST_NUMBER = 10_000  # an argument of a filter, such as a width
 _MOST_ITEMS = 1_000_000
 _MOST_BITS = 4096
@@ -67,23 +67,32 @@ class TemplateLimit(TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering has used."""
+    """What one rendering has used.
 
-    def __init__(self) -> None:
+    Args:
+        until: When it must end, by `time.thread_time`; None: `MOST_SECONDS` from now.
+    """
+
+    def __init__(self, until: float | None = None) -> None:
         self.steps = self.written = 0
-        self.until = time.thread_time() + MOST_SECONDS
+        self.until = deadline() if until is None else until
 
     def step(self) -> None:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise TemplateLimit(f"more than {MOST_STEPS:,} iterations and calls")
-        if self.steps % 256 == 0 and time.thread_time() > self.until:
+        if self.steps % 256 == 1 and time.thread_time() > self.until:
             raise TemplateLimit(f"more than {MOST_SECONDS:g} s of computing")
 
     def write(self, characters: int) -> None:
         self.written += characters
         if self.written > MOST_OUTPUT:
             raise TemplateLimit(f"more than {MOST_OUTPUT:,} characters of output")
+
+
+def deadline() -> float:
+    """Returns when the renderings of a row that begins now must end."""
+    return time.thread_time() + MOST_SECONDS
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

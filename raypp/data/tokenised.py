@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 from raypp.data.conversations import RowFault
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
 from raypp.data.tokenizer import NotEncodable, Tokenizer
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.untrusted.files import open_file
+
+if TYPE_CHECKING:  # needs jinja2
+    from raypp.data.rows import RowEncoder
 
 FORMAT = 1
 """Version of the cache's entries; part of their name."""

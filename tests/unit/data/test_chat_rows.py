@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,29 @@ def test_unmarked_templates_give_the_ids_of_transformers_and_loss_by_prefix(tmp_
         assert found.ids.tolist() == theirs.apply_chat_template(messages)["input_ids"]
         said = "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
         assert theirs.decode(found.ids[found.loss]) == said
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_prefixes_find_what_marks_find(name: str, tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path)
+    unmarked = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", MARKED[name])
+    data = DataSection(tokenizer=str(path), template_date="2026-01-31")
+    today, special = datetime(2026, 1, 31), {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = FileTokenizer(path)
+    assert open_template(data) is None
+    by_marks, by_prefix = (
+        RowEncoder(tokenizer, ChatTemplate(source, special, today)) for source in (MARKED[name], unmarked)
+    )
+    rows: list[dict[str, Any]] = [{"messages": messages} for messages in CONVERSATIONS]
+    rows += [{"messages": CALLING, "tools": [WEATHER]}] * (name == "tools")
+    for marked, prefixed in zip(by_marks.encode(rows), by_prefix.encode(rows), strict=True):
+        assert isinstance(marked, Encoded) and isinstance(prefixed, Encoded), prefixed
+        assert marked.text.split() == prefixed.text.split()
+        more = ["<|im_start|>assistant\n", "\n"] if name in ("tools", "chatml") else [""]
+        said = [tokenizer.shown(one.ids[one.loss].tolist()) for one in (marked, prefixed)]
+        for header in more:  # no generation prompt; a line feed ends each turn
+            said = [text.replace(header, "") for text in said]
+        assert said[0] == said[1]
 
 
 def test_loss_is_on_all_assistant_turns_the_last_or_everything() -> None:
