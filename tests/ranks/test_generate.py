@@ -32,7 +32,7 @@ TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
 STEPS = 3
 PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Jesus said unto them, ", "Verily", "the son of", "x"]
 LIMITS = [20, 20, 9, 20, 14, 1, 20]
-LORA = {"from_hf": str(TINY), "lora": {"rank": 4, "alpha": 64}}
+LORA = {"from_hf": str(TINY), "lora": {"rank": 4, "alpha": 64, "base": "fp32"}}
 SIZES = {
     "kind": "mistral", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
     "vocab_size": 257, "tie_embeddings": True, "sliding_window": 7,

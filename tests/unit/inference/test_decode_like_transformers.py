@@ -11,12 +11,8 @@ from their_models import FAMILY_CASES, keys_of, loaded, their_config, their_inst
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 
-NEW = 9
-PROMPTS = (
-    (5, 17, 3, 80, 41, 9, 66, 12, 31),
-    (7,),
-    (44, 2, 90, 13, 28, 61, 35, 8, 70, 24, 52, 19, 33, 6, 91, 75, 10, 58, 49),
-)
+NEW = 6
+PROMPTS = ((5, 17, 3, 80, 41, 9, 66, 12, 31, 58, 2, 90), (44, 7, 13))
 
 
 def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...], *, rows: int) -> list[list[int]]:
@@ -58,4 +54,4 @@ def test_greedy_tokens_are_those_of_transformers(kind: str, case: str, tmp_path:
         )  # fmt: skip
         theirs.append(out[0, len(prompt) :].tolist())
     assert len({tuple(tokens) for tokens in theirs}) > 1, "prompts have different answers"
-    assert decoded(loaded(tmp_path, 1), PROMPTS, rows=3) == theirs
+    assert decoded(loaded(tmp_path, 1), PROMPTS, rows=2) == theirs
