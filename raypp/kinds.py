@@ -76,11 +76,16 @@ class SourceKind(Kind):
             its data was encoded by the job's tokenizer earlier. "model": it draws from all ids of
             the model and needs no tokenizer.
         keys: Keys of `data` that only sources listing them here read.
+        compressed: Its files may also end in .gz or .zst after one of the endings.
+        checks_rows: Beside `read` there is `check(request: Request) -> list[Problem]`, which looks
+            at the first rows before a run.
     """
 
     endings: tuple[str, ...] = ()
     ids: Literal["text", "tokenizer", "model"] = "text"
     keys: tuple[str, ...] = ()
+    compressed: bool = False
+    checks_rows: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class DataPosition:
     block: Count
     row: Count
     data: str
+    template: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,7 @@ _LARGEST_SEED = 2**63 - 1
     metavar="FILE.jsonl",
     help='Prompts as JSON lines: {"prompt": "…"}.',
 )
+@click.option("--chat", is_flag=True, help="Answer lines of the terminal, by the model's chat template.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Step of the run's checkpoint.  [default: newest]")
 @click.option(
     "--max-new-tokens",
@@ -76,6 +77,7 @@ def generate_command(
     run: str,
     given: tuple[str, ...],
     file: Path | None,
+    chat: bool,
     step: int | None,
     max_new_tokens: int | None,
     temperature: float,
@@ -92,14 +94,18 @@ def generate_command(
     Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
+    from raypp.cli.chat import converse
     from raypp.inference.processes import Generators
     from raypp.inference.prompts import Answer, encode_prompts, end_ids, read_prompts
     from raypp.inference.source import find_source
 
     pp = _pipeline_ranks(mesh)
-    if bool(given) == (file is not None):
-        what = "both are given" if given else "neither is given"
-        raise JobError(Problem("--prompt, --prompts", what, "give one or more --prompt TEXT, or --prompts FILE.jsonl"))
+    if (count := bool(given) + (file is not None) + chat) != 1:
+        what = "none is given" if count == 0 else "only one of them can be given"
+        fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
+        raise JobError(Problem("--prompt, --prompts, --chat", what, fix))
+    if chat and as_json:
+        raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
         raise JobError(Problem("--top-p", "nothing is drawn with temperature 0", "add --temperature 1"))
     texts = list(given) if file is None else read_prompts(file)
@@ -110,11 +116,17 @@ def generate_command(
         echo(f"note: {remark}", err=True)
     source.job(pp)
     codec = source.open_tokenizer()
+    choice: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    if chat:
+        source.open_template()  # before processes start
+        with Generators(source, pp, end_ids(source, codec), 1) as generators:
+            converse(source, codec, generators, max_new_tokens, choice)
+        return
     prompts = encode_prompts(source, codec, texts, max_new_tokens)
     answers = [Answer(prompt) for prompt in prompts]
     printer = _Printer(answers, codec, as_json)
     with Generators(source, pp, end_ids(source, codec), batch_size) as generators:
-        for new in generators.generate(prompts, temperature=temperature, top_p=top_p, seed=seed):
+        for new in generators.generate(prompts, **choice):
             answers[new.prompt].add(new.token, new.finish)
             printer.update()
 

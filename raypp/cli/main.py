@@ -37,6 +37,7 @@ COMMANDS = {
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
+    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training on it."),
     "eval": (
         "raypp.cli.eval_command:eval_command",
         "Compute the loss of a trained model on text, or run evaluation tasks.",
@@ -54,7 +55,7 @@ COMMANDS = {
 
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
-    "Jobs": ("init", "plan", "parity", "explain", "schema", "list-kinds"),
+    "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
     "Models": ("generate", "eval"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }

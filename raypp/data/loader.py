@@ -102,6 +102,11 @@ class Loader:
         self._steps: Prefetch[tuple[list[Microbatch], Cursor]] | None = None
 
     @property
+    def documents(self) -> Documents:
+        """The job's documents."""
+        return self._documents
+
+    @property
     def identity(self) -> str:
         """A digest of the rows and their order (`data_identity`)."""
         return self._documents.identity
@@ -121,8 +126,9 @@ class Loader:
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
-        cursor = self._cursor
-        return {"epoch": cursor.epoch, "block": cursor.block, "row": cursor.row, "data": self.identity}
+        cursor, template = self._cursor, self._documents.train.template
+        at = {"epoch": cursor.epoch, "block": cursor.block, "row": cursor.row, "data": self.identity}
+        return {**at, "template": template} if template else at
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continues at a position.
@@ -136,15 +142,17 @@ class Loader:
         except (KeyError, TypeError, ValueError) as error:
             raise JobError(Problem("data.path", f"the checkpoint's data position is invalid: {position!r}")) from error
         if data != self.identity:
-            raise JobError(
-                Problem(
-                    "data.path",
-                    f"the checkpoint was made with other data (digest {data}, now {self.identity})",
-                    "use the same files, tokenizer, data settings and train.seed, or start a run under another name",
-                )
-            )
+            raise JobError(self._other_data(data, position.get("template", "")))
         self.close()
         self._cursor = cursor
+
+    def _other_data(self, data: str, template: object) -> Problem:
+        own, other = self._documents.train.template, "start a run under another name"
+        if own != template:
+            what = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
+            return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
+        what = f"the checkpoint was made with other data (digest {data}, now {self.identity})"
+        return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:
         """Returns this replica's share of the held-out part, once, in steps like those of training.

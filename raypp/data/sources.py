@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +31,23 @@ class Documents:
         tokenizer: The job's tokenizer.
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
             their order.
+        total: Documents of data.path, before any is dropped or held out.
+        too_long: Those of them with more than data.seq_len tokens.
     """
 
     train: Corpus
     held_out: Corpus | None
     tokenizer: Tokenizer
     identity: str
+    total: int = 0
+    too_long: int = 0
+
+    def too_long_in_words(self, data: DataSection) -> str:
+        """Returns what happens to documents that are too long; empty if there are none."""
+        if not self.too_long:
+            return ""
+        done = "dropped" if data.too_long == "drop" else "cut into pieces"
+        return f"{self.too_long:,} of {self.total:,} documents have more than {data.seq_len} tokens and are {done}"
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
@@ -61,18 +73,35 @@ def open_documents(job: Job) -> Documents:
         UnreachableError: The store that holds the data does not answer or denies access.
     """
     data, tokenizer = job.data, job_tokenizer(job)
-    whole = _read(job, tokenizer, data.path or "", "data.path")
+    everything = _read(job, tokenizer, data.path or "", "data.path")
+    whole = kept(everything, data, "data.path")
+    counts = len(everything), int((everything.lengths() > data.seq_len).sum())
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
-        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None))
+        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None), *counts)
     if data.eval.path is not None:
         if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
-        held_out = _read(job, tokenizer, data.eval.path, "data.eval.path")
-        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None))
+        held_out = kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path")
+        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None), *counts)
     fraction = data.eval.fraction or 0.0
     train, held_out = split(whole, fraction, job.train.seed)
-    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction))
+    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction), *counts)
+
+
+def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:
+    """Returns the documents without those that `data.too_long: drop` leaves out.
+
+    Raises:
+        DataError: None is left.
+    """
+    if data.too_long == "cut":
+        return corpus
+    short = np.flatnonzero(corpus.lengths() <= data.seq_len)
+    if not len(short):
+        what = f"all {len(corpus):,} documents have more than {data.seq_len} tokens and would be dropped"
+        raise DataError(Problem(place, what, "raise data.seq_len, or use `too_long: cut`"))
+    return corpus if len(short) == len(corpus) else corpus.select(short)
 
 
 def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -100,10 +129,11 @@ def data_identity(job: Job) -> str:
 
 
 def check_data(job: Job) -> list[Problem]:
-    """Returns the problems of a job's data that this machine can find without reading it.
+    """Returns the problems of a job's data that this machine can find without reading all of it.
 
-    Checks that the source is known, that its files exist here and are not empty, and that the
-    tokenizer's ids fit the model. Data in a store are not checked. Call it where the job's paths
+    Checks that the source is known, that its files exist here and are not empty, that the
+    tokenizer's ids fit the model, and the first rows if the source can. Data in a store are not
+    checked. Call it where the job's paths
     are valid: if the cluster is elsewhere, on its nodes.
     """
     problems: list[Problem] = []
@@ -125,9 +155,19 @@ def check_data(job: Job) -> list[Problem]:
             if path is None:
                 raise _no_path(job.data)
             if not keeps_data_elsewhere(path):
-                find_files(path, source.endings, place)
+                find_files(path, source.endings, place, compressed=source.compressed)
+                problems += _first_rows(job, source, path, place, problems)
         except RayppError as error:
             problems += error.problems
+    return problems
+
+
+def _first_rows(job: Job, source: SourceKind, path: str, place: str, found: list[Problem]) -> list[Problem]:
+    """Checks the first rows of local files."""
+    if not source.checks_rows or found:
+        return []
+    check = sys.modules[source.build().__module__].check
+    problems: list[Problem] = check(Request(job.data, path, place, job_tokenizer(job), job.model.vocab_size, 0))
     return problems
 
 
@@ -156,4 +196,6 @@ def _no_path(data: DataSection) -> DataError:
 def _identity(whole: Corpus, tokenizer: Tokenizer, job: Job, fraction: float | None) -> str:
     data = job.data
     parts = [PLAN_VERSION, whole.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
+    if data.too_long != "cut":
+        parts.append(data.too_long)
     return hashlib.sha256(json.dumps([*parts, fraction]).encode()).hexdigest()[:16]

@@ -110,6 +110,23 @@ def encode_prompts(
     return found
 
 
+def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, max_new_tokens: int | None) -> Encoded:
+    """Encodes what a chat template has written, which has all special tokens that belong there.
+
+    Raises:
+        JobError: It has no token, cannot be encoded, or its answer does not fit into the context.
+    """
+    try:
+        tokens = tokenizer.encode(text).tolist()
+    except (NotEncodable, UnicodeEncodeError) as error:
+        raise JobError(Problem("--chat", f"the conversation cannot be encoded: {error}")) from error
+    room = source.context - len(tokens)
+    if not tokens or room < (max_new_tokens or 1):
+        what = f"the conversation has {len(tokens)} tokens, and the context of {source.place} ends at {source.context}"
+        raise JobError(Problem("--chat", what, "begin a new one"))
+    return Encoded(text, tokens, max_new_tokens or min(MOST_NEW_TOKENS, room))
+
+
 def end_ids(source: Source, tokenizer: PromptTokenizer) -> tuple[int, ...]:
     """Returns the ids that end a text."""
     return source.eos_ids or (tokenizer.eos_id,)

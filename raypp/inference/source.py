@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,8 @@ from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_runs import locate_run
+from raypp.data.chat_files import no_template, open_template
+from raypp.data.chat_template import ChatTemplate
 from raypp.data.tokenizer import FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
@@ -78,7 +81,7 @@ class Source:
         Raises:
             JobError: The model has fewer layers than there are ranks, or is one of the user's own.
         """
-        train = dict((self.document or {}).get("train") or {})
+        train = _section(self.document, "train")
         sections = {"model": dict(self.model), "mesh": {"pp": pp}, "pipeline": {"microbatches": pp}}
         chosen = {"precision": precision, "seed": train.get("seed", 0)}
         job = parse_job({"name": self.run or "model", **sections, "train": chosen})
@@ -108,6 +111,27 @@ class Source:
             fix = "use the tokenizer that the model was trained with"
             raise JobError(Problem(KEY, f"{self.place}: {problem.what}", fix) for problem in problems)
         return tokenizer
+
+    def open_template(self) -> ChatTemplate:
+        """Opens the chat template of the run's job, or the one beside the tokenizer.
+
+        A template that asks for the date gets today's, unless the job names one.
+
+        Raises:
+            JobError: There is none, or it is in a store.
+            DataError: It cannot be read.
+        """
+        tokenizer, known = self.tokenizer or "bytes", _section(self.document, "data")
+        if is_remote(tokenizer):
+            what = f"{self.place} is in a store, where no chat template is looked for"
+            raise JobError(Problem("--chat", what, "copy the model into a folder of this machine"))
+        day = known.get("template_date") or date.today().isoformat()
+        named = {"tokenizer": tokenizer, "chat_template": known.get("chat_template"), "template_date": day}
+        data = parse_job({"name": "model", "data": named}).data
+        template = open_template(data)
+        if template is None:
+            raise JobError(replace(problem, key="--chat") for problem in no_template(data).problems)
+        return template
 
 
 def find_source(argument: str, step: int | None = None) -> Source:
@@ -170,6 +194,12 @@ def newest_checkpoint(
     raise CheckpointError(unusable[:_SHOWN])
 
 
+def _section(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Returns a section of a stored job; empty if it has none."""
+    found = (document or {}).get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _is_hf_folder(argument: str) -> bool:
     """Whether the argument is a folder with config.json."""
     if is_remote(argument):
@@ -220,7 +250,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
     except CheckpointError:
         document = dict(commit.job)
     options = parse_job({"name": commit.run, "model": model}).model
-    data, train = document.get("data") or {}, document.get("train") or {}
+    data, train = _section(document, "data"), _section(document, "train")
     tokenizer, length = data.get("tokenizer"), data.get("seq_len")
     context = length if isinstance(length, int) and length > 0 else _CONTEXT
     if options.lora is not None and options.from_hf is not None:

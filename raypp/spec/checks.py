@@ -213,6 +213,8 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
             yield from _file("data.path", data.path, directory)
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
+    if source is not None and "chat_template" in source.keys and data.chat_template is not None:
+        yield from _file("data.chat_template", data.chat_template, directory)
     if source is not None and "document_len" in source.keys and data.document_len[0] > data.document_len[1]:
         shortest, longest = data.document_len
         fix = f"write [{longest}, {shortest}]"

@@ -41,6 +41,17 @@ class DataSection(Section):
     """Shuffle the documents with train.seed, in a new order each epoch."""
     text_key: str = "text"
     """jsonl and hf: name of the field that holds the text."""
+    chat_template: str | None = None
+    """chat: file with the Jinja template of conversations. null: chat_template.jinja or
+    tokenizer_config.json beside the tokenizer."""
+    template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """chat: the date, such as '2026-01-31', for templates that ask for today's."""
+    loss: Literal["assistant", "last", "all"] = "assistant"
+    """chat: which tokens carry loss. assistant: what the assistant writes, and completions | last:
+    its last turn only | all: every token."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """Documents longer than seq_len. cut: into several pieces | drop: left out. The run reports how
+    many."""
     num_documents: int = Field(default=1000, ge=1, le=limits.COUNT)
     """synthetic: number of documents."""
     document_len: tuple[Annotated[int, Field(ge=2, le=limits.WIDTH)], Annotated[int, Field(ge=2, le=limits.WIDTH)]] = (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+
+import zstandard
 
 from tests.fuzz import target
 
@@ -30,9 +34,12 @@ from file_cases import (
 
 from raypp.clusters import local
 from raypp.clusters.known_runs import known_runs
+from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
 from raypp.hf.names import model_tensors
+from raypp.inference.prompts import read_prompts
+from raypp.inference.source import find_source
 from raypp.planning.costs import read_costs
 from raypp.planning.machines import read_machines
 from raypp.spec.families import FAMILIES
@@ -40,6 +47,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.untrusted.documents import parse_json
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, header_length, parse_header
 
+_TEMPLATE = Path(__file__).parents[2] / "jobs/data/chatml.jinja"
 _CONFIG = json.dumps(CONFIG).encode()
 _FILE = model_file(LLAMA)
 
@@ -48,6 +56,22 @@ _FILE = model_file(LLAMA)
 def safetensors(data: bytes) -> None:
     length = header_length(data, len(data), "file")
     parse_header(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data) - LENGTH_BYTES - length, "file")
+
+
+@target(b'{"prompt": "In the beginning"}\n\n{"prompt": "a", "id": 3}\n')
+def prompts(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.jsonl"
+        file.write_bytes(data)
+        read_prompts(file)
+
+
+@target(b'{"eos_token_id": [5, 7], "temperature": 0.5}', b'{"eos_token_id": 5}')
+def generation_config(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(_CONFIG)
+        (Path(folder) / "generation_config.json").write_bytes(data)
+        find_source(folder)
 
 
 @target(_FILE)
@@ -108,6 +132,36 @@ def local_state(data: bytes) -> None:
 @target(b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n')
 def jsonl(data: bytes) -> None:
     _with_file("a.jsonl", data, lambda path: use_data("jsonl", str(path)))
+
+
+@target(
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}\n',
+    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
+    b'{"prompt": "a", "completion": "b"}\n',
+)
+def chat(data: bytes) -> None:
+    _with_file("a.jsonl", data, lambda path: use_data("chat", str(path), chat_template=str(_TEMPLATE)))
+
+
+@target(
+    b"{% for m in messages %}{{ m.role ~ m['content']|trim }}{% endfor %}",
+    b"{% set n = namespace(x=1) %}{% if tools %}{{ tools|tojson(indent=1) }}{% endif %}{{ n.x * 2 }}",
+    b"{% macro f(a) %}{% generation %}{{ a }}{% endgeneration %}{% endmacro %}{{ f('b') }}",
+    words=(b"{% for i in range(9) %}", b"{% endfor %}", b"|join", b".replace('a', 'b')", b"[::-1]", b"|map('upper')"),
+)
+def chat_template(data: bytes) -> None:
+    with contextlib.suppress(TemplateFault):
+        ChatTemplate(data.decode(errors="replace")).render([{"role": "user", "content": "hello"}])
+
+
+@target(gzip.compress(b"one\n\ntwo\n", mtime=0))
+def gzipped(data: bytes) -> None:
+    _with_file("a.txt.gz", data, lambda path: use_data("text", str(path)))
+
+
+@target(zstandard.ZstdCompressor().compress(b"one\n\ntwo\n"))
+def zst(data: bytes) -> None:
+    _with_file("a.txt.zst", data, lambda path: use_data("text", str(path)))
 
 
 @target("A paragraph\nof two lines.\n\nAnd änother.\r\n".encode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from raypp.errors import CheckpointError
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options
 from raypp.inference.processes import GenerationError, Generators
-from raypp.inference.prompts import Encoded
+from raypp.inference.prompts import Answer, Encoded
 from raypp.inference.source import Source, find_source
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
+from raypp.untrusted.text import visible_lines
 
 pytestmark = pytest.mark.ranks
 
@@ -36,6 +39,12 @@ SIZES = {
 }  # fmt: skip
 
 
+CHAT = {
+    "kind": "chat", "path": str(TEXT.parent / "chat.jsonl"), "chat_template": str(TEXT.parent / "chatml.jinja"),
+    "seq_len": 256,
+}  # fmt: skip
+
+
 def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
     job = parse_job(document)
     run_rank(job, seat_of(rank, world, port, job), Listener())
@@ -43,16 +52,16 @@ def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: `plain`, and `lora` on a Hugging Face model."""
+    """Three runs: `plain`, `lora` on a Hugging Face model, and `chat`."""
     folder = tmp_path_factory.mktemp("runs")
     adapted = hf_options(parse_job({"name": "a", "model": LORA}).model).model_dump(mode="json")
     documents = [
         {
-            "name": name, "model": model, "data": {"path": str(TEXT), "seq_len": 64},
+            "name": name, "model": model, "data": {"path": str(TEXT), "seq_len": 64, **data},
             "train": {"steps": STEPS, "seed": 5, "optimizer": {"lr": 0.01}},
             "checkpoint": {"url": str(folder), "memory_tier": False, "every_steps": 1},
         }
-        for name, model in (("plain", SIZES), ("lora", adapted))
+        for name, model, data in (("plain", SIZES, {}), ("lora", adapted, {}), ("chat", SIZES, CHAT))
     ]  # fmt: skip
     run_in_turn(1, live, [(document,) for document in documents])
     return folder
@@ -129,6 +138,27 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
     base = find_source(str(TINY))
     assert run.context == 256, "that of the base"
     assert tokens_of(run, 2, 3, prompts) == tokens_of(merged, 1, 3, prompts) != tokens_of(base, 1, 3, prompts)
+
+
+def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
+    source = find_source(f"{place}/chat")
+    tokenizer, template = source.open_tokenizer(), source.open_template()
+    messages: list[dict[str, Any]] = []
+    said = ""
+    with Generators(source, 1, [256], 1) as generators:
+        for line in ("Hello", "Why?"):
+            messages.append({"role": "user", "content": line})
+            text = template.render(messages, add_generation_prompt=True).text
+            answer = Answer(Encoded(text, tokenizer.encode(text).tolist(), 6))
+            for new in generators.generate([answer.prompt]):
+                answer.add(new.token, new.finish)
+            messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})
+            said += visible_lines(answer.text(tokenizer)) + "\n"
+    command = [sys.executable, "-m", "raypp", "generate", f"{place}/chat", "--chat", "--max-new-tokens", "6"]
+    done = subprocess.run(command, input="Hello\n\nWhy?\n", capture_output=True, text=True, check=True)
+    assert done.stdout == said
+    too_long = subprocess.run(command, input="x" * 300, capture_output=True, text=True, check=False)
+    assert too_long.returncode == 2 and "--chat: the conversation has" in too_long.stderr
 
 
 def test_an_error_of_any_rank_ends_all_and_is_shown(place: Path, tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "--prompt, --prompts: neither is given"),
-        (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts: both are given"),
+        ([], "--prompt, --prompts, --chat: none is given"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts, --chat: only one of them can be given"),
+        (["--chat", "--json"], "--json: a conversation is not printed as JSON"),
+        (["--chat", "--tokenizer", "bytes"], "--chat: is missing: the bytes tokenizer has no chat template"),
         (["--prompt", "a", "--mesh", "fsdp=2"], "--mesh: 'fsdp=2' is not pp=N"),
         (["--prompt", "a", "--mesh", "pp=3"], "pp=3 has more ranks than"),
         (["--prompt", "a", "--temperature", "-1"], "Invalid value for '--temperature'"),

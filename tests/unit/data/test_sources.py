@@ -155,7 +155,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(JobError, match="text, jsonl, tokens, synthetic"):
+    with pytest.raises(JobError, match="text, jsonl, tokens, chat, synthetic"):
         open_documents(job(kind="parquet", path="x"))
 
 
@@ -178,7 +178,7 @@ def test_the_check_before_a_run_finds_all_problems_at_once(tmp_path: Path) -> No
 
 
 def test_every_kind_is_in_the_list_and_loads() -> None:
-    assert [kind.name for kind in SOURCES.usable()] == ["text", "jsonl", "tokens", "synthetic"]
+    assert [kind.name for kind in SOURCES.usable()] == ["text", "jsonl", "tokens", "chat", "synthetic"]
     assert all(callable(kind.build()) for kind in SOURCES.usable())
 
 
