@@ -16,7 +16,10 @@ from raypp.errors import JobError, Problem
 
 OLDEST = {"python": "3.11", "ray": "2.50", "torch": "2.11"}
 """The oldest versions that raypp runs with, as pyproject.toml states them."""
-ON_NODES = ("torch", "ray", "numpy", "pydantic", "PyYAML", "boto3", "safetensors", "tokenizers", "psutil")
+ON_NODES = (
+    "torch", "ray", "numpy", "pydantic", "PyYAML", "jinja2", "zstandard", "boto3", "safetensors", "tokenizers",
+    "psutil",
+)  # fmt: skip
 """The distributions that ranks and controllers import."""
 
 

@@ -212,11 +212,13 @@ def run_tokenizer(
     Raises:
         DataError, JobError: See `tokenizer_files`.
     """
-    name = _data(job).get("tokenizer") if asked is None else asked
+    data = _data(job)
+    name, template = data.get("tokenizer") if asked is None else asked, data.get("chat_template")
     return tokenizer_files(
         None if name is None else str(name),
         vocab_size=options.vocab_size,
         context=context_of(job),
+        template=None if template is None else str(template),
         asked=asked is not None,
         generation=generation,
     )

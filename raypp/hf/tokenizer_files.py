@@ -21,8 +21,9 @@ from raypp.untrusted.text import visible
 
 OPTION = "--tokenizer"
 TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_TEMPLATE, _TEMPLATE_BYTES = "chat_template.jinja", 1 << 20
 _BESIDE = (
-    CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
+    CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE, "vocab.json", "merges.txt",
     "vocab.txt", "tokenizer.model",
 )  # fmt: skip
 """The files that belong to a file named tokenizer.json in the same folder."""
@@ -48,7 +49,13 @@ class TokenizerFiles:
 
 
 def tokenizer_files(
-    name: str | None, *, vocab_size: int, context: int, asked: bool = False, generation: bool = True
+    name: str | None,
+    *,
+    vocab_size: int,
+    context: int,
+    template: str | None = None,
+    asked: bool = False,
+    generation: bool = True,
 ) -> TokenizerFiles:
     """Returns the files of a tokenizer.
 
@@ -56,6 +63,7 @@ def tokenizer_files(
         name: `bytes`, or the path of a tokenizer.json; None: the job names none.
         vocab_size: Rows of the model's embedding.
         context: Tokens that the model takes at once.
+        template: The chat template that the run was given, a file. None: the tokenizer's.
         asked: The user named it: what prevents its export is an error. Otherwise it is a remark.
         generation: Whether to write generation_config.json, which belongs to a whole model.
 
@@ -89,10 +97,16 @@ def tokenizer_files(
         files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))
     eos_id = None if end is None else ids[end]
     remarks: list[str] = []
+    if template is not None:
+        try:
+            files[_TEMPLATE] = read_file(Path(template), _TEMPLATE_BYTES)
+        except DataError as error:
+            remarks.append(f"the chat template was not exported: {visible(error.problems[0])}")
     if generation and eos_id is not None:
         theirs: dict[str, Any] = {}
         if path.name == TOKENIZER:
-            theirs, remarks = _their_generation(path.parent / GENERATION)
+            theirs, more = _their_generation(path.parent / GENERATION)
+            remarks += more
         files[GENERATION] = _json(_with_end(theirs, eos_id))
     return TokenizerFiles(files, eos_id, remarks)
 

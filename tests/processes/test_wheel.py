@@ -179,6 +179,7 @@ def test_jobs_are_written_explained_and_planned(laptop: Environment, tmp_path: P
     laptop.run("init", "quickstart", cwd=tmp_path)
     assert '"world": 4' in laptop.run("plan", "quickstart.yaml", "--json", cwd=tmp_path)
     assert "memory" in laptop.run("plan", "quickstart.yaml", cwd=tmp_path)
+    laptop.run("data", "show", "quickstart.yaml", cwd=tmp_path)
     assert "pp" in laptop.run("explain", "mesh")
     assert json.loads(laptop.run("schema"))["type"] == "object"
     assert "1f1b" in laptop.run("list-kinds")

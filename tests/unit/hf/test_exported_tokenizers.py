@@ -151,6 +151,19 @@ def test_a_tokenizer_file_is_copied_with_the_files_beside_it(tmp_path: Path) -> 
     assert again("in the beginning")["input_ids"] == FileTokenizer(source).encode("in the beginning").tolist()
 
 
+@pytest.mark.parametrize("name", ["bytes", "file"])
+def test_the_template_that_a_run_was_given_is_that_of_the_export(name: str, tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source")
+    (source.parent / "chat_template.jinja").write_text("the model's")
+    (tmp_path / "given.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = "bytes" if name == "bytes" else str(source)
+    files = tokenizer_files(tokenizer, vocab_size=300, context=64, template=str(tmp_path / "given.jinja"))
+    again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
+    assert again.apply_chat_template([{"role": "user", "content": "in"}], tokenize=False) == "in!"
+    gone = tokenizer_files(tokenizer, vocab_size=300, context=64, template="/nowhere/given.jinja")
+    assert "the chat template was not exported" in gone.remarks[0] and "/nowhere/given.jinja" in gone.remarks[0]
+
+
 def test_a_file_with_another_name_has_no_files_beside_it(tmp_path: Path) -> None:
     source = words_file(tmp_path / "source", "words.json")
     (source.parent / "chat_template.jinja").write_text("of another model")
