@@ -106,7 +106,8 @@ def span_costs(count: int = 20_000, rounds: int = 15) -> tuple[float, float]:
     from raypp.pipeline.action_trace import ActionTrace
     from raypp.torch_private import Computation
 
-    stage, work = _Stage(), _Arrived()
+    stage: Any = _Stage()
+    work: Any = _Arrived()
     trace = ActionTrace(torch.device("cpu"), [stage])
 
     def nothing(stage: Any, microbatch: int) -> None:
