@@ -1,4 +1,4 @@
-"""What tracing costs a step: pairs of a traced and an untraced step of the same ranks.
+"""What tracing costs: CPU time of a span, and pairs of a traced and an untraced step.
 
 Run it with `python -m benchmarks.timeline`. The ranks run on this machine, each with one thread. In
 each pair the order is drawn, so that a machine that becomes slower favours neither.
@@ -12,6 +12,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,6 +80,56 @@ def rank_main(rank: int, world: int, port: int, document: dict[str, Any], pairs:
         results.put((found, spans))
 
 
+class _Stage:
+    """What a trace asks of a stage."""
+
+    stage_index = 0
+    late_sums = None
+
+    def __init__(self) -> None:
+        import torch
+
+        self.submod = torch.nn.Linear(1, 1)
+
+
+class _Arrived:
+    """A message that is there."""
+
+    def wait(self) -> None:
+        pass
+
+
+def span_costs(count: int = 20_000, rounds: int = 15) -> tuple[float, float]:
+    """Returns the CPU seconds that tracing adds to an action and to a wait, medians of rounds."""
+    import torch
+
+    from raypp.pipeline.action_trace import ActionTrace
+    from raypp.torch_private import Computation
+
+    stage: Any = _Stage()
+    work: Any = _Arrived()
+    trace = ActionTrace(torch.device("cpu"), [stage])
+
+    def nothing(stage: Any, microbatch: int) -> None:
+        pass
+
+    def seconds(do: Callable[[Any, int], Any]) -> float:
+        begun = time.thread_time()
+        for microbatch in range(count):
+            do(stage, microbatch)
+        taken = time.thread_time() - begun
+        trace.recorded.clear()
+        return taken / count
+
+    action = trace.around({Computation.FORWARD: nothing})[Computation.FORWARD]
+    actions = [seconds(action) - seconds(nothing) for _ in range(rounds)]
+    waits = [
+        seconds(lambda _, m: trace.wait("wait F", 0, m, work)) - seconds(lambda _, m: work.wait())
+        for _ in range(rounds)
+    ]
+    return statistics.median(actions), statistics.median(waits)
+
+
 def measure(name: str, document: dict[str, Any], pairs: int) -> str:
     """Returns a line of the table."""
     world = document["mesh"]["pp"] * document["mesh"]["fsdp"]
@@ -102,6 +153,7 @@ def measure(name: str, document: dict[str, Any], pairs: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--spans-only", action="store_true", help="measure the CPU time of a span only")
     parser.add_argument("--asleep", action="store_true", help="do not keep the cores awake")
     options = parser.parse_args()
     cases = {
@@ -109,6 +161,10 @@ def main() -> None:
         "pp 2 × fsdp 2, 8 microbatches": job(2, 2, 8, 128, 4, 128),
     }
     print(describe())
+    action, wait = span_costs()
+    print(f"\nCPU time: {action * 1e6:.1f} µs per action, {wait * 1e6:.1f} µs per wait")
+    if options.spans_only:
+        return
     print("\n| mesh | step, ms | spans per rank | traced ÷ untraced, median of pairs (quartiles) |")
     print("|---|---|---|---|")
     with nullcontext() if options.asleep else cores_awake():

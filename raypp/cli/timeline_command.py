@@ -90,7 +90,8 @@ def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: i
     before = set(list_traces(store, place.name))
     answer = client.command_run(cluster, place.name, f"timeline-{steps}")
     if not answer["found"]:
-        raise client.no_such_controller(place.name, present_status(place, reader)["state"])
+        state = present_status(place, reader)["state"]
+        raise client.no_such_controller(place.name, f"{state} according to its records")
     if not answer["traced"]:
         fix = f"wait until it trains: `raypp status {shell_word(place.name)} --watch`"
         raise JobError(Problem("RUN", str(answer["what"]), fix))

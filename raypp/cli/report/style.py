@@ -136,6 +136,7 @@ th { text-align: left; color: var(--soft); font-weight: 500; font-size: 12px; pa
   white-space: nowrap; }
 td { border-top: 1px solid var(--line); padding: 6px 14px 6px 0; vertical-align: top; white-space: nowrap; }
 td:last-child { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 220px; padding-right: 0; }
+th:last-child { padding-right: 0; }
 th.r, td.r { text-align: right; } td.r:last-child { min-width: 0; }
 .kind { font-weight: 600; } .kind.failure { color: var(--bad); } .kind.restart { color: var(--warn); }
 .kind.checkpoint { color: var(--good); }
