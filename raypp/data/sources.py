@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, joined
+from raypp.data.mixture import Part, part_names, training_corpus
 from raypp.data.packing import PLAN_VERSION
 from raypp.data.random_order import permuted
 from raypp.data.source_files import find_files
@@ -18,6 +19,7 @@ from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
 from raypp.spec.job import DataSection, Job
+from raypp.spec.paths import is_hub_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +32,14 @@ class Documents:
         tokenizer: The job's tokenizer.
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
             their order.
+        parts: The parts of a mixture, whose documents `train` has in order; else empty.
     """
 
     train: Corpus
     held_out: Corpus | None
     tokenizer: Tokenizer
     identity: str
+    parts: tuple[Part, ...] = ()
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
@@ -44,7 +48,9 @@ def job_tokenizer(job: Job) -> Tokenizer:
     Raises:
         DataError: The ids do not fit, or there is no such tokenizer.
     """
-    if _source(job).ids == "model":
+    source, parts = _source(job), job.data.parts or []
+    kinds = [_kind_of(part.kind, f"data.parts[{i}].kind") for i, part in enumerate(parts)] if source.mixes else [source]
+    if all(kind.ids == "model" for kind in kinds):
         return CountingTokenizer(job.model.vocab_size)
     tokenizer = open_tokenizer(job.data.tokenizer)
     problems = check_fits(tokenizer, job.model.vocab_size)
@@ -60,19 +66,40 @@ def open_documents(job: Job) -> Documents:
         DataError: The data cannot be used; names the place.
         UnreachableError: The store that holds the data does not answer or denies access.
     """
-    data, tokenizer = job.data, job_tokenizer(job)
-    whole = _read(job, tokenizer, data.path or "", "data.path")
+    tokenizer = job_tokenizer(job)
+    if not _source(job).mixes:
+        train, held_out = _train_and_held_out(job, tokenizer, "data")
+        return Documents(train, held_out, tokenizer, _identity(train, tokenizer, job))
+    if job.data.eval is not None and job.data.eval.path is not None:
+        what = f"kind {job.data.kind} reads no files by itself"
+        raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
+    trained, held = [], []
+    options = job.data.parts or []
+    names = part_names([one.name for one in options], [one.path or one.kind for one in options])
+    for index, (one, name) in enumerate(zip(options, names, strict=True)):
+        alone = job.model_copy(update={"data": job.data.part(index)})
+        train, held_out = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
+        held += [held_out] if held_out is not None else []
+        trained.append(Part(name, train, _identity(train, tokenizer, alone), one.weight, one.epochs, one.tokens))
+    if not trained:
+        raise DataError(Problem("data.parts", "is empty", "list at least one part"))
+    whole = training_corpus(trained)
+    identity = _identity(whole, tokenizer, job)
+    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained))
+
+
+def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None]:
+    """Reads the documents of one source; `key` is its section in the job file."""
+    data = job.data
+    whole = _read(job, tokenizer, data.path or "", f"{key}.path")
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
-        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None))
+        return whole, None
     if data.eval.path is not None:
         if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
-        held_out = _read(job, tokenizer, data.eval.path, "data.eval.path")
-        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None))
-    fraction = data.eval.fraction or 0.0
-    train, held_out = split(whole, fraction, job.train.seed)
-    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction))
+        return whole, _read(job, tokenizer, data.eval.path, "data.eval.path")
+    return split(whole, data.eval.fraction or 0.0, job.train.seed)
 
 
 def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -115,45 +142,57 @@ def check_data(job: Job) -> list[Problem]:
         job_tokenizer(job)
     except RayppError as error:
         problems += error.problems
-    if not source.endings:
-        return problems
-    wanted = [("data.path", job.data.path)]
-    if job.data.eval is not None and job.data.eval.path is not None:
-        wanted.append(("data.eval.path", job.data.eval.path))
-    for place, path in wanted:
+    wanted = [("data", job.data)]
+    if source.mixes:
+        wanted = [(f"data.parts[{index}]", job.data.part(index)) for index in range(len(job.data.parts or ()))]
+    elif job.data.eval is not None and job.data.eval.path is not None:
+        wanted.append(("data.eval", job.data.model_copy(update={"path": job.data.eval.path})))
+    for key, data in wanted:
         try:
-            if path is None:
-                raise _no_path(job.data)
-            if not keeps_data_elsewhere(path):
-                find_files(path, source.endings, place)
+            _check_files(data, key)
         except RayppError as error:
             problems += error.problems
     return problems
 
 
+def _check_files(data: DataSection, key: str) -> None:
+    source, place = _kind_of(data.kind, f"{key}.kind"), f"{key}.path"
+    if not source.endings:
+        return
+    if data.path is None:
+        raise _no_path(data.kind, place)
+    if not keeps_data_elsewhere(data.path) and not (source.hub and is_hub_name(data.path)):
+        find_files(data.path, source.endings, place)
+
+
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
     source = _source(job)
     if source.endings and not path:
-        raise _no_path(job.data)
+        raise _no_path(job.data.kind, place)
     corpus: Corpus = source.build()(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
     return corpus
 
 
 def _source(job: Job) -> SourceKind:
-    source = SOURCES.get(job.data.kind, key="data.kind")
+    return _kind_of(job.data.kind, "data.kind")
+
+
+def _kind_of(name: str, key: str) -> SourceKind:
+    source = SOURCES.get(name, key=key)
     if not source.available:
         usable = ", ".join(kind.name for kind in SOURCES.usable())
         what = f"{source.name} is not available yet; available: {usable}"
-        raise JobError(Problem("data.kind", what, f"use one of {usable}"))
+        raise JobError(Problem(key, what, f"use one of {usable}"))
     return source
 
 
-def _no_path(data: DataSection) -> DataError:
+def _no_path(kind: str, place: str) -> DataError:
     fix = f"use {data_forms()}; or `kind: synthetic` to try without data"
-    return DataError(Problem("data.path", f"is missing: kind {data.kind} reads files", fix))
+    return DataError(Problem(place, f"is missing: kind {kind} reads files", fix))
 
 
-def _identity(whole: Corpus, tokenizer: Tokenizer, job: Job, fraction: float | None) -> str:
+def _identity(train: Corpus, tokenizer: Tokenizer, job: Job) -> str:
     data = job.data
-    parts = [PLAN_VERSION, whole.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
+    fraction = data.eval.fraction if data.eval is not None else None
+    parts = [PLAN_VERSION, train.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
     return hashlib.sha256(json.dumps([*parts, fraction]).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus, Ids
+from raypp.data.corpus import Corpus, IdArray
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_meta, read_offsets
@@ -52,7 +52,7 @@ def read(request: Request) -> Corpus:
     return Corpus(tuple(shards), read_offsets(entry, sum(map(len, shards)), request.place), digest)
 
 
-def _mapped(file: SourceFile, request: Request) -> Ids:
+def _mapped(file: SourceFile, request: Request) -> IdArray:
     ids = map_array(_fetched(file) if file.store is not None else Path(file.key), request.place, file.name)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
         what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
@@ -72,7 +72,7 @@ def _fetched(file: SourceFile) -> Path:
     return made_once(cache_directory() / "objects" / name, make) / "object.npy"
 
 
-def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) -> tuple[NDArray[np.int64], str]:
+def _scan(files: Sequence[SourceFile], shards: Sequence[IdArray], request: Request) -> tuple[NDArray[np.int64], str]:
     """Returns the start of each document, and a digest of all ids."""
     ends, digest = array("q", [0]), hashlib.sha256()
     for file, shard in zip(files, shards, strict=True):
@@ -91,7 +91,7 @@ def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) 
     return offsets, digest.hexdigest()[:16]
 
 
-def _check_documents(borders: NDArray[np.int64], shard: Ids, file: SourceFile, request: Request) -> None:
+def _check_documents(borders: NDArray[np.int64], shard: IdArray, file: SourceFile, request: Request) -> None:
     lone = np.flatnonzero(np.diff(borders) == 1)
     lone = lone[shard[borders[lone]] == request.tokenizer.eos_id]
     if len(lone):
@@ -99,7 +99,7 @@ def _check_documents(borders: NDArray[np.int64], shard: Ids, file: SourceFile, r
         raise DataError(Problem(request.place, what, "remove the repeated end id"))
 
 
-def _check_ids(chunk: Ids, start: int, file: SourceFile, request: Request) -> None:
+def _check_ids(chunk: IdArray, start: int, file: SourceFile, request: Request) -> None:
     wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
     if len(wrong):
         place = int(wrong[0])

@@ -178,7 +178,7 @@ def test_the_check_before_a_run_finds_all_problems_at_once(tmp_path: Path) -> No
 
 
 def test_every_kind_is_in_the_list_and_loads() -> None:
-    assert [kind.name for kind in SOURCES.usable()] == ["text", "jsonl", "tokens", "synthetic"]
+    assert [kind.name for kind in SOURCES.usable()] == ["text", "jsonl", "tokens", "hf", "synthetic", "mixture"]
     assert all(callable(kind.build()) for kind in SOURCES.usable())
 
 
