@@ -43,13 +43,14 @@ COMMANDS = {
         "Compare a job's mesh with a single process, number by number.",
     ),
     "explain": ("raypp.cli.job_commands:explain_command", "Explain the keys of a job file."),
+    "data": ("raypp.cli.data_commands:data_group", "Tokenise the data of a job once."),
     "schema": ("raypp.cli.job_commands:schema_command", "Print the job file's JSON Schema, for editors."),
     "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "List the available models, data sources, schedules …"),
 }
 
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
-    "Jobs": ("init", "plan", "parity", "explain", "schema", "list-kinds"),
+    "Jobs": ("init", "plan", "parity", "data", "explain", "schema", "list-kinds"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,11 +166,30 @@ def _check_files(data: DataSection, key: str) -> None:
         find_files(data.path, source.endings, place)
 
 
+def source_request(job: Job) -> tuple[Callable[[Request], Corpus], Request]:
+    """Returns the function that reads a job's training documents, and what to ask of it.
+
+    Raises:
+        DataError: The job's source has no files of text, or its tokenizer cannot be used.
+    """
+    source = _source(job)
+    if source.mixes or source.ids != "text":
+        what = f"kind {job.data.kind} has no text of its own to tokenise"
+        raise DataError(Problem("data.kind", what, "of a mixture, tokenise each part by a job of its own"))
+    if source.endings and not job.data.path:
+        raise _no_path(job.data.kind, "data.path")
+    return source.build(), _request(job, job_tokenizer(job), job.data.path or "", "data.path")
+
+
+def _request(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Request:
+    return Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed)
+
+
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
     source = _source(job)
     if source.endings and not path:
         raise _no_path(job.data.kind, place)
-    corpus: Corpus = source.build()(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
+    corpus: Corpus = source.build()(_request(job, tokenizer, path, place))
     return corpus
 
 

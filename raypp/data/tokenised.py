@@ -8,7 +8,6 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +27,7 @@ FORMAT = 1
 """Version of the cache's entries; part of their name."""
 IN_MEMORY_BYTES = 32 << 20
 """Every rank tokenises up to this much text itself; more goes through the cache."""
-_BATCH = 512
+_BATCH, _BATCH_CHARACTERS = 512, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Request:
         tokenizer: The job's tokenizer.
         vocab_size: The model's vocabulary; all ids are below it.
         seed: The job's seed.
+        instead: Called by `tokenise` with its arguments, if something else shall become of the
+            documents than a corpus in memory or in the cache.
     """
 
     data: DataSection
@@ -50,6 +51,7 @@ class Request:
     tokenizer: Tokenizer
     vocab_size: int
     seed: int
+    instead: Callable[[Request, Sequence[SourceFile], Callable[[], Iterable[Text]]], Corpus] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def tokenise(request: Request, files: Sequence[SourceFile], documents: Callable[
     Raises:
         DataError: There is no document, one has no token, or the cache cannot be written.
     """
+    if request.instead is not None:
+        return request.instead(request, files, documents)
     if sum(file.size for file in files) <= IN_MEMORY_BYTES:
         sink = io.BytesIO()
         offsets, digest = _write(sink, request, documents())
@@ -109,23 +113,32 @@ def _open(entry: Path, request: Request) -> Corpus:
 
 def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple[np.ndarray[Any, Any], str]:
     """Writes the ids of all documents, each with its end id; returns the offsets and the digest."""
-    tokenizer = request.tokenizer
-    dtype, digest, ends = small_dtype(tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
-    for batch in _batches(documents):
-        for document, ids in zip(batch, _encoded(request, batch), strict=True):
-            if not len(ids):
-                what = f"{document.place} is a document without a token"
-                raise DataError(Problem(request.place, what, "remove it"))
-            content = np.append(ids, tokenizer.eos_id).astype(dtype).tobytes()
+    digest, ends = hashlib.sha256(), array("q", [0])
+    for batch in batches(documents):
+        for content, count in encoded(request, batch):
             sink.write(content)
             digest.update(content)
-            ends.append(ends[-1] + len(ids) + 1)
+            ends.append(ends[-1] + count)
     if len(ends) == 1:
         what = f"{request.path} contains no documents"
         raise DataError(Problem(request.place, what, "use files that contain text"))
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
     return offsets, digest.hexdigest()[:16]
+
+
+def encoded(request: Request, batch: Sequence[Text]) -> Iterator[tuple[bytes, int]]:
+    """Yields the ids of each document with its end id, in the dtype of files, and their number.
+
+    Raises:
+        DataError: A document has no token, or the tokenizer cannot encode it; names its place.
+    """
+    dtype = small_dtype(request.tokenizer.vocab_size)
+    for document, ids in zip(batch, _encoded(request, batch), strict=True):
+        if not len(ids):
+            what = f"{document.place} is a document without a token"
+            raise DataError(Problem(request.place, what, "remove it"))
+        yield np.append(ids, request.tokenizer.eos_id).astype(dtype).tobytes(), len(ids) + 1
 
 
 def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]:
@@ -138,7 +151,15 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
         raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
 
 
-def _batches(documents: Iterable[Text]) -> Iterator[list[Text]]:
-    remaining = iter(documents)
-    while batch := list(islice(remaining, _BATCH)):
+def batches(documents: Iterable[Text]) -> Iterator[list[Text]]:
+    """Yields lists of documents, neither of many nor of much text."""
+    batch: list[Text] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch

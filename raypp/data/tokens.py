@@ -1,7 +1,7 @@
-"""Token ids made elsewhere: one-dimensional `.npy` files, documents separated by the end id.
+"""Token ids: shards of `raypp data tokenize`, or one-dimensional `.npy` files made elsewhere.
 
-The arrays are memory-mapped and never loaded whole. One pass finds the start of each document; for
-large files the node's cache keeps the result.
+In the latter, the end id separates documents. The arrays are memory-mapped and never loaded whole.
+One pass finds the start of each document; for large files the node's cache keeps the result.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from raypp.data.corpus import Corpus, IdArray
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_meta, read_offsets
+from raypp.data.token_shards import ENDING, manifest_of, open_shards
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
-KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy",), ids="tokenizer")
+KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy", ".ids"), ids="tokenizer")
 
 _CHUNK = 4 << 20  # ids
 
@@ -32,10 +33,13 @@ def read(request: Request) -> Corpus:
     """Reads all documents of all files, in order of file name; the end of a file ends a document.
 
     Raises:
-        DataError: No file, not such an array, an id beyond the model's, or a document without a
-            token.
+        DataError: No file, not such an array, an id beyond the model's, a document without a token,
+            or shards that are unfinished or damaged.
     """
     files = find_files(request.path, KIND.endings, request.place)
+    ours = [file for file in files if file.name.endswith(ENDING)]
+    if ours:
+        return open_shards(request, ours, manifest_of(request.path, ours, request.place))
     shards = [_mapped(file, request) for file in files]
     if sum(file.size for file in files) <= IN_MEMORY_BYTES:
         offsets, digest = _scan(files, shards, request)
