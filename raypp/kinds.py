@@ -78,6 +78,9 @@ class SourceKind(Kind):
         keys: Keys of `data` that only sources listing them here read.
         mixes: Its documents are those of `data.parts`, whose kinds read them.
         hub: `data.path` may be a name on Hugging Face's hub.
+        compressed: Its files may also end in .gz or .zst after one of the endings.
+        checks_rows: Beside `read` there is `check(request: Request) -> list[Problem]`, which looks
+            at the first rows before a run.
     """
 
     endings: tuple[str, ...] = ()
@@ -85,6 +88,8 @@ class SourceKind(Kind):
     keys: tuple[str, ...] = ()
     mixes: bool = False
     hub: bool = False
+    compressed: bool = False
+    checks_rows: bool = False
 
 
 @dataclass(frozen=True)

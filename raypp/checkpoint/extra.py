@@ -35,6 +35,7 @@ class DataPosition:
     row: Count
     data: str
     parts: tuple[PartPosition, ...] = ()
+    template: str = ""
 
 
 @dataclass(frozen=True)

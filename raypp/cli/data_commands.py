@@ -1,78 +1,158 @@
-"""`raypp data`: commands about a job's data. None needs a cluster."""
+"""`raypp data`; its command `show` shows data as a run reads them, without torch or a cluster."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.rule import Rule
 
-from raypp.cli.checkpoint_place import size_text
-from raypp.cli.console import Console
-from raypp.cli.load_job import job_argument
-from raypp.cli.output import echo, echo_json
-from raypp.clusters.find import lend_store_settings
-from raypp.errors import JobError
-from raypp.spec.checks import check_spec
-from raypp.spec.load import load_job
-from raypp.storage import open_store
+from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.output import echo_json
+from raypp.cli.tokenize_command import tokenize_command
+from raypp.spec.job import Job
+from raypp.spec.paths import is_remote
+
+if TYPE_CHECKING:
+    from raypp.data.look import Look, LookedPiece
+    from raypp.data.tokenizer import Tokenizer
+
+_LOSS = ("green", "bright_green")
+_NO_LOSS = ("bright_black", "white")
+_TOO_LONG = "yellow"
+_MOST_CHARACTERS = 1500
+_BAR = 40
 
 
 @click.group("data")
 def data_group() -> None:
-    """Work on the data of a job, without a cluster."""
+    """Look at a job's data before training on it; tokenise them once."""
 
 
-@data_group.command("tokenize")
+data_group.add_command(tokenize_command)
+
+
+@data_group.command("show")
 @job_argument
-@click.option("--out", required=True, metavar="DIR_OR_S3", help="Folder or s3://bucket/prefix of the token shards.")
-@click.option("--processes", type=click.IntRange(1, 256), help="Processes that tokenise.  [default: one per CPU]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes: int | None, as_json: bool) -> None:
-    """Tokenise the data of JOB once, into shards that any run reads without copying them.
+@click.option("--rows", type=click.IntRange(1, 1000), default=2, show_default=True, help="Rows to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the ids of the rows.")
+def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
+    """Show the first rows that JOB would train on, and what packing makes of its documents.
 
-    Train on them with `kind: tokens` and `path: DIR_OR_S3`: the rows are the same. If the command
-    is killed, run it again: it goes on.
+    Green text carries loss: the model learns to write it. Two shades tell one token from the next.
+    Reads the data as a run would, all of them.
     """
-    from raypp.data.sources import source_request
-    from raypp.data.write_shards import Options, write_shards
+    file = load_checked_job(job, overrides)
+    if any(path and is_remote(path) for path in (file.job.data.path, file.job.data.eval and file.job.data.eval.path)):
+        from raypp.clusters.find import lend_store_settings
 
-    file = load_job(job, overrides)
-    problems = [problem for problem in check_spec(file.job, file.directory) if problem.key.startswith("data")]
-    if problems:
-        raise JobError(file.locate(problem) for problem in problems)
-    lend_store_settings()
-    read, request = source_request(file.job)
-    store = open_store(out)
-    with _progress() as (total, advance):
-        workers = processes or len(os.sched_getaffinity(0))
-        told = Options(workers, total=total, progress=advance, found=_say_found)
-        made = write_shards(read, request, store, told)
-    size = made.tokens * {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}[made.plan.dtype]
+        lend_store_settings()
+    from raypp.data.look import look_at
+
+    look = look_at(file.job, rows)
     if as_json:
-        facts = {"documents": made.documents, "tokens": made.tokens, "shards": len(made.shards), "bytes": size}
-        echo_json({"out": store.url, **facts, "dtype": made.plan.dtype, "digest": made.digest})
+        echo_json(_document(look, file.job))
+    else:
+        _show(look, file.job, Console())
+
+
+def _document(look: Look, job: Job) -> dict[str, object]:
+    return {
+        "documents": look.documents,
+        "tokens": look.tokens,
+        "loss_tokens": look.loss_tokens,
+        "seq_len": job.data.seq_len,
+        "too_long": {"documents": look.too_long, "are": "dropped" if job.data.too_long == "drop" else "cut"},
+        "rows": look.rows,
+        "fill": look.fill,
+        "sampled": look.sampled,
+        "lengths": [
+            {"above": look.edges[i], "up_to": look.edges[i + 1], "documents": count}
+            for i, count in enumerate(look.counts)
+        ],
+        "first_rows": [
+            [{"ids": piece.ids.tolist(), "loss": piece.loss.astype(int).tolist()} for piece in row]
+            for row in look.first
+        ],
+    }
+
+
+def _show(look: Look, job: Job, console: Console) -> None:
+    for number, row in enumerate(look.first, start=1):
+        _show_row(number, row, look, job, console)
+    about = "about " if look.sampled else ""
+    facts = Table.grid(padding=(0, 2))
+    share = look.loss_tokens / look.tokens
+    facts.add_row("documents", f"{look.documents:,}")
+    facts.add_row("tokens", f"{look.tokens:,}; {share:.1%} of them carry loss")
+    facts.add_row("rows", f"{about}{look.rows:,} of {job.data.seq_len} tokens an epoch, {about}{look.fill:.1%} full")
+    if look.too_long:
+        facts.add_row("too long", Text(look.too_long_in_words, _TOO_LONG))
+    console.print(Rule("all documents", style="bright_black"))
+    console.print(facts)
+    console.print()
+    console.print(_histogram(look, job.data.seq_len))
+
+
+def _show_row(number: int, row: list[LookedPiece], look: Look, job: Job, console: Console) -> None:
+    tokens, loss = sum(len(piece.ids) for piece in row), sum(int(piece.loss.sum()) for piece in row)
+    what = f"row {number}: {tokens} of {job.data.seq_len} tokens, {loss} carry loss"
+    console.print(Rule(what, style="bright_black"))
+    room = _MOST_CHARACTERS
+    for index, piece in enumerate(row):
+        if room <= 0:
+            console.print(Text(f"… and {len(row) - index} more documents", "bright_black"))
+            break
+        text = _piece_text(piece, look.tokenizer, room, plain=console.color_system is None)
+        room -= len(text)
+        if text.plain.endswith("\n"):
+            text.right_crop(1)
+        begin = "▌ " if piece.start == 0 else f"▌ from token {piece.start} on: "
+        console.print(Lines(begin, "cyan") + text)
+
+
+def _piece_text(piece: LookedPiece, tokenizer: Tokenizer, room: int, plain: bool) -> Lines:
+    """Returns the tokens of a piece in their colours; without colours in «», if they carry loss."""
+    text = Lines()
+    every = bool(piece.loss.all())
+    for start, end in _stretches(piece):
+        carries = bool(piece.loss[start])
+        shown = tokenizer.shown(piece.ids[start:end].tolist())
+        left = room - len(text)
+        if len(shown) > left:
+            text.append(shown[:left], (_LOSS if carries else _NO_LOSS)[0])
+            text.append("…", "bright_black")
+            break
+        if plain:
+            text.append(f"«{shown}»" if carries and not every else shown)
+        else:
+            _append_tokens(text, shown, piece.ids[start:end].tolist(), tokenizer, _LOSS if carries else _NO_LOSS)
+    return text
+
+
+def _append_tokens(text: Lines, shown: str, ids: list[int], tokenizer: Tokenizer, styles: tuple[str, str]) -> None:
+    tokens = [tokenizer.shown([one]) for one in ids]
+    if len(tokens) == len(shown) or "".join(tokens) != shown:  # bytes, or characters of several tokens
+        text.append(shown, styles[1])
         return
-    echo(f"{made.documents:,} documents, {made.tokens:,} tokens, {size_text(size)} in {len(made.shards)} shards")
-    echo(f"  train on them: --set data.kind=tokens --set data.path={store.url.removeprefix('file://')}")
+    for index, token in enumerate(tokens):
+        text.append(token, styles[index % 2])
 
 
-def _say_found(shards: int) -> None:
-    if shards:
-        echo(f"{shards} shards are there already; goes on after them", err=True)
+def _stretches(piece: LookedPiece) -> list[tuple[int, int]]:
+    borders = [0, *(i for i in range(1, len(piece.ids)) if piece.loss[i] != piece.loss[i - 1]), len(piece.ids)]
+    return list(pairwise(borders))
 
 
-@contextmanager
-def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Shows bytes of the source, speed and time left on stderr, if it is a terminal."""
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=None)
-        yield lambda size: progress.update(task, total=size), lambda count: progress.advance(task, count)
+def _histogram(look: Look, seq_len: int) -> Table:
+    most = max(look.counts)
+    table = Table("tokens", "documents", "", box=None, padding=(0, 1))
+    table.columns[0].justify = table.columns[1].justify = "right"
+    for low, high, count in zip(look.edges, look.edges[1:], look.counts, strict=False):
+        style = _TOO_LONG if low >= seq_len else "cyan"
+        bar = "█" * max(round(_BAR * count / most), 1 if count else 0)
+        table.add_row(f"{low + 1:,} – {high:,}", f"{count:,}", Text(bar, style))
+    return table

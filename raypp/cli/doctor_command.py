@@ -84,8 +84,9 @@ def _paths(job: Job | None) -> list[str]:
     """Returns the files that every node must have."""
     if job is None or not SOURCES.get(job.data.kind).endings or not job.data.path or is_remote(job.data.path):
         return []
-    tokenizer = [job.data.tokenizer] if "/" in job.data.tokenizer and not is_remote(job.data.tokenizer) else []
-    return [str(Path(path).expanduser().absolute()) for path in [job.data.path, *tokenizer]]
+    named = (job.data.tokenizer, job.data.chat_template or "")
+    more = [path for path in named if "/" in path and not is_remote(path)]
+    return [str(Path(path).expanduser().absolute()) for path in (job.data.path, *more)]
 
 
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:

@@ -56,7 +56,7 @@ def files_of(name: str) -> list[str]:
 
     job = yaml.safe_load(_text(name))
     found = [f"{name}.yaml"]
-    for section, key in (("data", "path"), ("data", "tokenizer"), ("model", "from_hf")):
+    for section, key in (("data", "path"), ("data", "tokenizer"), ("data", "chat_template"), ("model", "from_hf")):
         named = str(job.get(section, {}).get(key, ""))
         place = TEMPLATES / named
         if named and place.is_dir():

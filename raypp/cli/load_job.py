@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
 from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
+from raypp.spec.job import Job
 from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 from raypp.spec.paths import is_remote
 
@@ -30,6 +32,8 @@ def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
     """Loads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
+
+    Looks at the first rows of local data, if their source can check them.
 
     Raises:
         JobError: All problems, each with its location (`job.yaml:14`, `--set mesh.pp=4`).
@@ -53,9 +57,24 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     # Report each problem once: skip plan problems that follow from one (a schedule that cannot be
     # imported).
     problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    problems = problems or _row_problems(file.job)
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     return file
+
+
+def _row_problems(job: Job) -> list[Problem]:
+    """Returns the problems of the first rows of local data."""
+    source, parts = SOURCES.get(job.data.kind), job.data.parts or []
+    if source.mixes and all(part.epochs is not None or part.tokens is not None for part in parts):
+        from raypp.data.loader import check_budgets
+
+        return check_budgets(job)
+    if not source.checks_rows and not any(SOURCES.get(part.kind).checks_rows for part in parts):
+        return []
+    from raypp.data.sources import check_data
+
+    return check_data(job)
 
 
 def sized(file: JobFile) -> JobFile:

@@ -36,6 +36,7 @@ COMMANDS = {
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
+    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise them once."),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
     "parity": (
@@ -43,14 +44,13 @@ COMMANDS = {
         "Compare a job's mesh with a single process, number by number.",
     ),
     "explain": ("raypp.cli.job_commands:explain_command", "Explain the keys of a job file."),
-    "data": ("raypp.cli.data_commands:data_group", "Tokenise the data of a job once."),
     "schema": ("raypp.cli.job_commands:schema_command", "Print the job file's JSON Schema, for editors."),
     "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "List the available models, data sources, schedules …"),
 }
 
 FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "save", "stop"),
-    "Jobs": ("init", "plan", "parity", "data", "explain", "schema", "list-kinds"),
+    "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
     "Stores and clusters": ("checkpoints", "local", "doctor"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,7 +43,8 @@ Ids = IdArray | Fetching
 class Corpus:
     """Tokenised documents, each ending in the tokenizer's end id.
 
-    The last document of a `tokens` file may lack the end id.
+    The last document of a `tokens` file may lack the end id, and conversations end as their
+    template says.
 
     Attributes:
         shards: All ids in order, each shard `[n]`, possibly memory-mapped. No document crosses two
@@ -52,12 +53,16 @@ class Corpus:
             `[documents + 1]`.
         digest: Changes if a document does.
         chosen: The documents that belong to this corpus, int64 `[len]`; None: all.
+        loss: Whether each id carries loss, bool, as long as its shard; None: all do.
+        template: Changes if the chat template does; empty if the documents have none.
     """
 
     shards: tuple[Ids, ...]
     offsets: NDArray[np.int64]
     digest: str
     chosen: NDArray[np.int64] | None = None
+    loss: tuple[NDArray[np.bool_], ...] | None = None
+    template: str = ""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.chosen is None else len(self.chosen)
@@ -78,8 +83,15 @@ class Corpus:
 
     def ids(self, document: int, start: int = 0, end: int | None = None) -> IdArray:
         """Returns the ids `[start, end)` of a document, at most to its end; a view, not a copy."""
-        shard, begin, until = self._span(document, start, end)
-        return self.shards[shard][begin:until]
+        shard, where = self._place(document, start, end)
+        return self.shards[shard][where]
+
+    def carries_loss(self, document: int, start: int = 0, end: int | None = None) -> NDArray[np.bool_] | None:
+        """Returns which of `ids(document, start, end)` carry loss; None: all."""
+        if self.loss is None:
+            return None
+        shard, where = self._place(document, start, end)
+        return self.loss[shard][where]
 
     def fetch(self, pieces: Iterable[Piece]) -> None:
         """Reads what `ids` will return for some pieces at once, where that is quicker."""
@@ -87,26 +99,26 @@ class Corpus:
             return
         wanted: dict[int, list[tuple[int, int]]] = {}
         for piece in pieces:
-            shard, begin, end = self._span(piece.document, piece.start, piece.start + piece.length + 1)
-            wanted.setdefault(shard, []).append((begin, end))
+            shard, where = self._place(piece.document, piece.start, piece.start + piece.length + 1)
+            wanted.setdefault(shard, []).append((where.start, where.stop))
         for shard, spans in wanted.items():
             there = self.shards[shard]
             if isinstance(there, Fetching):
                 there.fetch(spans)
 
-    def _span(self, document: int, start: int, end: int | None) -> tuple[int, int, int]:
+    def _place(self, document: int, start: int, end: int | None) -> tuple[int, slice]:
         """Returns the shard of a document's ids `[start, end)`, and where they are in it."""
         index = document if self.chosen is None else int(self.chosen[document])
         first, last = int(self.offsets[index]), int(self.offsets[index + 1])
         shard = bisect_right(self._shard_starts, first) - 1
         base = self._shard_starts[shard]
         until = last if end is None else min(last, first + end)
-        return shard, first + start - base, until - base
+        return shard, slice(first + start - base, until - base)
 
     def select(self, documents: NDArray[np.int64]) -> Corpus:
         """Returns a corpus of some documents, in the given order; copies no ids."""
         chosen = documents if self.chosen is None else self.chosen[documents]
-        return Corpus(self.shards, self.offsets, self.digest, chosen)
+        return replace(self, chosen=chosen)
 
 
 def joined(corpora: Sequence[Corpus]) -> Corpus:
@@ -121,7 +133,16 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         documents += len(corpus.offsets) - 1
     every = all(corpus.chosen is None for corpus in corpora)
     shards = tuple(shard for corpus in corpora for shard in corpus.shards)
-    return Corpus(shards, np.concatenate(offsets), corpora[0].digest, None if every else np.concatenate(chosen))
+    loss = None
+    if any(corpus.loss is not None for corpus in corpora):
+        loss = tuple(one for corpus in corpora for one in corpus.loss or map(_all_carry, corpus.shards))
+    template = "+".join(corpus.template for corpus in corpora if corpus.template)
+    every_offset = np.concatenate(offsets)
+    return Corpus(shards, every_offset, corpora[0].digest, None if every else np.concatenate(chosen), loss, template)
+
+
+def _all_carry(shard: Ids) -> NDArray[np.bool_]:
+    return np.broadcast_to(np.bool_(True), len(shard))
 
 
 def small_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 
+from raypp.data.conversations import RowFault
 from raypp.data.corpus import Corpus
+from raypp.data.json_rows import parse_object
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Request, Text, tokenise
 from raypp.errors import DataError, Problem
@@ -19,11 +20,9 @@ KIND = SourceKind(
     position=2,
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("text_key",),
+    compressed=True,
 )
 
-_LONG = 1 << 20
-_MOST_VALUES = 8_000_000
-"""Values of a line, and commas and brackets in its texts."""
 _SHOWN, _LONGEST_KEY = 8, 60
 
 
@@ -33,7 +32,7 @@ def read(request: Request) -> Corpus:
     Raises:
         DataError: No file, no line, or a line without such an object; names file and line.
     """
-    files = find_files(request.path, KIND.endings, request.place)
+    files = find_files(request.path, KIND.endings, request.place, compressed=True)
     return tokenise(request, files, lambda: (text for file in files for text in _documents(file, request)))
 
 
@@ -46,17 +45,10 @@ def _documents(file: SourceFile, request: Request) -> Iterator[Text]:
 
 def _text(line: str, place: str, request: Request) -> str:
     key = request.data.text_key
-    if len(line) > _LONG and (values := sum(map(line.count, ",[{"))) > _MOST_VALUES:
-        what = f"{place} has about {values:,} values; at most {_MOST_VALUES:,} are read"
-        raise DataError(Problem(request.place, what, "keep only the text"))
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            Problem(request.place, f"{place} is not JSON: {visible(error)}", "repair or remove the line")
-        ) from error
-    if not isinstance(entry, dict):
-        raise DataError(Problem(request.place, f"{place} is not a JSON object", "each line must be {…} with a text"))
+        entry = parse_object(line)
+    except RowFault as fault:
+        raise DataError(Problem(request.place, f"{place} {fault.what}", fault.fix)) from fault
     text = entry.get(key)
     if not isinstance(text, str):
         keys = ", ".join(repr(name[:_LONGEST_KEY]) for name in islice(entry, _SHOWN))

@@ -9,18 +9,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
 from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
 from raypp.data.prefetch import Prefetch
 from raypp.data.row_order import RowOrder, SingleOrder
+from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
 from raypp.errors import DataError, JobError, Problem
+from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
 from raypp.spec.mixture import rows_of_run, spent_problem
+from raypp.spec.paths import is_hub_name
 
 C = TypeVar("C")
 
+CHECKED_BYTES = 8 << 20
+"""Most bytes of text that are read before a run to see whether its budgets last."""
 _AHEAD = 2  # steps prepared in the background
 
 
@@ -92,6 +96,11 @@ class Loader:
         self._steps: Prefetch[tuple[list[Microbatch], Any]] | None = None
 
     @property
+    def documents(self) -> Documents:
+        """The job's documents."""
+        return self._documents
+
+    @property
     def identity(self) -> str:
         """A digest of the rows and their order (`data_identity`)."""
         return self._documents.identity
@@ -111,7 +120,9 @@ class Loader:
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
-        return {**self._order.document(self._cursor), "data": self.identity}
+        template = self._documents.train.template
+        at = {**self._order.document(self._cursor), "data": self.identity}
+        return {**at, "template": template} if template else at
 
     def used(self) -> dict[str, float]:
         """Returns what was used of each part of a mixture so far, by names for the history.
@@ -129,22 +140,22 @@ class Loader:
         try:
             data = str(position["data"])
             if data != self.identity:
-                raise self._other_data(data, position)
+                raise JobError(self._other_data(data, position))
             cursor = self._order.cursor(position)
         except (KeyError, TypeError, ValueError) as error:
             raise JobError(Problem("data.path", f"the checkpoint's data position is invalid: {position!r}")) from error
         self.close()
         self._cursor = cursor
 
-    def _other_data(self, data: str, position: Mapping[str, Any]) -> JobError:
+    def _other_data(self, data: str, position: Mapping[str, Any]) -> Problem:
+        own, other = self._documents.train.template, "start a run under another name"
+        template = position.get("template", "")
+        if own != template:
+            what = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
+            return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
-        return JobError(
-            Problem(
-                "data.path",
-                f"the checkpoint was made with other data ({details})",
-                "use the same files, tokenizer, data settings and train.seed, or start a run under another name",
-            )
-        )
+        what = f"the checkpoint was made with other data ({details})"
+        return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:
         """Returns this replica's share of the held-out part, once, in steps like those of training.
@@ -188,26 +199,44 @@ def open_loader(job: Job, replica: int, replicas: int) -> Loader:
         DataError: The data cannot be used.
         UnreachableError: The store that holds the data does not answer or denies access.
     """
-    documents, data, seed = open_documents(job), job.data, job.train.seed
-
-    def plan(corpus: Corpus) -> RowPlan:
-        return RowPlan(corpus, data.seq_len, data.packing, data.shuffle, seed)
-
-    order: RowOrder[Any]
-    if documents.parts:
-        order = mixture_of(documents, job)
-        if problem := spent_before_the_end(order, job):
-            raise DataError(problem)
-    else:
-        order = SingleOrder(plan(documents.train))
+    documents, data = open_documents(job), job.data
+    order = order_of(documents, job)
+    if isinstance(order, MixtureOrder) and (problem := spent_before_the_end(order, job)):
+        raise DataError(problem)
     share = Share(replica, replicas, job.pipeline.microbatches, job.train.micro_batch_size)
-    return Loader(documents, order, share, plan(documents.held_out) if documents.held_out is not None else None)
+    held_out = None
+    if documents.held_out is not None:
+        held_out = RowPlan(documents.held_out, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    return Loader(documents, order, share, held_out)
 
 
-def mixture_of(documents: Documents, job: Job) -> MixtureOrder:
-    """Returns the rows of a mixture's documents."""
-    data = job.data
-    return MixtureOrder(documents.parts, documents.train, data.seq_len, data.packing, data.shuffle, job.train.seed)
+def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
+    """Returns the training rows of a job's documents."""
+    data, seed = job.data, job.train.seed
+    if documents.parts:
+        return MixtureOrder(documents.parts, documents.train, data.seq_len, data.packing, data.shuffle, seed)
+    return SingleOrder(RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, seed))
+
+
+def check_budgets(job: Job) -> list[Problem]:
+    """Returns the problem of a mixture whose budgets end before the run, if its data are small.
+
+    Data in a store, and more than `CHECKED_BYTES`, are not read; `open_loader` checks them.
+    """
+    size = 0
+    for index in range(len(job.data.parts or ())):
+        data = job.data.part(index)
+        source = SOURCES.get(data.kind)
+        if source.endings and data.path is not None:
+            if keeps_data_elsewhere(data.path) or (source.hub and is_hub_name(data.path)):
+                return []
+            files = find_files(data.path, source.endings, f"data.parts[{index}].path", compressed=source.compressed)
+            size += sum(file.text_bytes for file in files)
+    if size > CHECKED_BYTES:
+        return []
+    order = order_of(open_documents(job), job)
+    problem = spent_before_the_end(order, job) if isinstance(order, MixtureOrder) else None
+    return [problem] if problem is not None else []
 
 
 def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:

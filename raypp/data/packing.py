@@ -38,8 +38,9 @@ class Row:
 
     Attributes:
         tokens: Ids, int64 `[n]`.
-        labels: The next token of the same document, int64 `[n]`; -100 if there is none. The last
-            token of a piece that continues in another piece keeps its label.
+        labels: The next token of the same document, int64 `[n]`; -100 if there is none, or if it
+            carries no loss. The last token of a piece that continues in another piece keeps its
+            label.
         documents: Lengths of the row's pieces, in tokens; they sum to n. No piece attends to
             another.
     """
@@ -137,6 +138,8 @@ def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
     for piece in pieces:
         ids = corpus.ids(piece.document, piece.start, piece.start + piece.length + 1)
         tokens[at : at + piece.length] = ids[: piece.length]
-        labels[at : at + len(ids) - 1] = ids[1:]
+        loss = corpus.carries_loss(piece.document, piece.start, piece.start + piece.length + 1)
+        learnt = slice(None) if loss is None else loss[1:]
+        labels[at : at + len(ids) - 1][learnt] = ids[1:][learnt]
         at += piece.length
     return Row(tokens, labels, tuple(piece.length for piece in pieces))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from raypp.data.compressed import ENDINGS as COMPRESSED
+from raypp.data.compressed import decompressed, is_compressed
 from raypp.errors import DataError, Problem
 from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
@@ -22,6 +24,7 @@ MOST_TEXT_BYTES = 512 << 20
 MOST_FILES = 200_000
 _CHUNK = 16 << 20
 _watch: ContextVar[Callable[[int], None]] = ContextVar("watch", default=lambda count: None)
+_USUAL_RATIO = 5
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,19 @@ class SourceFile:
         except (OSError, NotFound) as error:
             raise unreadable(self.place, self.name, error) from error
 
+    def contents(self) -> Iterator[bytes]:
+        """Yields the content like `chunks`, decompressed if the name ends in .gz or .zst.
+
+        Raises:
+            DataError: As `chunks`; or it cannot be decompressed.
+        """
+        return decompressed(self.chunks(), self.name, self.place) if is_compressed(self.name) else self.chunks()
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many bytes `contents` has."""
+        return self.size * _USUAL_RATIO if is_compressed(self.name) else self.size
+
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yields the number (from 1) and text of each line, without its line end.
 
@@ -101,7 +117,7 @@ class SourceFile:
     def _raw_lines(self) -> Iterator[bytes]:
         begun: list[bytes] = []
         size, number = 0, 1
-        for chunk in self.chunks():
+        for chunk in self.contents():
             first, *others = chunk.split(b"\n")
             begun.append(first)
             size += len(first)
@@ -131,18 +147,23 @@ def watched(count: int) -> None:
     _watch.get()(count)
 
 
-def find_files(path: str, endings: tuple[str, ...], place: str = "data.path") -> list[SourceFile]:
+def find_files(
+    path: str, endings: tuple[str, ...], place: str = "data.path", *, compressed: bool = False
+) -> list[SourceFile]:
     """Finds the files of a path, a directory or prefix (by ending), or a glob, sorted by name.
 
     Args:
         path: Local, or `scheme://place/key-or-prefix` of a store that holds data (`s3://bucket/…`).
         endings: File endings with their dot, lower case.
         place: The key of the job file, for errors.
+        compressed: Also find files with one of the endings followed by .gz or .zst.
 
     Raises:
         DataError: There are no files, all are empty, or there are too many to look at.
         StoreError: The store does not answer or denies access.
     """
+    if compressed:
+        endings += tuple(ending + packed for ending in endings for packed in COMPRESSED)
     files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
     if not any(file.size for file in files):
         raise DataError(Problem(place, f"{path} is empty", "use files that contain data"))
@@ -154,8 +175,8 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     wanted = ""
     found: Iterable[Path]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        found = (file for file in search.below(root) if file.suffix.lower() in endings)
-        wanted = f" with the ending {' or '.join(endings)}"
+        found = (file for file in search.below(root) if file.name[1:].lower().endswith(endings))
+        wanted = f" with the ending {_in_words(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
@@ -193,9 +214,14 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
     if len(found) > MOST_FILES:
         raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
     if not found:
-        what = f"no object at {path}, nor below it with the ending {' or '.join(endings)}"
+        what = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
         raise DataError(Problem(place, what, "use the URL of an object, or of a prefix with objects below it"))
     return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
+
+
+def _in_words(endings: tuple[str, ...]) -> str:
+    plain = " or ".join(ending for ending in endings if not is_compressed(ending))
+    return plain + (f" (or those with {' or '.join(COMPRESSED)})" if any(map(is_compressed, endings)) else "")
 
 
 @contextmanager

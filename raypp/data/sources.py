@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class Documents:
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
             their order.
         parts: The parts of a mixture, whose documents `train` has in order; else empty.
+        total: Documents of the source, before any is dropped or held out.
+        too_long: Those of them with more than data.seq_len tokens.
     """
 
     train: Corpus
@@ -41,6 +44,15 @@ class Documents:
     tokenizer: Tokenizer
     identity: str
     parts: tuple[Part, ...] = ()
+    total: int = 0
+    too_long: int = 0
+
+    def too_long_in_words(self, data: DataSection) -> str:
+        """Returns what happens to documents that are too long; empty if there are none."""
+        if not self.too_long:
+            return ""
+        done = "dropped" if data.too_long == "drop" else "cut into pieces"
+        return f"{self.too_long:,} of {self.total:,} documents have more than {data.seq_len} tokens and are {done}"
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
@@ -69,38 +81,65 @@ def open_documents(job: Job) -> Documents:
     """
     tokenizer = job_tokenizer(job)
     if not _source(job).mixes:
-        train, held_out = _train_and_held_out(job, tokenizer, "data")
-        return Documents(train, held_out, tokenizer, _identity(train, tokenizer, job))
+        train, held_out, counts = _train_and_held_out(job, tokenizer, "data")
+        return Documents(train, held_out, tokenizer, _identity(train, tokenizer, job), (), *counts)
     if job.data.eval is not None and job.data.eval.path is not None:
         what = f"kind {job.data.kind} reads no files by itself"
         raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
-    trained, held = [], []
+    trained, held, total, too_long = [], [], 0, 0
     options = job.data.parts or []
     names = part_names([one.name for one in options], [one.path or one.kind for one in options])
     for index, (one, name) in enumerate(zip(options, names, strict=True)):
         alone = job.model_copy(update={"data": job.data.part(index)})
-        train, held_out = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
+        train, held_out, counts = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
         held += [held_out] if held_out is not None else []
         trained.append(Part(name, train, _identity(train, tokenizer, alone), one.weight, one.epochs, one.tokens))
+        total, too_long = total + counts[0], too_long + counts[1]
     if not trained:
         raise DataError(Problem("data.parts", "is empty", "list at least one part"))
     whole = training_corpus(trained)
     identity = _identity(whole, tokenizer, job)
-    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained))
+    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained), total, too_long)
 
 
-def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None]:
-    """Reads the documents of one source; `key` is its section in the job file."""
+def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None, tuple[int, int]]:
+    """Reads the documents of one source.
+
+    Args:
+        job: The job.
+        tokenizer: Its tokenizer.
+        key: The section of the source in the job file.
+
+    Returns:
+        The training documents; those held out; how many there are, and how many are too long.
+    """
     data = job.data
-    whole = _read(job, tokenizer, data.path or "", f"{key}.path")
+    everything = _read(job, tokenizer, data.path or "", f"{key}.path")
+    whole = kept(everything, data, f"{key}.path")
+    counts = len(everything), int((everything.lengths() > data.seq_len).sum())
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
-        return whole, None
+        return whole, None, counts
     if data.eval.path is not None:
         if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
-        return whole, _read(job, tokenizer, data.eval.path, "data.eval.path")
-    return split(whole, data.eval.fraction or 0.0, job.train.seed)
+        return whole, kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path"), counts
+    return *split(whole, data.eval.fraction or 0.0, job.train.seed), counts
+
+
+def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:
+    """Returns the documents without those that `data.too_long: drop` leaves out.
+
+    Raises:
+        DataError: None is left.
+    """
+    if data.too_long == "cut":
+        return corpus
+    short = np.flatnonzero(corpus.lengths() <= data.seq_len)
+    if not len(short):
+        what = f"all {len(corpus):,} documents have more than {data.seq_len} tokens and would be dropped"
+        raise DataError(Problem(place, what, "raise data.seq_len, or use `too_long: cut`"))
+    return corpus if len(short) == len(corpus) else corpus.select(short)
 
 
 def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -128,10 +167,11 @@ def data_identity(job: Job) -> str:
 
 
 def check_data(job: Job) -> list[Problem]:
-    """Returns the problems of a job's data that this machine can find without reading it.
+    """Returns the problems of a job's data that this machine can find without reading all of it.
 
-    Checks that the source is known, that its files exist here and are not empty, and that the
-    tokenizer's ids fit the model. Data in a store are not checked. Call it where the job's paths
+    Checks that the source is known, that its files exist here and are not empty, that the
+    tokenizer's ids fit the model, and the first rows if the source can. Data in a store are not
+    checked. Call it where the job's paths
     are valid: if the cluster is elsewhere, on its nodes.
     """
     problems: list[Problem] = []
@@ -150,20 +190,32 @@ def check_data(job: Job) -> list[Problem]:
         wanted.append(("data.eval", job.data.model_copy(update={"path": job.data.eval.path})))
     for key, data in wanted:
         try:
-            _check_files(data, key)
+            _check_files(job.model_copy(update={"data": data}), key)
+            if not problems:
+                problems += _first_rows(job.model_copy(update={"data": data}), f"{key}.path")
         except RayppError as error:
             problems += error.problems
     return problems
 
 
-def _check_files(data: DataSection, key: str) -> None:
-    source, place = _kind_of(data.kind, f"{key}.kind"), f"{key}.path"
+def _check_files(job: Job, key: str) -> None:
+    data, source, place = job.data, _kind_of(job.data.kind, f"{key}.kind"), f"{key}.path"
     if not source.endings:
         return
     if data.path is None:
         raise _no_path(data.kind, place)
     if not keeps_data_elsewhere(data.path) and not (source.hub and is_hub_name(data.path)):
-        find_files(data.path, source.endings, place)
+        find_files(data.path, source.endings, place, compressed=source.compressed)
+
+
+def _first_rows(job: Job, place: str) -> list[Problem]:
+    """Checks the first rows of local files."""
+    source, path = _source(job), job.data.path
+    if not source.checks_rows or path is None or keeps_data_elsewhere(path):
+        return []
+    check = sys.modules[source.build().__module__].check
+    problems: list[Problem] = check(_request(job, job_tokenizer(job), path, place))
+    return problems
 
 
 def source_request(job: Job) -> tuple[Callable[[Request], Corpus], Request]:
@@ -215,4 +267,6 @@ def _identity(train: Corpus, tokenizer: Tokenizer, job: Job) -> str:
     data = job.data
     fraction = data.eval.fraction if data.eval is not None else None
     parts = [PLAN_VERSION, train.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
+    if data.too_long != "cut":
+        parts.append(data.too_long)
     return hashlib.sha256(json.dumps([*parts, fraction]).encode()).hexdigest()[:16]

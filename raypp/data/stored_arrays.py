@@ -22,11 +22,15 @@ _META = Bounds(size=4096)
 
 
 class Meta(TypedDict):
-    """The document of a cache entry; without `tokens` and `dtype` if it has no tokens."""
+    """The document of a cache entry; without `tokens` and `dtype` if it has no tokens.
+
+    With `loss`, another file says which tokens carry loss.
+    """
 
     digest: Annotated[str, MaxLen(64)]
     tokens: NotRequired[Count]
     dtype: NotRequired[Literal["uint8", "uint16", "uint32", "uint64"]]
+    loss: NotRequired[bool]
 
 
 def map_array(path: Path, place: str, name: str = "", fix: str = "write it with numpy.save") -> NDArray[Any]:

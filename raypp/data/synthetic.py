@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.tokenised import Request
+from raypp.data.tokenizer import Tokens
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
@@ -65,3 +67,9 @@ class CountingTokenizer:
 
     def encode_batch(self, texts: Any) -> list[NDArray[np.int64]]:
         raise TypeError("synthetic data has no text")
+
+    def encode_with_offsets(self, texts: Any) -> list[Tokens]:
+        raise TypeError("synthetic data has no text")
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return "".join(f"{one} " for one in ids)

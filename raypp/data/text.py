@@ -14,6 +14,7 @@ KIND = SourceKind(
     "text files; a blank line ends a document",
     position=1,
     endings=(".txt", ".text", ".md"),
+    compressed=True,
 )
 
 
@@ -23,7 +24,7 @@ def read(request: Request) -> Corpus:
     Raises:
         DataError: No file, no paragraph, one that is too long, or a line that is not UTF-8.
     """
-    files = find_files(request.path, KIND.endings, request.place)
+    files = find_files(request.path, KIND.endings, request.place, compressed=True)
     return tokenise(request, files, lambda: (text for file in files for text in paragraphs(file)))
 
 

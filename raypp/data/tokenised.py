@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raypp.data.conversations import RowFault
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
 from raypp.data.tokenizer import NotEncodable, Tokenizer
@@ -28,6 +31,9 @@ FORMAT = 1
 IN_MEMORY_BYTES = 32 << 20
 """Every rank tokenises up to this much text itself; more goes through the cache."""
 _BATCH, _BATCH_CHARACTERS = 512, 4 << 20
+_SHOWN_FAULTS = 5
+_COUNTING_S = 10.0
+"""How long rows are checked after one that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Request:
     tokenizer: Tokenizer
     vocab_size: int
     seed: int
-    instead: Callable[[Request, Sequence[SourceFile], Callable[[], Iterable[Text]]], Corpus] | None = None
+    instead: Callable[..., Corpus] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,69 +68,151 @@ class Text:
     text: str
 
 
-def tokenise(request: Request, files: Sequence[SourceFile], documents: Callable[[], Iterable[Text]]) -> Corpus:
+@dataclass(frozen=True)
+class Record:
+    """A row of a data set before tokenising, its place (`file:line`), or what is wrong with it."""
+
+    place: str
+    row: Mapping[str, Any] | RowFault
+
+
+class Faults:
+    """Rows that cannot be used: the first, and how many.
+
+    Args:
+        key: The key of the job file that names the data.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self._shown, self._more = key, list[Problem](), 0
+
+    def __bool__(self) -> bool:
+        return bool(self._shown)
+
+    def add(self, place: str, fault: RowFault) -> None:
+        if len(self._shown) < _SHOWN_FAULTS:
+            self._shown.append(Problem(self._key, f"{place}: {fault.what}", fault.fix))
+        else:
+            self._more += 1
+
+    def problems(self, whole: bool = True) -> list[Problem]:
+        """Returns the first problems, and one that counts the others.
+
+        Args:
+            whole: All rows were looked at.
+        """
+        if not self._more:
+            return self._shown
+        what = f"{'' if whole else 'at least '}{self._more:,} more rows cannot be used"
+        return [*self._shown, Problem(self._key, what, "repair or remove them")]
+
+
+def tokenise(
+    request: Request,
+    files: Sequence[SourceFile],
+    documents: Callable[[], Iterable[Text | Record]],
+    encoder: RowEncoder | None = None,
+) -> Corpus:
     """Tokenises documents into a corpus.
 
     Args:
         request: The request to the source.
         files: The files of the documents; they determine the cache entry's name.
-        documents: Yields all documents in order; called only if they must be read.
+        documents: Yields all documents in order; called only if they must be read. They are texts,
+            or with an encoder records.
+        encoder: Encodes the records.
 
     Raises:
-        DataError: There is no document, one has no token, or the cache cannot be written.
+        DataError: There is no document, one has no token, rows cannot be used, or the cache cannot
+            be written.
     """
     if request.instead is not None:
-        return request.instead(request, files, documents)
-    if sum(file.size for file in files) <= IN_MEMORY_BYTES:
-        sink = io.BytesIO()
-        offsets, digest = _write(sink, request, documents())
-        dtype = small_dtype(request.tokenizer.vocab_size)
-        return Corpus((np.frombuffer(sink.getbuffer(), dtype=dtype),), offsets, digest)
+        return request.instead(request, files, documents, encoder)
+    dtype, template = small_dtype(request.tokenizer.vocab_size), encoder.template if encoder is not None else ""
+    if sum(file.text_bytes for file in files) <= IN_MEMORY_BYTES:
+        ids, loss = io.BytesIO(), io.BytesIO()
+        offsets, digest = _write(ids, loss, request, documents(), encoder)
+        tokens = np.frombuffer(ids.getbuffer(), dtype=dtype)
+        carries = (np.frombuffer(loss.getbuffer(), dtype=np.bool_),) if encoder is not None else None
+        return Corpus((tokens,), offsets, digest, loss=carries, template=template)
 
     def make(room: Path) -> None:
-        with (room / "tokens").open("wb") as sink:
-            offsets, digest = _write(sink, request, documents())
+        with (room / "tokens").open("wb") as ids, (room / "loss").open("wb") as loss:
+            offsets, digest = _write(ids, loss, request, documents(), encoder)
         np.save(room / "offsets.npy", offsets)
-        meta = {"digest": digest, "tokens": int(offsets[-1]), "dtype": small_dtype(request.tokenizer.vocab_size).name}
+        meta: dict[str, Any] = {"digest": digest, "tokens": int(offsets[-1]), "dtype": dtype.name}
+        if encoder is not None:
+            meta["loss"] = True
+        else:
+            (room / "loss").unlink()
         (room / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
-    return _open(made_once(cache_directory() / "tokens" / entry_name(request, files), make), request)
+    name = entry_name(request, files, *([encoder.identity] if encoder is not None else []))
+    return replace(_open(made_once(cache_directory() / "tokens" / name, make), request), template=template)
 
 
-def entry_name(request: Request, files: Sequence[SourceFile]) -> str:
+def entry_name(request: Request, files: Sequence[SourceFile], *more: str) -> str:
     """Returns the entry's name: a digest of files (name, size, time), tokenizer and settings."""
-    parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, request.tokenizer.identity]
+    parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, request.tokenizer.identity, *more]
     parts += [[file.name, file.size, file.modified] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _open(entry: Path, request: Request) -> Corpus:
-    meta, path = read_meta(entry, request.place), entry / "tokens"
-    dtype = np.dtype(meta.get("dtype", "uint8"))
+    meta = read_meta(entry, request.place)
     count = meta.get("tokens", 0)
-    with open_file(path, place=request.place, fix=f"delete {entry}") as file:
+    tokens = _mapped(entry / "tokens", np.dtype(meta.get("dtype", "uint8")), count, request)
+    loss = (_mapped(entry / "loss", np.dtype(np.bool_), count, request),) if meta.get("loss") else None
+    return Corpus((tokens,), read_offsets(entry, count, request.place), meta["digest"], loss=loss)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int, request: Request) -> Any:
+    fix = f"delete {path.parent}"
+    with open_file(path, place=request.place, fix=fix) as file:
         size = path.stat().st_size
         if not count or size != count * dtype.itemsize:
             what = f"{path} has {size} bytes, not {count} tokens of {dtype}"
-            raise DataError(Problem(request.place, what, f"delete {entry}"))
-        tokens = np.memmap(file, dtype=dtype, mode="r", shape=(count,))
-    return Corpus((tokens,), read_offsets(entry, count, request.place), meta["digest"])
+            raise DataError(Problem(request.place, what, fix))
+        return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
-def _write(sink: BinaryIO, request: Request, documents: Iterable[Text]) -> tuple[np.ndarray[Any, Any], str]:
-    """Writes the ids of all documents, each with its end id; returns the offsets and the digest."""
-    digest, ends = hashlib.sha256(), array("q", [0])
+def _write(
+    ids_sink: BinaryIO, loss_sink: BinaryIO, request: Request, documents: Iterable[Text | Record],
+    encoder: RowEncoder | None,
+) -> tuple[np.ndarray[Any, Any], str]:  # fmt: skip
+    """Writes the ids of all documents, and with an encoder which of them carry loss.
+
+    Returns:
+        The offsets of the documents, and the digest.
+    """
+    dtype, digest, ends = small_dtype(request.tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
+    faults, until = Faults(request.place), float("inf")
     for batch in batches(documents):
-        for content, count in encoded(request, batch):
-            sink.write(content)
+        for found in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
+            content = found[0].astype(dtype).tobytes()
+            ids_sink.write(content)
             digest.update(content)
-            ends.append(ends[-1] + count)
+            ends.append(ends[-1] + len(found[0]))
+            if encoder is not None:
+                carried = found[1].tobytes()
+                loss_sink.write(carried)
+                digest.update(carried)
+        if faults:
+            until = min(until, time.monotonic() + _COUNTING_S)
+            if time.monotonic() > until:
+                raise DataError(faults.problems(whole=False))
+    if faults:
+        raise DataError(faults.problems())
     if len(ends) == 1:
         what = f"{request.path} contains no documents"
         raise DataError(Problem(request.place, what, "use files that contain text"))
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
     return offsets, digest.hexdigest()[:16]
+
+
+_Found = tuple[NDArray[np.int64], NDArray[np.bool_]]
+_NO_LOSS = np.zeros(0, dtype=np.bool_)
 
 
 def encoded(request: Request, batch: Sequence[Text]) -> Iterator[tuple[bytes, int]]:
@@ -134,11 +222,24 @@ def encoded(request: Request, batch: Sequence[Text]) -> Iterator[tuple[bytes, in
         DataError: A document has no token, or the tokenizer cannot encode it; names its place.
     """
     dtype = small_dtype(request.tokenizer.vocab_size)
+    for ids, _ in _texts(request, batch):
+        yield ids.astype(dtype).tobytes(), len(ids)
+
+
+def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
     for document, ids in zip(batch, _encoded(request, batch), strict=True):
         if not len(ids):
             what = f"{document.place} is a document without a token"
             raise DataError(Problem(request.place, what, "remove it"))
-        yield np.append(ids, request.tokenizer.eos_id).astype(dtype).tobytes(), len(ids) + 1
+        yield np.append(ids, request.tokenizer.eos_id), _NO_LOSS
+
+
+def _records(encoder: RowEncoder, batch: Sequence[Any], faults: Faults) -> Iterator[_Found]:
+    for record, found in zip(batch, encoder.encode([record.row for record in batch]), strict=True):
+        if isinstance(found, RowFault):
+            faults.add(record.place, found)
+        else:
+            yield found.ids, found.loss
 
 
 def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]:
@@ -151,15 +252,24 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
         raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
 
 
-def batches(documents: Iterable[Text]) -> Iterator[list[Text]]:
+def batches(documents: Iterable[Text | Record]) -> Iterator[list[Any]]:
     """Yields lists of documents, neither of many nor of much text."""
-    batch: list[Text] = []
+    batch: list[Text | Record] = []
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
+        size += len(document.text) if isinstance(document, Text) else _text_of(document.row)
         if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _text_of(row: object) -> int:
+    """Returns the characters of a row's texts, down to those of its messages."""
+    if isinstance(row, str):
+        return len(row)
+    if isinstance(row, Mapping):
+        return sum(map(_text_of, row.values()))
+    return sum(map(_text_of, row)) if isinstance(row, list) else 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,21 @@ _SHOWN = 300
 
 class NotEncodable(Exception):
     """A tokenizer cannot encode a text; `tokenised` adds which one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A text as tokens.
+
+    Attributes:
+        ids: Token ids, int64 `[n]`.
+        starts, ends: The characters of the text that each token stands for, int64 `[n]`. Several
+            tokens may share a character.
+    """
+
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
@@ -51,6 +68,18 @@ class Tokenizer(Protocol):
         """Encodes several texts at once, which may be faster."""
         ...
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        """Encodes several texts, and says where each token is in its text.
+
+        Raises:
+            NotEncodable: The tokenizer cannot encode one of them.
+        """
+        ...
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Returns ids as text to look at; incomplete characters become `�`."""
+        ...
+
 
 class ByteTokenizer:
     """Encodes UTF-8 bytes as ids 0 to 255; 256 ends a document."""
@@ -64,6 +93,21 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self._with_offsets(text) for text in texts]
+
+    def shown(self, ids: Sequence[int]) -> str:
+        ends = [index for index, one in enumerate(ids) if one >= self.eos_id]
+        borders = [-1, *ends, len(ids)]
+        parts = (bytes(ids[a + 1 : b]).decode(errors="replace") for a, b in pairwise(borders))
+        return "∎".join(parts)
+
+    def _with_offsets(self, text: str) -> Tokens:
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+        starts = np.repeat(np.arange(len(codes)), widths)
+        return Tokens(self.encode(text), starts, starts + 1)
 
 
 class FileTokenizer:
@@ -96,11 +140,23 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in self._encodings(texts)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
+        found = []
+        for encoding in self._encodings(texts):
+            offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append(Tokens(np.asarray(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def shown(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def _encodings(self, texts: Sequence[str]) -> list[Any]:
         try:
-            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+            return list(self._backend.encode_batch(list(texts), add_special_tokens=False))
         except Exception as error:  # the library raises no narrower type
             raise NotEncodable(in_words(error)) from error
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
 def _backend(content: bytes, path: Path) -> Any:
@@ -121,6 +177,7 @@ def _backend(content: bytes, path: Path) -> Any:
         ) from error
     backend.no_truncation()
     backend.no_padding()
+    backend.post_processor = None  # it adds special tokens, and would take blanks out of the offsets
     return backend
 
 

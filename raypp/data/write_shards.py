@@ -16,10 +16,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from raypp.data.corpus import Corpus, small_dtype
+from raypp.data.rows import RowEncoder
 from raypp.data.shard_format import (
     BLOCK,
     MANIFEST,
@@ -78,7 +80,15 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     """
     made: list[Manifest] = []
 
-    def instead(request: Request, files: Sequence[SourceFile], documents: Callable[[], Iterable[Text]]) -> Corpus:
+    def instead(
+        request: Request,
+        files: Sequence[SourceFile],
+        documents: Callable[[], Iterable[Any]],
+        encoder: RowEncoder | None,
+    ) -> Corpus:
+        if encoder is not None:
+            what = "token shards hold no loss masks, which conversations have"
+            raise DataError(Problem("data.kind", what, "train on them as they are"))
         options.total(sum(file.size for file in files))
         with watching(options.progress):
             made.append(_write(replace(request, instead=None), files, documents, store, options))

@@ -68,10 +68,11 @@ def labelled_tokens(rows: Sequence[Row]) -> int:
 
 
 def rows_digest(rows: Sequence[Row]) -> int:
-    """Returns the CRC-32 of all tokens; ranks that read the same rows get the same number."""
+    """Returns the CRC-32 of all tokens and labels; the same on ranks that read the same rows."""
     digest = 0
     for row in rows:
         digest = zlib.crc32(row.tokens.astype(np.int64).tobytes(), digest)
+        digest = zlib.crc32(row.labels.astype(np.int64).tobytes(), digest)
     return digest
 
 

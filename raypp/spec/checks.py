@@ -220,6 +220,8 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
             yield Problem("data.parts", f"kind {data.kind} has no parts", "use `kind: mixture`, or remove the key")
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
+    if source is not None and "chat_template" in source.keys and data.chat_template is not None:
+        yield from _file("data.chat_template", data.chat_template, directory)
     if data.eval is not None and (data.eval.fraction is None) == (data.eval.path is None):
         yield Problem("data.eval", "needs either a fraction or a path", "for example `eval: {fraction: 0.02}`")
     if job.train.eval_every_steps and data.eval is None:

@@ -71,6 +71,17 @@ class DataSection(SourceOptions):
     """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
     packing: bool = True
     """Pack several documents into one row. Documents never attend to each other."""
+    chat_template: str | None = None
+    """chat and hf: file with the Jinja template of conversations. null: chat_template.jinja or
+    tokenizer_config.json beside the tokenizer."""
+    template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """chat and hf: the date, such as '2026-01-31', for templates that ask for today's."""
+    loss: Literal["assistant", "last", "all"] = "assistant"
+    """chat and hf: which tokens carry loss. assistant: what the assistant writes, and completions |
+    last: its last turn only | all: every token."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """Documents longer than seq_len. cut: into several pieces | drop: left out. The run reports how
+    many."""
     shuffle: bool = True
     """Shuffle the documents with train.seed, in a new order each epoch."""
     eval: EvalOptions | None = None

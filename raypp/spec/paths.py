@@ -44,6 +44,8 @@ def resolve_paths(job: Job, directory: Path) -> Job:
         ]
     if data.tokenizer != "bytes":
         paths["tokenizer"] = resolve_path(data.tokenizer, directory)
+    if data.chat_template:
+        paths["chat_template"] = resolve_path(data.chat_template, directory)
     if data.eval is not None and data.eval.path:
         paths["eval"] = data.eval.model_copy(update={"path": resolve_path(data.eval.path, directory)})
     if model.from_hf:

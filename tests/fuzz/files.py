@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+
+import zstandard
 
 from tests.fuzz import target
 
@@ -30,6 +34,7 @@ from file_cases import (
 
 from raypp.clusters import local
 from raypp.clusters.known_runs import known_runs
+from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
 from raypp.hf.names import model_tensors
@@ -40,6 +45,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.untrusted.documents import parse_json
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, header_length, parse_header
 
+_TEMPLATE = Path(__file__).parents[2] / "jobs/data/chatml.jinja"
 _CONFIG = json.dumps(CONFIG).encode()
 _FILE = model_file(LLAMA)
 
@@ -108,6 +114,36 @@ def local_state(data: bytes) -> None:
 @target(b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n')
 def jsonl(data: bytes) -> None:
     _with_file("a.jsonl", data, lambda path: use_data("jsonl", str(path)))
+
+
+@target(
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}\n',
+    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
+    b'{"prompt": "a", "completion": "b"}\n',
+)
+def chat(data: bytes) -> None:
+    _with_file("a.jsonl", data, lambda path: use_data("chat", str(path), chat_template=str(_TEMPLATE)))
+
+
+@target(
+    b"{% for m in messages %}{{ m.role ~ m['content']|trim }}{% endfor %}",
+    b"{% set n = namespace(x=1) %}{% if tools %}{{ tools|tojson(indent=1) }}{% endif %}{{ n.x * 2 }}",
+    b"{% macro f(a) %}{% generation %}{{ a }}{% endgeneration %}{% endmacro %}{{ f('b') }}",
+    words=(b"{% for i in range(9) %}", b"{% endfor %}", b"|join", b".replace('a', 'b')", b"[::-1]", b"|map('upper')"),
+)
+def chat_template(data: bytes) -> None:
+    with contextlib.suppress(TemplateFault):
+        ChatTemplate(data.decode(errors="replace")).render([{"role": "user", "content": "hello"}])
+
+
+@target(gzip.compress(b"one\n\ntwo\n", mtime=0))
+def gzipped(data: bytes) -> None:
+    _with_file("a.txt.gz", data, lambda path: use_data("text", str(path)))
+
+
+@target(zstandard.ZstdCompressor().compress(b"one\n\ntwo\n"))
+def zst(data: bytes) -> None:
+    _with_file("a.txt.zst", data, lambda path: use_data("text", str(path)))
 
 
 @target("A paragraph\nof two lines.\n\nAnd änother.\r\n".encode())

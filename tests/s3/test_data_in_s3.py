@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from seaweed import BUCKET, seaweed
 
 from raypp.clusters.seaweed import SeaweedServer
@@ -47,6 +50,18 @@ def test_text_objects_below_a_prefix_are_read_in_order_of_key() -> None:
     for path in (f"s3://{BUCKET}/texts", f"s3://{BUCKET}/texts/"):
         assert documents(kind="text", path=path) == [[65, 256], [65, 65, 256], [66, 256]]
     assert documents(kind="text", path=f"s3://{BUCKET}/texts/b.txt") == [[66, 256]]
+
+
+def test_compressed_objects_are_read_as_what_they_hold() -> None:
+    store = open_store(f"s3://{BUCKET}/packed")
+    store.put("a.txt.gz", gzip.compress(b"A\n\nAA"))
+    store.put("b.txt.zst", zstandard.ZstdCompressor().compress(b"B"))
+    assert documents(kind="text", path=f"s3://{BUCKET}/packed") == [[65, 256], [65, 65, 256], [66, 256]]
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    store.put("c.jsonl.zst", zstandard.ZstdCompressor().compress(json.dumps(row).encode()))
+    template = str(Path(__file__).parents[2] / "jobs/data/chatml.jinja")
+    (ids,) = documents(kind="chat", path=f"s3://{BUCKET}/packed", chat_template=template)
+    assert bytes(ids).decode() == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
 
 
 def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

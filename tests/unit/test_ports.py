@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 
@@ -43,13 +44,14 @@ def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatc
 
 
 def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = random.SystemRandom().randrange(3_000, 9_000)  # below all that other processes choose from
     kernels = tmp_path / "range"
-    kernels.write_text("20110 60999")
+    kernels.write_text(f"{first + 10} 60999")
     monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
-    monkeypatch.setattr(ports, "_LOWEST", 20_100)
+    monkeypatch.setattr(ports, "_LOWEST", first)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind("\0raypp-port-20105")
-        assert 20_105 not in free_ports(10)
+        other.bind(f"\0raypp-port-{first + 5}")
+        assert first + 5 not in free_ports(10)
     mine = free_ports(1)
-    assert mine == [20_105] or not ports.port_is_free(20_105), "its owner has ended"
-    assert all(port >= 20_110 for port in free_ports(10)), "all below were chosen before"
+    assert mine == [first + 5] or not ports.port_is_free(first + 5), "its owner has ended"
+    assert all(port >= first + 10 for port in free_ports(10)), "all below were chosen before"

@@ -12,7 +12,7 @@ import pytest
 from data_jobs import as_lists, job, loading, rows_of
 
 from raypp.checkpoint.extra import read_extra
-from raypp.data.loader import mixture_of, open_loader
+from raypp.data.loader import check_budgets, open_loader, order_of
 from raypp.data.sources import check_data, data_identity, open_documents
 from raypp.errors import DataError, JobError
 from raypp.spec.checks import check_spec
@@ -49,7 +49,7 @@ def test_rows_follow_the_weights_at_every_point(parts: list[dict[str, Any]]) -> 
 
 def test_weights_are_exact_whatever_their_digits(parts: list[dict[str, Any]]) -> None:
     three = [{**parts[0], "weight": 0.1}, {**parts[1], "weight": 0.7}, {**parts[1], "weight": 0.2}]
-    order = mixture_of(open_documents(mixed(three)), mixed(three))
+    order = order_of(open_documents(mixed(three)), mixed(three))
     last = next(islice(order.rows(order.start), 999, None))[1]
     assert [one.rows for one in last] == [100, 700, 200]
 
@@ -108,7 +108,7 @@ def test_budgets_end_a_part_and_the_others_go_on(parts: list[dict[str, Any]]) ->
 
 def test_budgets_that_do_not_last_are_an_error_that_names_the_step(parts: list[dict[str, Any]]) -> None:
     short = [{**parts[0], "epochs": 1}, {**parts[1], "epochs": 2}]
-    order = mixture_of(open_documents(mixed(short)), mixed(short))
+    order = order_of(open_documents(mixed(short)), mixed(short))
     rows = order.rows_until(10**6)
     assert len(list(islice(order.rows(order.start), rows))) == rows
     with pytest.raises(DataError, match="are spent after"):
@@ -120,6 +120,8 @@ def test_budgets_that_do_not_last_are_an_error_that_names_the_step(parts: list[d
     ) as caught:
         open_loader(mixed(short, steps=last + 1), 0, 1)
     assert f"train.steps to {last}" in caught.value.problems[0].fix
+    assert check_budgets(mixed(short, steps=last)) == []
+    assert [problem.key for problem in check_budgets(mixed(short, steps=last + 1))] == ["data.parts"]
 
 
 def test_a_changed_part_is_named(parts: list[dict[str, Any]], tmp_path: Path) -> None:

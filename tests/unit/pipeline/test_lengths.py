@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,3 +71,5 @@ def test_labels_are_counted_without_the_ignored() -> None:
 def test_the_digest_tells_rows_apart() -> None:
     assert rows_digest([row(3), row(4)]) == rows_digest([row(3), row(4)])
     assert rows_digest([row(3), row(4)]) != rows_digest([row(3), row(4, first=2)])
+    masked = replace(row(4), labels=np.full(4, -100))
+    assert rows_digest([row(3), row(4)]) != rows_digest([row(3), masked])

@@ -1,0 +1,101 @@
+"""Finds a job's chat template: a file of its own, or one of the model's tokenizer files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from raypp.data.chat_template import ChatTemplate
+from raypp.data.template_limits import MOST_SOURCE
+from raypp.errors import DataError, Problem
+from raypp.spec.job import DataSection
+from raypp.untrusted.documents import Bounds, parse_json
+from raypp.untrusted.files import read_file
+from raypp.untrusted.text import visible
+
+_CONFIG, _ALONE = "tokenizer_config.json", "chat_template.jinja"
+_BOUNDS = Bounds(size=16 << 20, values=2_000_000)
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_KEY = "data.chat_template"
+_GIVE = "set data.chat_template to a file with a Jinja template"
+
+
+def open_template(data: DataSection) -> ChatTemplate | None:
+    """Opens the template that `data.chat_template` names, else the one beside `data.tokenizer`.
+
+    There, `chat_template.jinja` comes before the `chat_template` of `tokenizer_config.json`. The
+    special tokens are those of `tokenizer_config.json`. Returns None if there is no template.
+
+    Raises:
+        DataError: A file cannot be read, or the template cannot be compiled.
+    """
+    folder = None if data.tokenizer == "bytes" else _path(data.tokenizer).parent
+    config = _config(folder / _CONFIG) if folder is not None and (folder / _CONFIG).exists() else {}
+    if data.chat_template is not None:
+        source: Any = _read(_path(data.chat_template))
+    elif folder is not None and (folder / _ALONE).exists():
+        source = _read(folder / _ALONE)
+    else:
+        source = _sources(config.get("chat_template"), folder)
+    if source is None:
+        return None
+    return ChatTemplate(source, _special_tokens(config), _date(data.template_date))
+
+
+def no_template(data: DataSection) -> DataError:
+    """Returns the error for conversations without a template."""
+    if data.tokenizer == "bytes":
+        return DataError(Problem(_KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
+    what = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
+    return DataError(Problem(_KEY, what, f"copy the model's tokenizer files there, or {_GIVE}"))
+
+
+def _date(text: str | None) -> datetime | None:
+    try:
+        return None if text is None else datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        raise DataError(Problem("data.template_date", f"{text} is no date", "write it as 2026-01-31")) from None
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - leaves unknown users as they are
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_file(path, 4 * MOST_SOURCE, DataError, _KEY).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(Problem(_KEY, f"{visible(path)} is not UTF-8", "convert the file")) from error
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    found = parse_json(read_file(path, _BOUNDS.size, DataError, "data.tokenizer"), str(path), _BOUNDS, DataError)
+    if not isinstance(found, dict):
+        raise DataError(Problem("data.tokenizer", f"{visible(path)} is not a JSON object", "use the model's own file"))
+    return found
+
+
+def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
+    """Returns the template of a tokenizer_config.json: a text, or a list of named ones."""
+    if found is None or isinstance(found, str):
+        return found
+    if isinstance(found, list) and all(isinstance(one, dict) for one in found):
+        named = {one.get("name"): one.get("template") for one in found}
+        if all(isinstance(key, str) and isinstance(value, str) for key, value in named.items()):
+            return {str(key): str(value) for key, value in named.items()}
+    what = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
+    raise DataError(Problem(_KEY, what, _GIVE))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL:
+        found = config.get(name)
+        if isinstance(found, dict):
+            found = found.get("content")
+        if isinstance(found, str):
+            tokens[name] = found
+    return tokens

@@ -1,0 +1,239 @@
+"""Renders a conversation by a model's Jinja chat template, as transformers does, within limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, nodes, pass_eval_context
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.utils import Namespace
+
+from raypp.data.template_limits import MOST_SOURCE, BoundedEnvironment, Budget
+from raypp.errors import DataError, Problem
+from raypp.untrusted.text import visible
+
+Message = dict[str, Any]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which data holds what a model thought; templates read the first two."""
+_NAME = "<chat template>"
+_SHOWN = 300
+
+
+class TemplateFault(Exception):
+    """A template cannot render a conversation; says why, with the template's line."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: The text.
+        spans: First and one past the last character of each part inside of `{% generation %}`.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """A chat template. Not thread-safe.
+
+    Args:
+        source: The template, or several by name: `tool_use` renders conversations with tools,
+            `default` the others.
+        special_tokens: `bos_token`, `eos_token` and so on, for the template.
+        today: What `strftime_now` formats. None: a template that asks for the date is refused,
+            because the same data would differ from day to day.
+        place: The key of the job file that names it, for errors.
+
+    Raises:
+        DataError: It is no template; names its line.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        today: datetime | None = None,
+        place: str = "data.chat_template",
+    ) -> None:
+        self._special = dict(special_tokens or {})
+        self._environment = _environment(today)
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if "default" not in sources:
+            what = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
+            raise DataError(Problem(place, what, "name the file of one with data.chat_template"))
+        self._marks = {name: _MARKS.search(text) is not None for name, text in sources.items()}
+        parts = [sorted(sources.items()), sorted(self._special.items()), str(today)]
+        self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        """Changes if the text of a conversation would."""
+        self._templates = {name: _compiled(self._environment, text, place) for name, text in sources.items()}
+
+    def marks_turns(self, tools: Sequence[Any] | None = None) -> bool:
+        """Whether the template says by `{% generation %}` what the model has to write."""
+        return self._marks[self._chosen(tools)]
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Renders a conversation.
+
+        Args:
+            messages: Its turns: plain values of JSON, with a `role` each.
+            tools: JSON schemas of the tools that the model may call.
+            add_generation_prompt: End with the header of the assistant's next turn.
+
+        Raises:
+            TemplateFault: The template refuses the conversation, fails, or exceeds a limit.
+        """
+        environment, tracker = self._environment, _tracker(self._environment)
+        environment.budget = Budget()
+        tracker.begin()
+        values = {
+            **self._special,
+            "messages": [_normal(message) for message in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts = []
+        try:
+            for part in self._templates[self._chosen(tools)].generate(values):
+                environment.budget.write(len(part))
+                tracker.position += len(part)
+                parts.append(part)
+        except Exception as error:  # a template can raise whatever its expressions raise
+            raise TemplateFault(_in_words(error)) from error
+        return Rendered("".join(parts), tuple(tracker.spans))
+
+    def _chosen(self, tools: Sequence[Any] | None) -> str:
+        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`: records where its content begins and ends."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.begin()
+
+    def begin(self) -> None:
+        self.position, self.spans = 0, list[tuple[int, int]]()
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _mark(self, _: nodes.EvalContext, caller: Callable[[], str]) -> str:
+        content = caller()
+        self.spans.append((self.position, self.position + len(content)))
+        return content
+
+
+class _SafeNamespace(Namespace):
+    """A namespace without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict` in a template: only what makes one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _environment(today: datetime | None) -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.guard_filters()
+
+    def strftime_now(form: str) -> str:
+        if today is None:
+            raise TemplateError("asks for the date of today; set data.template_date, for example '2026-01-31'")
+        return today.strftime(form)
+
+    environment.globals.update(
+        raise_exception=_raise, strftime_now=strftime_now, dict=_Dict(), namespace=_SafeNamespace
+    )
+    return environment
+
+
+def _tracker(environment: BoundedEnvironment) -> _Generation:
+    found = environment.extensions[_Generation.identifier]
+    assert isinstance(found, _Generation)
+    return found
+
+
+def _compiled(environment: BoundedEnvironment, source: str, place: str) -> Template:
+    fix = "use the template of the model's tokenizer, or repair it"
+    if len(source) > MOST_SOURCE:
+        what = f"the chat template has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
+        raise DataError(Problem(place, what, fix))
+    try:
+        code = environment.compile(environment.bounded(source), filename=_NAME)
+        return Template.from_code(environment, code, environment.make_globals(None))
+    except TemplateSyntaxError as error:
+        what = f"line {error.lineno} of the chat template: {visible(str(error.message)[:_SHOWN])}"
+        raise DataError(Problem(place, what, fix)) from error
+    except (ValueError, RecursionError, SyntaxError, MemoryError, OverflowError) as error:
+        what = f"the chat template cannot be compiled: {visible(str(error)[:_SHOWN])}"
+        raise DataError(Problem(place, what, fix)) from error
+
+
+def _normal(message: Message) -> Message:
+    """Leaves out keys without a value, and gives reasoning the names that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no {name!r}")
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter would escape what HTML reserves."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _in_words(error: Exception) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _NAME]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    said = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
+    return (f"line {line} of the chat template: " if line else "the chat template: ") + visible(said[:_SHOWN])

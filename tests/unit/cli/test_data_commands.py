@@ -1,0 +1,84 @@
+"""raypp data show: what it prints, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypp.cli.main import run
+from raypp.data.look import histogram
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_rows_are_shown_with_their_loss_and_all_documents_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "show", "jobs/chat.yaml", "--rows", "1", "--set", "data.seq_len=128"]) == 0
+    said = capsys.readouterr().out
+    assert "row 1: 1" in said and "of 128 tokens" in said
+    assert "▌ " in said and "<|im_end|>»" in said and "«<|im_start|>" not in said
+    assert "24 of 48 documents have more than 128 tokens and are cut into pieces" in " ".join(said.split())
+    assert "27.5% of them carry loss" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_text_carries_loss_everywhere_and_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "show", "jobs/quickstart.yaml", "--rows", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "256 of 256 tokens, 256 carry loss" in said and "«" not in said
+    assert "And answered them, saying, Which of you shall have an ass" in said
+
+
+def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "show", "jobs/chat.yaml", "--rows", "3", "--json", "--set", "data.too_long=drop"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["documents"] == 48 and found["too_long"] == {"documents": 0, "are": "dropped"}
+    assert sum(one["documents"] for one in found["lengths"]) == 48
+    assert len(found["first_rows"]) == 3
+    for piece in (piece for row in found["first_rows"] for piece in row):
+        learnt = bytes(i for i, loss in zip(piece["ids"], piece["loss"], strict=True) if loss).decode()
+        assert learnt.endswith("<|im_end|>") and "<|im_start|>" not in learnt
+
+
+def test_the_same_rows_are_shown_that_a_run_reads_first(capsys: pytest.CaptureFixture[str]) -> None:
+    from raypp.data.loader import open_loader
+    from raypp.spec.load import load_job
+
+    assert run(["data", "show", "jobs/chat.yaml", "--rows", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["first_rows"]
+    loader = open_loader(load_job("jobs/chat.yaml").job, 0, 1)
+    rows = loader.next_step()[0].rows
+    loader.close()
+    assert [[i for piece in row for i in piece["ids"]] for row in shown] == [row.tokens.tolist() for row in rows]
+
+
+def test_bad_rows_are_errors_with_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    assert run(["data", "show", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) != 0
+    assert "a.jsonl:1: messages is empty" in capsys.readouterr().err
+
+
+def test_a_histogram_counts_every_length_once_and_has_a_border_at_the_longest_row() -> None:
+    for lengths, seq_len in (([1], 8), ([3, 8, 8, 9], 8), ([8] * 5, 8), ([1, 100, 1000], 64), (range(1, 300), 100)):
+        edges, counts = histogram(np.array(list(lengths)), seq_len)
+        assert sum(counts) == len(list(lengths)) and len(edges) == len(counts) + 1 and edges == sorted(set(edges))
+        long = [count for low, count in zip(edges, counts, strict=False) if low >= seq_len]
+        assert sum(long) == sum(length > seq_len for length in lengths)
+
+
+def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    (tmp_path / "a.jsonl").write_text(good * 3 + '{"messages": [{"role": "mage", "content": "a"}]}\n' * 9)
+    assert run(["plan", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "4 more rows cannot be used" in said
+    assert run(["plan", "jobs/chat.yaml", "--set", "data.chat_template=none.jinja"]) == 2
+    assert "data.chat_template=none.jinja: there is no none.jinja" in capsys.readouterr().err

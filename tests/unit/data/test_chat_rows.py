@@ -1,0 +1,162 @@
+"""A row as tokens with their loss, compared with transformers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_samples import CALLING, CHATML, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
+
+from raypp.data.chat_files import open_template
+from raypp.data.chat_template import ChatTemplate
+from raypp.data.conversations import RowFault
+from raypp.data.rows import Encoded, Loss, RowEncoder
+from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
+from raypp.spec.job import DataSection
+
+CONVERSATIONS = [
+    turns("Hello", "Good day to you."),
+    turns("the weather?", " It is fine. \n", "and the sun?", "é 😀 it is out", system="Be <brief> & kind."),
+]
+
+
+def encoded(row: dict[str, Any], template: str | None = CHATML, loss: Loss = "assistant", **more: Any) -> Encoded:
+    (found,) = encoder(template, loss, **more).encode([row])
+    if isinstance(found, RowFault):
+        raise found
+    return found
+
+
+def encoder(template: str | None = CHATML, loss: Loss = "assistant", text_key: str | None = None) -> RowEncoder:
+    return RowEncoder(ByteTokenizer(), ChatTemplate(template) if template is not None else None, text_key, loss)
+
+
+def learnt(found: Encoded) -> list[str]:
+    """Returns what carries loss, piece by piece, as text of the bytes tokenizer; `∎` is its end."""
+    changes = np.flatnonzero(np.diff(np.concatenate(([False], found.loss, [False])).astype(int)))
+    return [
+        bytes(i for i in found.ids[a:b] if i < 256).decode() + "∎" * int((found.ids[a:b] == 256).sum())
+        for a, b in zip(changes[::2], changes[1::2], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_marked_templates_give_what_transformers_gives(name: str, prefixed: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(tmp_path, ("{# with a comment #}" if prefixed else "") + MARKED[name])
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    data = DataSection(tokenizer=str(path), template_date=f"{datetime.now():%Y-%m-%d}")
+    ours = RowEncoder(FileTokenizer(path), open_template(data))
+    rows: list[dict[str, Any]] = [{"messages": messages} for messages in CONVERSATIONS]
+    if name == "tools":
+        rows += [{"messages": CALLING, "tools": [WEATHER]}, {"messages": CALLING}]
+    for row, found in zip(rows, ours.encode(rows), strict=True):
+        assert isinstance(found, Encoded), found
+        expected = theirs.apply_chat_template(
+            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert found.ids.tolist() == expected["input_ids"]
+        assert found.loss.astype(int).tolist() == expected["assistant_masks"]
+        assert 0 < found.loss.sum() < len(found.loss)
+
+
+def test_unmarked_templates_give_the_ids_of_transformers_and_loss_by_prefix(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(tmp_path, CHATML)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = RowEncoder(FileTokenizer(path), open_template(DataSection(tokenizer=str(path))))
+    for messages, found in zip(CONVERSATIONS, ours.encode([{"messages": m} for m in CONVERSATIONS]), strict=True):
+        assert isinstance(found, Encoded)
+        assert found.ids.tolist() == theirs.apply_chat_template(messages)["input_ids"]
+        said = "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
+        assert theirs.decode(found.ids[found.loss]) == said
+
+
+def test_loss_is_on_all_assistant_turns_the_last_or_everything() -> None:
+    row = {"messages": turns("a?", "b.", "c?", "d.")}
+    assert learnt(encoded(row)) == ["b.<|im_end|>\n", "d.<|im_end|>\n"]
+    assert learnt(encoded(row, loss="last")) == ["d.<|im_end|>\n"]
+    assert encoded(row, loss="all").loss.all()
+    assert learnt(encoded(row, MARKED["chatml"])) == ["b.<|im_end|>", "d.<|im_end|>"]
+    assert learnt(encoded(row, MARKED["chatml"], "last")) == ["d.<|im_end|>"]
+
+
+def test_both_spellings_of_a_conversation_are_the_same_row() -> None:
+    spoken = [("system", "s"), ("human", "a"), ("gpt", "b")]
+    shared = {"conversations": [{"from": who, "value": text} for who, text in spoken]}
+    assert encoded(shared).ids.tolist() == encoded({"messages": turns("a", "b", system="s")}).ids.tolist()
+    assert learnt(encoded(shared)) == ["b<|im_end|>\n"]
+
+
+def test_a_completion_carries_loss_and_its_prompt_does_not() -> None:
+    row = {"prompt": "2 + 2 é =", "completion": " 4"}
+    assert learnt(encoded(row, None)) == [" 4∎"]
+    assert learnt(encoded(row, None, "all")) == ["2 + 2 é = 4∎"]
+    assert learnt(encoded({"prompt": "", "completion": "x"}, None)) == ["x∎"]
+
+
+def test_text_is_a_row_only_where_its_field_is_given() -> None:
+    assert learnt(encoded({"text": "hi"}, None, text_key="text")) == ["hi∎"]
+    with pytest.raises(RowFault, match=r"has neither messages.*it has 'text'"):
+        encoded({"text": "hi"})
+
+
+def test_a_template_that_cannot_mark_turns_is_refused_with_what_to_do() -> None:
+    row = {"messages": turns("a?", "hm</think>b.", "c?", "d.")}
+    with pytest.raises(RowFault, match=r"cannot mark turns: messages\[:2\] alone is not rendered as") as fault:
+        encoded(row, FORGETFUL)
+    assert "generation" in fault.value.fix and "data.loss" in fault.value.fix
+    assert learnt(encoded(row, FORGETFUL, "last")) == ["d.<|im_end|>\n"]
+
+
+def test_today_is_refused_until_the_job_says_which_day() -> None:
+    with pytest.raises(RowFault, match=r"line 1 of the chat template: asks for the date.*data\.template_date"):
+        encoded({"messages": turns("a", "b")}, MARKED["headers"])
+
+
+WRONG = [
+    ({}, "has no keys"),
+    ({"prompt": "a"}, "it has 'prompt'"),
+    ({"prompt": ["a"], "completion": "b"}, "'prompt' is a list, not a text"),
+    ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": None}, "messages is null, not a list"),
+    ({"messages": "hi"}, "messages is a text, not a list"),
+    ({"messages": ["hi"]}, r"messages\[0\] is a text, not an object"),
+    ({"messages": [{"content": "a"}]}, r"messages\[0\] has no role \(it has 'content'\)"),
+    (
+        {"messages": [{"role": "wizard", "content": "a"}]},
+        r"messages\[0\]: there is no role 'wizard'; there are: system",
+    ),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, r"there is no role a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content is a list, not a text"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
+    ({"messages": turns("only a question")}, "has no assistant turn"),
+    ({"messages": turns("a", "b") * 2000}, "4,000 turns; at most 2,000"),
+    ({"messages": turns("a", "b"), "tools": "{"}, "tools is a text that is not JSON"),
+    ({"messages": turns("a", "b"), "tools": [1]}, "not a list of objects"),
+    ({"messages": turns("a", "\ud800")}, "not valid Unicode"),
+    ({"conversations": [{"from": "narrator", "value": "a"}]}, "there is no from 'narrator'; there are: system, human"),
+    ({"conversations": [{"from": "human"}]}, r"conversations\[0\] \(human\): value is null"),
+    ({"conversations": [{"value": "a"}]}, r"conversations\[0\] has no from"),
+]
+
+
+@pytest.mark.parametrize(("row", "what"), WRONG)
+def test_what_is_wrong_with_a_row_is_said(row: dict[str, Any], what: str) -> None:
+    with pytest.raises(RowFault, match=what) as fault:
+        encoded(row)
+    assert fault.value.fix
+
+
+def test_one_bad_row_does_not_hide_the_others() -> None:
+    good = {"messages": turns("a", "b")}
+    first, bad, last = encoder().encode([good, {"messages": []}, good])
+    assert isinstance(bad, RowFault) and isinstance(first, Encoded) and isinstance(last, Encoded)
+    assert first.ids.tolist() == last.ids.tolist()
