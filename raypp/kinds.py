@@ -85,6 +85,8 @@ class SourceKind(Kind):
             its data was encoded by the job's tokenizer earlier. "model": it draws from all ids of
             the model and needs no tokenizer.
         keys: Keys of `data` that only sources listing them here read.
+        mixes: Its documents are those of `data.parts`, whose kinds read them.
+        hub: `data.path` may be a name on Hugging Face's hub.
         compressed: Its files may also end in .gz or .zst after one of the endings.
         checks_rows: Beside `read` there is `check(request: Request) -> list[Problem]`, which looks
             at the first rows before a run.
@@ -93,6 +95,8 @@ class SourceKind(Kind):
     endings: tuple[str, ...] = ()
     ids: Literal["text", "tokenizer", "model"] = "text"
     keys: tuple[str, ...] = ()
+    mixes: bool = False
+    hub: bool = False
     compressed: bool = False
     checks_rows: bool = False
 
@@ -167,8 +171,6 @@ SOURCES = Registry("data source", SourceKind, "raypp.data", "read", "raypp.data_
 STORES = Registry("store", StoreKind, "raypp.storage", "open_url", "raypp.stores")
 OPTIMIZERS = Registry("optimizer", OptimizerKind, "raypp.train", "build", "raypp.optimizers")
 POLICIES = Registry("recovery policy", PolicyKind, "raypp.recovery.policies", "build", "raypp.recovery_policies")
-
-SOURCES.register("hf", summary="a Hugging Face dataset", available=False, position=4, keys=("text_key",))
 
 
 def store_kind(url: str, *, key: str = "") -> StoreKind:

@@ -12,13 +12,29 @@ from raypp.untrusted.documents import Bounds, Count, parse_as
 
 
 @dataclass(frozen=True)
+class PartPosition:
+    """Where a part of a mixture resumes, and what it was: see `raypp.data.mixture`."""
+
+    epoch: Count
+    block: Count
+    row: Count
+    rows: Count
+    tokens: Count
+    digest: str
+    weight: float
+    most_epochs: float | None
+    most_tokens: Count | None
+
+
+@dataclass(frozen=True)
 class DataPosition:
-    """Where the data resume: see `Loader.position`."""
+    """Where the data resume: see `Loader.position`. Only a mixture has parts."""
 
     epoch: Count
     block: Count
     row: Count
     data: str
+    parts: tuple[PartPosition, ...] = ()
     template: str = ""
 
 

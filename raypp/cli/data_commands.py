@@ -1,4 +1,4 @@
-"""`raypp data show`: a job's data as a run reads them. Needs neither torch nor a cluster."""
+"""`raypp data`; its command `show` shows data as a run reads them, without torch or a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.rule import Rule
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo_json
+from raypp.cli.tokenize_command import tokenize_command
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
 
@@ -28,7 +29,10 @@ _BAR = 40
 
 @click.group("data")
 def data_group() -> None:
-    """Look at a job's data before training on it."""
+    """Look at a job's data before training on it; tokenise them once."""
+
+
+data_group.add_command(tokenize_command)
 
 
 @data_group.command("show")

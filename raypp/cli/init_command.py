@@ -56,8 +56,9 @@ def files_of(name: str) -> list[str]:
 
     job = yaml.safe_load(_text(name))
     found = [f"{name}.yaml"]
-    for section, key in (("data", "path"), ("data", "tokenizer"), ("data", "chat_template"), ("model", "from_hf")):
-        named = str(job.get(section, {}).get(key, ""))
+    names = (("data", "path"), ("data", "tokenizer"), ("data", "chat_template"), ("model", "from_hf"))
+    values = [job.get(section, {}).get(key, "") for section, key in names]
+    for named in map(str, [*values, *(part.get("path", "") for part in job.get("data", {}).get("parts", []))]):
         place = TEMPLATES / named
         if named and place.is_dir():
             found += sorted(path.relative_to(TEMPLATES).as_posix() for path in place.rglob("*") if path.is_file())

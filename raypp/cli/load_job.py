@@ -65,7 +65,12 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
 
 def _row_problems(job: Job) -> list[Problem]:
     """Returns the problems of the first rows of local data."""
-    if not SOURCES.get(job.data.kind).checks_rows:
+    source, parts = SOURCES.get(job.data.kind), job.data.parts or []
+    if source.mixes and all(part.epochs is not None or part.tokens is not None for part in parts):
+        from raypp.data.loader import check_budgets
+
+        return check_budgets(job)
+    if not source.checks_rows and not any(SOURCES.get(part.kind).checks_rows for part in parts):
         return []
     from raypp.data.sources import check_data
 

@@ -112,6 +112,15 @@ def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) 
     return Padding(Lines("\n".join(lines), no_wrap=True), (0, 0, 0, 2), expand=False) if lines else None
 
 
+def used_text(row: Mapping[str, Any]) -> str:
+    """Formats what a step's history says about the parts of a mixture; empty if there are none."""
+    names = [key[5:-7] for key in row if key.startswith("data.") and key.endswith(".tokens")]
+    return "; ".join(
+        f"{name}: {quantity(row[f'data.{name}.tokens'])} tokens, {row.get(f'data.{name}.epochs', 0):.2f} epochs"
+        for name in names
+    )
+
+
 def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], console: Console) -> RenderableType:
     """Shows the state of a run: progress, speed, mesh, error, ranks and loss curve."""
     step, steps = status["step"], status["steps"]
@@ -124,6 +133,8 @@ def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], co
         ("attempt", f"{status['attempt']}  (restarts: {status['restarts']})"),
         ("checkpoint", status["checkpoint"] or "none yet"),
     ]
+    if rows and (used := used_text(rows[-1])):
+        pairs.append(("data", used))
     if status["mesh"]:
         pairs.append(("mesh", mesh_text(status["mesh"])))
     if status.get("updated_at"):

@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.integer[Any]]
+IdArray = NDArray[np.integer[Any]]
+
+
+class Piece(Protocol):
+    """A part of a document: `length` tokens from position `start` in the document."""
+
+    @property
+    def document(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """Ids that are not in memory and come as `[n]` when sliced: an object in a store."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, span: slice) -> IdArray: ...
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Reads some spans `[begin, end)` at once, and keeps them for the next slices."""
+        ...
+
+
+Ids = IdArray | Fetching
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +81,7 @@ class Corpus:
             return np.diff(self.offsets)
         return np.asarray(self.offsets[documents + 1] - self.offsets[documents])
 
-    def ids(self, document: int, start: int = 0, end: int | None = None) -> Ids:
+    def ids(self, document: int, start: int = 0, end: int | None = None) -> IdArray:
         """Returns the ids `[start, end)` of a document, at most to its end; a view, not a copy."""
         shard, where = self._place(document, start, end)
         return self.shards[shard][where]
@@ -67,7 +93,21 @@ class Corpus:
         shard, where = self._place(document, start, end)
         return self.loss[shard][where]
 
+    def fetch(self, pieces: Iterable[Piece]) -> None:
+        """Reads what `ids` will return for some pieces at once, where that is quicker."""
+        if not any(isinstance(shard, Fetching) for shard in self.shards):
+            return
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for piece in pieces:
+            shard, where = self._place(piece.document, piece.start, piece.start + piece.length + 1)
+            wanted.setdefault(shard, []).append((where.start, where.stop))
+        for shard, spans in wanted.items():
+            there = self.shards[shard]
+            if isinstance(there, Fetching):
+                there.fetch(spans)
+
     def _place(self, document: int, start: int, end: int | None) -> tuple[int, slice]:
+        """Returns the shard of a document's ids `[start, end)`, and where they are in it."""
         index = document if self.chosen is None else int(self.chosen[document])
         first, last = int(self.offsets[index]), int(self.offsets[index + 1])
         shard = bisect_right(self._shard_starts, first) - 1
@@ -79,6 +119,30 @@ class Corpus:
         """Returns a corpus of some documents, in the given order; copies no ids."""
         chosen = documents if self.chosen is None else self.chosen[documents]
         return replace(self, chosen=chosen)
+
+
+def joined(corpora: Sequence[Corpus]) -> Corpus:
+    """Returns the documents of several corpora, in order, with the first digest. Copies no ids."""
+    tokens = documents = 0
+    offsets, chosen = [np.zeros(1, dtype=np.int64)], []
+    for corpus in corpora:
+        offsets.append(corpus.offsets[1:] + tokens)
+        mine = np.arange(len(corpus.offsets) - 1) if corpus.chosen is None else corpus.chosen
+        chosen.append(mine + documents)
+        tokens += int(corpus.offsets[-1])
+        documents += len(corpus.offsets) - 1
+    every = all(corpus.chosen is None for corpus in corpora)
+    shards = tuple(shard for corpus in corpora for shard in corpus.shards)
+    loss = None
+    if any(corpus.loss is not None for corpus in corpora):
+        loss = tuple(one for corpus in corpora for one in corpus.loss or map(_all_carry, corpus.shards))
+    template = "+".join(corpus.template for corpus in corpora if corpus.template)
+    every_offset = np.concatenate(offsets)
+    return Corpus(shards, every_offset, corpora[0].digest, None if every else np.concatenate(chosen), loss, template)
+
+
+def _all_carry(shard: Ids) -> NDArray[np.bool_]:
+    return np.broadcast_to(np.bool_(True), len(shard))
 
 
 def small_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
+from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
 from raypp.data.prefetch import Prefetch
+from raypp.data.row_order import RowOrder, SingleOrder
+from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
 from raypp.errors import DataError, JobError, Problem
+from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
+from raypp.spec.mixture import rows_of_run, spent_problem
+from raypp.spec.paths import is_hub_name
 
+C = TypeVar("C")
+
+CHECKED_BYTES = 8 << 20
+"""Most bytes of text that are read before a run to see whether its budgets last."""
 _AHEAD = 2  # steps prepared in the background
 
 
@@ -24,15 +33,6 @@ class Microbatch:
     """The rows of one microbatch of one replica."""
 
     rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """The position of the next row in the global order: epoch, block and row in the block."""
-
-    epoch: int = 0
-    block: int = 0
-    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,14 @@ class Share:
         return [Microbatch(tuple(rows[i : i + each])) for i in range(0, self.rows, each)]
 
 
-def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Cursor]]:
-    """Yields all rows from a cursor on, without end, each with the cursor after it."""
-    epoch, block, first = cursor.epoch, cursor.block, cursor.row
-    while True:
-        following = Cursor(epoch, block + 1) if block + 1 < plan.blocks else Cursor(epoch + 1)
-        rows = plan.block(epoch, block)
-        for index in range(first, len(rows)):
-            yield rows[index], Cursor(epoch, block, index + 1) if index + 1 < len(rows) else following
-        epoch, block, first = following.epoch, following.block, 0
-
-
-def steps_from(plan: RowPlan, share: Share, cursor: Cursor) -> Iterator[tuple[list[Microbatch], Cursor]]:
+def steps_from(order: RowOrder[C], share: Share, cursor: C) -> Iterator[tuple[list[Microbatch], C]]:
     """Yields a replica's microbatches of every step from a cursor on, with the cursor after it."""
-    rows = rows_from(plan, cursor)
+    rows = order.rows(cursor)
     while True:
         step = list(islice(rows, share.replicas * share.rows))
-        own = [make_row(plan.corpus, pieces) for pieces in share.of([pieces for pieces, _ in step])]
+        mine = share.of([pieces for pieces, _ in step])
+        order.corpus.fetch(piece for pieces in mine for piece in pieces)
+        own = [make_row(order.corpus, pieces) for pieces in mine]
         yield share.microbatched(own), step[-1][1]
 
 
@@ -92,14 +83,17 @@ class Loader:
 
     Args:
         documents: The job's documents.
-        plan: The rows of `documents.train`.
+        order: The rows of `documents.train`.
+        held_out: The rows of `documents.held_out`.
         share: This replica's share.
     """
 
-    def __init__(self, documents: Documents, plan: RowPlan, share: Share) -> None:
-        self._documents, self._plan, self._share = documents, plan, share
-        self._cursor = Cursor()
-        self._steps: Prefetch[tuple[list[Microbatch], Cursor]] | None = None
+    def __init__(
+        self, documents: Documents, order: RowOrder[Any], share: Share, held_out: RowPlan | None = None
+    ) -> None:
+        self._documents, self._order, self._share, self._held_out = documents, order, share, held_out
+        self._cursor: Any = order.start
+        self._steps: Prefetch[tuple[list[Microbatch], Any]] | None = None
 
     @property
     def documents(self) -> Documents:
@@ -120,15 +114,22 @@ class Loader:
             RayppError: Reading failed.
         """
         if self._steps is None:
-            self._steps = Prefetch(steps_from(self._plan, self._share, self._cursor), _AHEAD)
+            self._steps = Prefetch(steps_from(self._order, self._share, self._cursor), _AHEAD)
         microbatches, self._cursor = self._steps.take()
         return microbatches
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
-        cursor, template = self._cursor, self._documents.train.template
-        at = {"epoch": cursor.epoch, "block": cursor.block, "row": cursor.row, "data": self.identity}
+        template = self._documents.train.template
+        at = {**self._order.document(self._cursor), "data": self.identity}
         return {**at, "template": template} if template else at
+
+    def used(self) -> dict[str, float]:
+        """Returns what was used of each part of a mixture so far, by names for the history.
+
+        These are `data.NAME.tokens`, `.rows` and `.epochs`; empty for a single source.
+        """
+        return self._order.used(self._cursor)
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continues at a position.
@@ -138,20 +139,22 @@ class Loader:
         """
         try:
             data = str(position["data"])
-            cursor = Cursor(int(position["epoch"]), int(position["block"]), int(position["row"]))
+            if data != self.identity:
+                raise JobError(self._other_data(data, position))
+            cursor = self._order.cursor(position)
         except (KeyError, TypeError, ValueError) as error:
             raise JobError(Problem("data.path", f"the checkpoint's data position is invalid: {position!r}")) from error
-        if data != self.identity:
-            raise JobError(self._other_data(data, position.get("template", "")))
         self.close()
         self._cursor = cursor
 
-    def _other_data(self, data: str, template: object) -> Problem:
+    def _other_data(self, data: str, position: Mapping[str, Any]) -> Problem:
         own, other = self._documents.train.template, "start a run under another name"
+        template = position.get("template", "")
         if own != template:
             what = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
             return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
-        what = f"the checkpoint was made with other data (digest {data}, now {self.identity})"
+        details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
+        what = f"the checkpoint was made with other data ({details})"
         return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:
@@ -163,22 +166,22 @@ class Loader:
         Raises:
             DataError: The job has no `data.eval`.
         """
-        corpus = self._documents.held_out
-        if corpus is None:
+        if self._held_out is None:
             raise DataError(Problem("data.eval", "is not set", "for example `eval: {fraction: 0.02}`"))
-        return self._steps_once(corpus)
+        return self._steps_once(self._held_out)
 
     def once(self) -> Iterator[list[Microbatch]]:
         """Returns this replica's share of the training part, once, in steps as `held_out` does."""
-        return self._steps_once(self._documents.train)
+        return self._steps_once(self._order.once())
 
-    def _steps_once(self, corpus: Corpus) -> Iterator[list[Microbatch]]:
-        share, plan = self._share, self._plan
-        plan = RowPlan(corpus, plan.seq_len, plan.packing, plan.shuffle, plan.seed)
+    def _steps_once(self, plan: RowPlan) -> Iterator[list[Microbatch]]:
+        share, corpus = self._share, plan.corpus
         filler = Row(np.array([self._documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))
         rows = (pieces for block in range(plan.blocks) for pieces in plan.block(0, block))
         while step := list(islice(rows, share.replicas * share.rows)):
-            own = [make_row(corpus, pieces) for pieces in share.of(step)]
+            mine = share.of(step)
+            corpus.fetch(piece for pieces in mine for piece in pieces)
+            own = [make_row(corpus, pieces) for pieces in mine]
             yield share.microbatched(own + [filler] * (share.rows - len(own)))
 
     def close(self) -> None:
@@ -201,6 +204,47 @@ def open_loader(job: Job, replica: int, replicas: int) -> Loader:
         UnreachableError: The store that holds the data does not answer or denies access.
     """
     documents, data = open_documents(job), job.data
-    plan = RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    order = order_of(documents, job)
+    if isinstance(order, MixtureOrder) and (problem := spent_before_the_end(order, job)):
+        raise DataError(problem)
     share = Share(replica, replicas, job.pipeline.microbatches, job.train.micro_batch_size)
-    return Loader(documents, plan, share)
+    held_out = None
+    if documents.held_out is not None:
+        held_out = RowPlan(documents.held_out, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    return Loader(documents, order, share, held_out)
+
+
+def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
+    """Returns the training rows of a job's documents."""
+    data, seed = job.data, job.train.seed
+    if documents.parts:
+        return MixtureOrder(documents.parts, documents.train, data.seq_len, data.packing, data.shuffle, seed)
+    return SingleOrder(RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, seed))
+
+
+def check_budgets(job: Job) -> list[Problem]:
+    """Returns the problem of a mixture whose budgets end before the run, if its data are small.
+
+    Data in a store, and more than `CHECKED_BYTES`, are not read; `open_loader` checks them.
+    """
+    size = 0
+    for index in range(len(job.data.parts or ())):
+        data = job.data.part(index)
+        source = SOURCES.get(data.kind)
+        if source.endings and data.path is not None:
+            if keeps_data_elsewhere(data.path) or (source.hub and is_hub_name(data.path)):
+                return []
+            files = find_files(data.path, source.endings, f"data.parts[{index}].path", compressed=source.compressed)
+            size += sum(file.text_bytes for file in files)
+    if size > CHECKED_BYTES:
+        return []
+    order = order_of(open_documents(job), job)
+    problem = spent_before_the_end(order, job) if isinstance(order, MixtureOrder) else None
+    return [problem] if problem is not None else []
+
+
+def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:
+    """Returns the problem of budgets that do not last for the job's steps; None if they do."""
+    _, needed = rows_of_run(job)
+    rows = order.rows_until(needed)
+    return spent_problem(job, rows) if rows < needed else None

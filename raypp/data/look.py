@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus
-from raypp.data.loader import Cursor, rows_from
+from raypp.data.loader import order_of
 from raypp.data.packing import Piece, RowPlan
 from raypp.data.sources import open_documents
 from raypp.data.tokenizer import Tokenizer
@@ -73,6 +73,7 @@ def look_at(job: Job, rows: int) -> Look:
     """
     documents, data = open_documents(job), job.data
     corpus = documents.train
+    order = order_of(documents, job)
     plan = RowPlan(corpus, data.seq_len, data.packing, data.shuffle, job.train.seed)
     read = min(plan.blocks, _MOST_BLOCKS)
     packed = [row for block in range(read) for row in plan.block(0, block)]
@@ -92,7 +93,7 @@ def look_at(job: Job, rows: int) -> Look:
         counts=counts,
         first=[
             [_piece(corpus, piece) for piece in pieces]
-            for pieces, _ in islice(rows_from(plan, Cursor()), min(rows, len(packed)))
+            for pieces, _ in islice(order.rows(order.start), min(rows, len(packed)))
         ],
         tokenizer=documents.tokenizer,
     )

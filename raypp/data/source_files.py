@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ MOST_TEXT_BYTES = 512 << 20
 """Longest line, and longest document, in bytes."""
 MOST_FILES = 200_000
 _CHUNK = 16 << 20
+_watch: ContextVar[Callable[[int], None]] = ContextVar("watch", default=lambda count: None)
 _USUAL_RATIO = 5
 
 
@@ -45,8 +47,25 @@ class SourceFile:
     key: str
     place: str
 
+    def read(self, start: int, end: int) -> bytes:
+        """Reads the bytes `[start, end)`.
+
+        Raises:
+            DataError: It is missing or cannot be read.
+            StoreError: The store does not answer.
+        """
+        try:
+            if self.store is not None:
+                with _named(self.place):
+                    return self.store.get(self.key, start, end)
+            with open_file(Path(self.key), place=self.place) as file:
+                file.seek(start)
+                return file.read(end - start)
+        except (OSError, NotFound) as error:
+            raise unreadable(self.place, self.name, error) from error
+
     def chunks(self) -> Iterator[bytes]:
-        """Yields the content, at most 16 MiB at a time.
+        """Yields the content, at most 16 MiB at a time. Tells whoever is `watching`.
 
         Raises:
             DataError: It is missing or cannot be read.
@@ -56,11 +75,13 @@ class SourceFile:
             if self.store is None:
                 with open_file(Path(self.key), place=self.place) as file:
                     while chunk := file.read(_CHUNK):
+                        _watch.get()(len(chunk))
                         yield chunk
             else:
                 for start in range(0, self.size, _CHUNK):
                     with _named(self.place):
                         chunk = self.store.get(self.key, start, min(self.size, start + _CHUNK))
+                    _watch.get()(len(chunk))
                     yield chunk
         except (OSError, NotFound) as error:
             raise unreadable(self.place, self.name, error) from error
@@ -110,6 +131,21 @@ class SourceFile:
                 begun = [others[-1]]
         if any(begun):
             yield b"".join(begun)
+
+
+@contextmanager
+def watching(progress: Callable[[int], None]) -> Iterator[None]:
+    """Within it, whatever this thread reads of source files is told, in bytes."""
+    before = _watch.set(progress)
+    try:
+        yield
+    finally:
+        _watch.reset(before)
+
+
+def watched(count: int) -> None:
+    """Tells that bytes of a source file were read, for sources that read by a library."""
+    _watch.get()(count)
 
 
 def find_files(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, joined
+from raypp.data.mixture import Part, part_names, training_corpus
 from raypp.data.packing import PLAN_VERSION
 from raypp.data.random_order import permuted
 from raypp.data.source_files import find_files
@@ -19,6 +21,7 @@ from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
 from raypp.spec.job import DataSection, Job
+from raypp.spec.paths import is_hub_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,8 @@ class Documents:
         tokenizer: The job's tokenizer.
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
             their order.
-        total: Documents of data.path, before any is dropped or held out.
+        parts: The parts of a mixture, whose documents `train` has in order; else empty.
+        total: Documents of the source, before any is dropped or held out.
         too_long: Those of them with more than data.seq_len tokens.
     """
 
@@ -39,6 +43,7 @@ class Documents:
     held_out: Corpus | None
     tokenizer: Tokenizer
     identity: str
+    parts: tuple[Part, ...] = ()
     total: int = 0
     too_long: int = 0
 
@@ -56,7 +61,9 @@ def job_tokenizer(job: Job) -> Tokenizer:
     Raises:
         DataError: The ids do not fit, or there is no such tokenizer.
     """
-    if _source(job).ids == "model":
+    source, parts = _source(job), job.data.parts or []
+    kinds = [_kind_of(part.kind, f"data.parts[{i}].kind") for i, part in enumerate(parts)] if source.mixes else [source]
+    if all(kind.ids == "model" for kind in kinds):
         return CountingTokenizer(job.model.vocab_size)
     tokenizer = open_tokenizer(job.data.tokenizer)
     problems = check_fits(tokenizer, job.model.vocab_size)
@@ -72,21 +79,52 @@ def open_documents(job: Job) -> Documents:
         DataError: The data cannot be used; names the place.
         UnreachableError: The store that holds the data does not answer or denies access.
     """
-    data, tokenizer = job.data, job_tokenizer(job)
-    everything = _read(job, tokenizer, data.path or "", "data.path")
-    whole = kept(everything, data, "data.path")
+    tokenizer = job_tokenizer(job)
+    if not _source(job).mixes:
+        train, held_out, counts = _train_and_held_out(job, tokenizer, "data")
+        return Documents(train, held_out, tokenizer, _identity(train, tokenizer, job), (), *counts)
+    if job.data.eval is not None and job.data.eval.path is not None:
+        what = f"kind {job.data.kind} reads no files by itself"
+        raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
+    trained, held, total, too_long = [], [], 0, 0
+    options = job.data.parts or []
+    names = part_names([one.name for one in options], [one.path or one.kind for one in options])
+    for index, (one, name) in enumerate(zip(options, names, strict=True)):
+        alone = job.model_copy(update={"data": job.data.part(index)})
+        train, held_out, counts = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
+        held += [held_out] if held_out is not None else []
+        trained.append(Part(name, train, _identity(train, tokenizer, alone), one.weight, one.epochs, one.tokens))
+        total, too_long = total + counts[0], too_long + counts[1]
+    if not trained:
+        raise DataError(Problem("data.parts", "is empty", "list at least one part"))
+    whole = training_corpus(trained)
+    identity = _identity(whole, tokenizer, job)
+    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained), total, too_long)
+
+
+def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None, tuple[int, int]]:
+    """Reads the documents of one source.
+
+    Args:
+        job: The job.
+        tokenizer: Its tokenizer.
+        key: The section of the source in the job file.
+
+    Returns:
+        The training documents; those held out; how many there are, and how many are too long.
+    """
+    data = job.data
+    everything = _read(job, tokenizer, data.path or "", f"{key}.path")
+    whole = kept(everything, data, f"{key}.path")
     counts = len(everything), int((everything.lengths() > data.seq_len).sum())
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
-        return Documents(whole, None, tokenizer, _identity(whole, tokenizer, job, None), *counts)
+        return whole, None, counts
     if data.eval.path is not None:
         if not _source(job).endings:
             what = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
-        held_out = kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path")
-        return Documents(whole, held_out, tokenizer, _identity(whole, tokenizer, job, None), *counts)
-    fraction = data.eval.fraction or 0.0
-    train, held_out = split(whole, fraction, job.train.seed)
-    return Documents(train, held_out, tokenizer, _identity(whole, tokenizer, job, fraction), *counts)
+        return whole, kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path"), counts
+    return *split(whole, data.eval.fraction or 0.0, job.train.seed), counts
 
 
 def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:
@@ -145,57 +183,90 @@ def check_data(job: Job) -> list[Problem]:
         job_tokenizer(job)
     except RayppError as error:
         problems += error.problems
-    if not source.endings:
-        return problems
-    wanted = [("data.path", job.data.path)]
-    if job.data.eval is not None and job.data.eval.path is not None:
-        wanted.append(("data.eval.path", job.data.eval.path))
-    for place, path in wanted:
+    wanted = [("data", job.data)]
+    if source.mixes:
+        wanted = [(f"data.parts[{index}]", job.data.part(index)) for index in range(len(job.data.parts or ()))]
+    elif job.data.eval is not None and job.data.eval.path is not None:
+        wanted.append(("data.eval", job.data.model_copy(update={"path": job.data.eval.path})))
+    for key, data in wanted:
         try:
-            if path is None:
-                raise _no_path(job.data)
-            if not keeps_data_elsewhere(path):
-                find_files(path, source.endings, place, compressed=source.compressed)
-                problems += _first_rows(job, source, path, place, problems)
+            _check_files(job.model_copy(update={"data": data}), key)
+            if not problems:
+                problems += _first_rows(job.model_copy(update={"data": data}), f"{key}.path")
         except RayppError as error:
             problems += error.problems
     return problems
 
 
-def _first_rows(job: Job, source: SourceKind, path: str, place: str, found: list[Problem]) -> list[Problem]:
+def _check_files(job: Job, key: str) -> None:
+    data, source, place = job.data, _kind_of(job.data.kind, f"{key}.kind"), f"{key}.path"
+    if not source.endings:
+        return
+    if data.path is None:
+        raise _no_path(data.kind, place)
+    if not keeps_data_elsewhere(data.path) and not (source.hub and is_hub_name(data.path)):
+        find_files(data.path, source.endings, place, compressed=source.compressed)
+
+
+def _first_rows(job: Job, place: str) -> list[Problem]:
     """Checks the first rows of local files."""
-    if not source.checks_rows or found:
+    source, path = _source(job), job.data.path
+    if not source.checks_rows or path is None or keeps_data_elsewhere(path):
         return []
     check = sys.modules[source.build().__module__].check
-    problems: list[Problem] = check(Request(job.data, path, place, job_tokenizer(job), job.model.vocab_size, 0))
+    problems: list[Problem] = check(_request(job, job_tokenizer(job), path, place))
     return problems
+
+
+def source_request(job: Job) -> tuple[Callable[[Request], Corpus], Request]:
+    """Returns the function that reads a job's training documents, and what to ask of it.
+
+    Raises:
+        DataError: The job's source has no files of text, or its tokenizer cannot be used.
+    """
+    source = _source(job)
+    if source.mixes or source.ids != "text":
+        what = f"kind {job.data.kind} has no text of its own to tokenise"
+        raise DataError(Problem("data.kind", what, "of a mixture, tokenise each part by a job of its own"))
+    if source.endings and not job.data.path:
+        raise _no_path(job.data.kind, "data.path")
+    return source.build(), _request(job, job_tokenizer(job), job.data.path or "", "data.path")
+
+
+def _request(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Request:
+    return Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed)
 
 
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
     source = _source(job)
     if source.endings and not path:
-        raise _no_path(job.data)
-    corpus: Corpus = source.build()(Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed))
+        raise _no_path(job.data.kind, place)
+    corpus: Corpus = source.build()(_request(job, tokenizer, path, place))
     return corpus
 
 
 def _source(job: Job) -> SourceKind:
-    source = SOURCES.get(job.data.kind, key="data.kind")
+    return _kind_of(job.data.kind, "data.kind")
+
+
+def _kind_of(name: str, key: str) -> SourceKind:
+    source = SOURCES.get(name, key=key)
     if not source.available:
         usable = ", ".join(kind.name for kind in SOURCES.usable())
         what = f"{source.name} is not available yet; available: {usable}"
-        raise JobError(Problem("data.kind", what, f"use one of {usable}"))
+        raise JobError(Problem(key, what, f"use one of {usable}"))
     return source
 
 
-def _no_path(data: DataSection) -> DataError:
+def _no_path(kind: str, place: str) -> DataError:
     fix = f"use {data_forms()}; or `kind: synthetic` to try without data"
-    return DataError(Problem("data.path", f"is missing: kind {data.kind} reads files", fix))
+    return DataError(Problem(place, f"is missing: kind {kind} reads files", fix))
 
 
-def _identity(whole: Corpus, tokenizer: Tokenizer, job: Job, fraction: float | None) -> str:
+def _identity(train: Corpus, tokenizer: Tokenizer, job: Job) -> str:
     data = job.data
-    parts = [PLAN_VERSION, whole.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
+    fraction = data.eval.fraction if data.eval is not None else None
+    parts = [PLAN_VERSION, train.digest, tokenizer.identity, data.seq_len, data.packing, data.shuffle, job.train.seed]
     if data.too_long != "cut":
         parts.append(data.too_long)
     return hashlib.sha256(json.dumps([*parts, fraction]).encode()).hexdigest()[:16]

@@ -9,7 +9,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -33,7 +32,7 @@ FORMAT = 1
 """Version of the cache's entries; part of their name."""
 IN_MEMORY_BYTES = 32 << 20
 """Every rank tokenises up to this much text itself; more goes through the cache."""
-_BATCH = 512
+_BATCH, _BATCH_CHARACTERS = 512, 4 << 20
 _SHOWN_FAULTS = 5
 _COUNTING_S = 10.0
 """How long rows are checked after one that cannot be used."""
@@ -50,6 +49,8 @@ class Request:
         tokenizer: The job's tokenizer.
         vocab_size: The model's vocabulary; all ids are below it.
         seed: The job's seed.
+        instead: Called by `tokenise` with its arguments, if something else shall become of the
+            documents than a corpus in memory or in the cache.
     """
 
     data: DataSection
@@ -58,6 +59,7 @@ class Request:
     tokenizer: Tokenizer
     vocab_size: int
     seed: int
+    instead: Callable[..., Corpus] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def tokenise(
         DataError: There is no document, one has no token, rows cannot be used, or the cache cannot
             be written.
     """
+    if request.instead is not None:
+        return request.instead(request, files, documents, encoder)
     dtype, template = small_dtype(request.tokenizer.vocab_size), encoder.template if encoder is not None else ""
     if sum(file.text_bytes for file in files) <= IN_MEMORY_BYTES:
         ids, loss = io.BytesIO(), io.BytesIO()
@@ -185,7 +189,7 @@ def _write(
     """
     dtype, digest, ends = small_dtype(request.tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
     faults, until = Faults(request.place), float("inf")
-    for batch in _batches(documents):
+    for batch in batches(documents):
         for found in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
             content = found[0].astype(dtype).tobytes()
             ids_sink.write(content)
@@ -211,6 +215,17 @@ def _write(
 
 _Found = tuple[NDArray[np.int64], NDArray[np.bool_]]
 _NO_LOSS = np.zeros(0, dtype=np.bool_)
+
+
+def encoded(request: Request, batch: Sequence[Text]) -> Iterator[tuple[bytes, int]]:
+    """Yields the ids of each document with its end id, in the dtype of files, and their number.
+
+    Raises:
+        DataError: A document has no token, or the tokenizer cannot encode it; names its place.
+    """
+    dtype = small_dtype(request.tokenizer.vocab_size)
+    for ids, _ in _texts(request, batch):
+        yield ids.astype(dtype).tobytes(), len(ids)
 
 
 def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
@@ -240,7 +255,24 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
         raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
 
 
-def _batches(documents: Iterable[Text | Record]) -> Iterator[list[Any]]:
-    remaining = iter(documents)
-    while batch := list(islice(remaining, _BATCH)):
+def batches(documents: Iterable[Text | Record]) -> Iterator[list[Any]]:
+    """Yields lists of documents, neither of many nor of much text."""
+    batch: list[Text | Record] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text) if isinstance(document, Text) else _text_of(document.row)
+        if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch
+
+
+def _text_of(row: object) -> int:
+    """Returns the characters of a row's texts, down to those of its messages."""
+    if isinstance(row, str):
+        return len(row)
+    if isinstance(row, Mapping):
+        return sum(map(_text_of, row.values()))
+    return sum(map(_text_of, row)) if isinstance(row, list) else 0

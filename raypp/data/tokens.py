@@ -1,7 +1,7 @@
-"""Token ids made elsewhere: one-dimensional `.npy` files, documents separated by the end id.
+"""Token ids: shards of `raypp data tokenize`, or one-dimensional `.npy` files made elsewhere.
 
-The arrays are memory-mapped and never loaded whole. One pass finds the start of each document; for
-large files the node's cache keeps the result.
+In the latter, the end id separates documents. The arrays are memory-mapped and never loaded whole.
+One pass finds the start of each document; for large files the node's cache keeps the result.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus, Ids
+from raypp.data.corpus import Corpus, IdArray
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_meta, read_offsets
+from raypp.data.token_shards import ENDING, manifest_of, open_shards
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
-KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy",), ids="tokenizer")
+KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy", ".ids"), ids="tokenizer")
 
 _CHUNK = 4 << 20  # ids
 
@@ -32,10 +33,13 @@ def read(request: Request) -> Corpus:
     """Reads all documents of all files, in order of file name; the end of a file ends a document.
 
     Raises:
-        DataError: No file, not such an array, an id beyond the model's, or a document without a
-            token.
+        DataError: No file, not such an array, an id beyond the model's, a document without a token,
+            or shards that are unfinished or damaged.
     """
     files = find_files(request.path, KIND.endings, request.place)
+    ours = [file for file in files if file.name.endswith(ENDING)]
+    if ours:
+        return open_shards(request, ours, manifest_of(request.path, ours, request.place))
     shards = [_mapped(file, request) for file in files]
     if sum(file.size for file in files) <= IN_MEMORY_BYTES:
         offsets, digest = _scan(files, shards, request)
@@ -52,7 +56,7 @@ def read(request: Request) -> Corpus:
     return Corpus(tuple(shards), read_offsets(entry, sum(map(len, shards)), request.place), digest)
 
 
-def _mapped(file: SourceFile, request: Request) -> Ids:
+def _mapped(file: SourceFile, request: Request) -> IdArray:
     ids = map_array(_fetched(file) if file.store is not None else Path(file.key), request.place, file.name)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
         what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
@@ -72,7 +76,7 @@ def _fetched(file: SourceFile) -> Path:
     return made_once(cache_directory() / "objects" / name, make) / "object.npy"
 
 
-def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) -> tuple[NDArray[np.int64], str]:
+def _scan(files: Sequence[SourceFile], shards: Sequence[IdArray], request: Request) -> tuple[NDArray[np.int64], str]:
     """Returns the start of each document, and a digest of all ids."""
     ends, digest = array("q", [0]), hashlib.sha256()
     for file, shard in zip(files, shards, strict=True):
@@ -91,7 +95,7 @@ def _scan(files: Sequence[SourceFile], shards: Sequence[Ids], request: Request) 
     return offsets, digest.hexdigest()[:16]
 
 
-def _check_documents(borders: NDArray[np.int64], shard: Ids, file: SourceFile, request: Request) -> None:
+def _check_documents(borders: NDArray[np.int64], shard: IdArray, file: SourceFile, request: Request) -> None:
     lone = np.flatnonzero(np.diff(borders) == 1)
     lone = lone[shard[borders[lone]] == request.tokenizer.eos_id]
     if len(lone):
@@ -99,7 +103,7 @@ def _check_documents(borders: NDArray[np.int64], shard: Ids, file: SourceFile, r
         raise DataError(Problem(request.place, what, "remove the repeated end id"))
 
 
-def _check_ids(chunk: Ids, start: int, file: SourceFile, request: Request) -> None:
+def _check_ids(chunk: IdArray, start: int, file: SourceFile, request: Request) -> None:
     wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
     if len(wrong):
         place = int(wrong[0])

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from raypp.errors import DataError, JobError, Problem
-from raypp.kinds import OPTIMIZERS, SOURCES, SourceKind, data_forms, store_kind
+from raypp.kinds import OPTIMIZERS, SourceKind, data_forms, store_kind
 from raypp.registry import is_module
-from raypp.spec.availability import CHOICES
+from raypp.spec.availability import CHOICES, Choice
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
-from raypp.spec.job import Job
+from raypp.spec.job import Job, SourceOptions
 from raypp.spec.lora import check_targets
+from raypp.spec.mixture import check_mixture, known_source
 from raypp.spec.models import DecoderOptions
-from raypp.spec.paths import exists, is_glob, is_remote
+from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import rope_problems
@@ -63,20 +64,23 @@ def check_training(job: Job) -> list[Problem]:
 
 def _kinds(job: Job) -> Iterator[Problem]:
     for key, choice in CHOICES.items():
-        value = value_at(job, key)
-        if choice.works(value):
-            if choice.is_own(value) and not _is_csv(value):
-                yield from _own(value, key)
-            continue
-        known, usable = choice.words(), choice.available()
-        if value in known or choice.is_own(value):
-            yield Problem(
-                key, f"{value} is not available yet; available: {', '.join(usable)}", f"use {_one_of(usable)}"
-            )
-        else:
-            close = difflib.get_close_matches(value.lower(), known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
-            yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
+        yield from _kind(key, choice, value_at(job, key))
+    for index, part in enumerate(job.data.parts or ()):
+        yield from _kind(f"data.parts[{index}].kind", CHOICES["data.kind"], part.kind)
+
+
+def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
+    if choice.works(value):
+        if choice.is_own(value) and not _is_csv(value):
+            yield from _own(value, key)
+        return
+    known, usable = choice.words(), choice.available()
+    if value in known or choice.is_own(value):
+        yield Problem(key, f"{value} is not available yet; available: {', '.join(usable)}", f"use {_one_of(usable)}")
+    else:
+        close = difflib.get_close_matches(value.lower(), known, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
+        yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
 
 
 def _own(value: str, key: str) -> Iterator[Problem]:
@@ -97,6 +101,7 @@ def _is_csv(value: str) -> bool:
 def _stores(job: Job) -> Iterator[Problem]:
     """Checks that every URL belongs to a known store."""
     paths = {"data.path": job.data.path, "data.eval.path": job.data.eval and job.data.eval.path}
+    paths |= {f"data.parts[{index}].path": part.path for index, part in enumerate(job.data.parts or ())}
     for key, path in {**paths, "checkpoint.url": job.checkpoint.url}.items():
         try:
             if path and is_remote(path):
@@ -202,20 +207,18 @@ def _of_other_families(model: DecoderOptions) -> Iterator[Problem]:
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
     data, source = job.data, _source(job)
-    if source is not None and source.endings:
-        if data.path is None:
-            fix = f"set it to {data_forms()}; or use `kind: synthetic` to train without data"
-            yield Problem("data.path", f"is missing: kind {data.kind} reads files", fix)
-        else:
-            yield from _file("data.path", data.path, directory)
+    if source is not None and source.mixes:
+        yield from check_mixture(job)
+        for index, part in enumerate(data.parts or ()):
+            yield from _options(part, f"data.parts[{index}]", directory)
+    else:
+        yield from _options(data, "data", directory)
+        if data.parts is not None:
+            yield Problem("data.parts", f"kind {data.kind} has no parts", "use `kind: mixture`, or remove the key")
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
     if source is not None and "chat_template" in source.keys and data.chat_template is not None:
         yield from _file("data.chat_template", data.chat_template, directory)
-    if source is not None and "document_len" in source.keys and data.document_len[0] > data.document_len[1]:
-        shortest, longest = data.document_len
-        fix = f"write [{longest}, {shortest}]"
-        yield Problem("data.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
     if data.eval is not None and (data.eval.fraction is None) == (data.eval.path is None):
         yield Problem("data.eval", "needs either a fraction or a path", "for example `eval: {fraction: 0.02}`")
     if job.train.eval_every_steps and data.eval is None:
@@ -249,12 +252,25 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
                 yield Problem(f"train.sample.prompts[{index}]", what, fix)
 
 
+def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterator[Problem]:
+    """Checks where documents come from."""
+    source = known_source(options.kind)
+    if source is None:
+        return
+    if source.endings and options.path is None:
+        fix = f"set it to {data_forms()}; or use `kind: synthetic` to train without data"
+        yield Problem(f"{key}.path", f"is missing: kind {options.kind} reads files", fix)
+    elif source.endings and options.path is not None and not (source.hub and is_hub_name(options.path)):
+        yield from _file(f"{key}.path", options.path, directory)
+    if "document_len" in source.keys and options.document_len[0] > options.document_len[1]:
+        shortest, longest = options.document_len
+        fix = f"write [{longest}, {shortest}]"
+        yield Problem(f"{key}.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
+
+
 def _source(job: Job) -> SourceKind | None:
     """Returns the job's data source; None if the name is unknown, which `_kinds` reports."""
-    try:
-        return SOURCES.get(job.data.kind)
-    except JobError:
-        return None
+    return known_source(job.data.kind)
 
 
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:

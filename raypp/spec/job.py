@@ -23,35 +23,21 @@ class EvalOptions(Section):
     """Path of held-out data, of the same kind as the training data."""
 
 
-class DataSection(Section):
-    """Where the tokens come from."""
+class SourceOptions(Section):
+    """Where documents come from."""
 
     kind: str = "text"
     """A built-in kind, or your own as module.path:function."""
     path: str | None = None
     """File, directory, glob, or URL of objects in a store such as s3://bucket/prefix. A relative
-    path is looked up in the current directory first, then next to the job file."""
-    tokenizer: str = "bytes"
-    """bytes (one token per byte), or the path of a tokenizer.json."""
-    seq_len: int = Field(default=256, ge=2, le=limits.WIDTH)
-    """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
-    packing: bool = True
-    """Pack several documents into one row. Documents never attend to each other."""
-    shuffle: bool = True
-    """Shuffle the documents with train.seed, in a new order each epoch."""
+    path is looked up in the current directory first, then next to the job file. hf: also org/name
+    on the hub."""
     text_key: str = "text"
     """jsonl and hf: name of the field that holds the text."""
-    chat_template: str | None = None
-    """chat: file with the Jinja template of conversations. null: chat_template.jinja or
-    tokenizer_config.json beside the tokenizer."""
-    template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """chat: the date, such as '2026-01-31', for templates that ask for today's."""
-    loss: Literal["assistant", "last", "all"] = "assistant"
-    """chat: which tokens carry loss. assistant: what the assistant writes, and completions | last:
-    its last turn only | all: every token."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """Documents longer than seq_len. cut: into several pieces | drop: left out. The run reports how
-    many."""
+    split: str = "train"
+    """hf: the split to read, if the data have splits."""
+    config: str | None = None
+    """hf: the configuration (folder) to read, if the data have several."""
     num_documents: int = Field(default=1000, ge=1, le=limits.COUNT)
     """synthetic: number of documents."""
     document_len: tuple[Annotated[int, Field(ge=2, le=limits.WIDTH)], Annotated[int, Field(ge=2, le=limits.WIDTH)]] = (
@@ -59,8 +45,53 @@ class DataSection(Section):
         256,
     )
     """synthetic: lengths of the shortest and the longest document, in tokens."""
+
+
+class PartOptions(SourceOptions):
+    """A part of a mixture: a source, its weight and how much of it may be used."""
+
+    name: str | None = Field(default=None, pattern=RUN_NAME)
+    """Its name in the history. null: from its path."""
+    weight: float = Field(default=1.0, gt=0, le=limits.WIDTH)
+    """Its share of the rows, relative to the other parts."""
+    epochs: float | None = Field(default=None, gt=0, le=limits.COUNT)
+    """Use it at most this often; then the other parts share its rows. null: no limit."""
+    tokens: int | None = Field(default=None, ge=1, le=limits.SEED)
+    """Use at most about this many tokens of it (to the end of a row). null: no limit."""
+
+
+class DataSection(SourceOptions):
+    """Where the tokens come from."""
+
+    parts: list[PartOptions] | None = None
+    """mixture: its parts, such as [{weight: 2, kind: text, path: a.txt}, {weight: 1, …}]."""
+    tokenizer: str = "bytes"
+    """bytes (one token per byte), or the path of a tokenizer.json."""
+    seq_len: int = Field(default=256, ge=2, le=limits.WIDTH)
+    """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
+    packing: bool = True
+    """Pack several documents into one row. Documents never attend to each other."""
+    chat_template: str | None = None
+    """chat and hf: file with the Jinja template of conversations. null: chat_template.jinja or
+    tokenizer_config.json beside the tokenizer."""
+    template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """chat and hf: the date, such as '2026-01-31', for templates that ask for today's."""
+    loss: Literal["assistant", "last", "all"] = "assistant"
+    """chat and hf: which tokens carry loss. assistant: what the assistant writes, and completions |
+    last: its last turn only | all: every token."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """Documents longer than seq_len. cut: into several pieces | drop: left out. The run reports how
+    many."""
+    shuffle: bool = True
+    """Shuffle the documents with train.seed, in a new order each epoch."""
     eval: EvalOptions | None = None
     """Optional held-out part: {fraction: 0.02} or {path: …}."""
+
+    def part(self, number: int) -> DataSection:
+        """Returns the section as it would be if a part were the only source."""
+        assert self.parts is not None
+        chosen = {name: getattr(self.parts[number], name) for name in SourceOptions.model_fields}
+        return self.model_copy(update={**chosen, "parts": None})
 
 
 class MeshSection(Section):

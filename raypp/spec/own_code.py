@@ -35,6 +35,7 @@ def own_files(job: Job) -> list[tuple[str, bytes]]:
         JobError: The files are too many or have more than `MOST_BYTES`, or one cannot be read.
     """
     words = [value_at(job, key) for key, choice in CHOICES.items() if choice.is_own(value_at(job, key))]
+    words += [part.kind for part in job.data.parts or ()]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}
     found, size = [], 0
     for top in sorted(tops):

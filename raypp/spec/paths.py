@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 from pathlib import Path
 
 from raypp.errors import JobError
@@ -12,10 +13,17 @@ from raypp.spec.job import Job
 from raypp.untrusted.folders import Search
 from raypp.untrusted.paths import expand_home
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
 
 def is_remote(path: str) -> bool:
     """Whether the path is a URL (`s3://bucket/key`), which names a place in a store."""
     return "://" in path
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist here may be a name on Hugging Face's hub (`org/name`)."""
+    return _HUB_NAME.fullmatch(path) is not None and not os.path.lexists(path)
 
 
 def is_glob(path: str) -> bool:
@@ -31,6 +39,10 @@ def resolve_paths(job: Job, directory: Path) -> Job:
     """
     data, model = job.data, job.model
     paths: dict[str, object] = {"path": data.path and resolve_path(data.path, directory)}
+    if data.parts is not None:
+        paths["parts"] = [
+            part.model_copy(update={"path": part.path and resolve_path(part.path, directory)}) for part in data.parts
+        ]
     if data.tokenizer != "bytes":
         paths["tokenizer"] = resolve_path(data.tokenizer, directory)
     if data.chat_template:

@@ -68,15 +68,23 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
+def item_section_of(annotation: Any) -> type[Section] | None:
+    """Returns the section class of the items of a list; None for other values."""
+    lists = (member for member in _members(annotation) if get_origin(member) is list)
+    return next((found for member in lists if (found := section_of(get_args(member)[0]))), None)
+
+
 def section_at(path: KeyPath, document: Any) -> type[Section] | None:
-    """Returns the section class at a key path of the job.
+    """Returns the section class at a key path of the job, or of the items of a list there.
 
     That of `model` depends on the document's `model.kind`.
     """
     section: type[Section] | None = Job
     for part in path:
-        info = section.model_fields.get(str(part)) if section else None
-        section = section_of(info.annotation) if info else None
+        if isinstance(part, int):
+            continue
+        info = section.model_fields.get(part) if section else None
+        section = section_of(info.annotation) or item_section_of(info.annotation) if info else None
         if part == "model" and len(path) >= 1 and path[0] == "model":
             section = model_options(document.get("model") if isinstance(document, dict) else None)
     return section
@@ -120,7 +128,7 @@ def extra_fields(section: type[Section]) -> dict[str, FieldInfo]:
 
 def _below(prefix: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     for name, info in section.model_fields.items():
-        inner = section_of(info.annotation)
+        inner = section_of(info.annotation) or item_section_of(info.annotation)
         if inner is not None:
             key = f"{prefix}.{name}" if prefix else name
             yield key, inner

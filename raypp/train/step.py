@@ -300,7 +300,7 @@ class StepRunner:
             attempt=self.seat.attempt,
             lr=rate,
             parts_s=dict(watch.parts),
-            extras=self.router_losses.report(sums.extra[:-1], plan.global_tokens),
+            extras={**self.router_losses.report(sums.extra[:-1], plan.global_tokens), **self.loader.used()},
             wire_bytes=int(sums.extra[-1]),
             compressed=self.job.pipeline.wire.compresses,
         )

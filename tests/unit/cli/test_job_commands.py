@@ -97,14 +97,11 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("name: a\ndata: {kind: hf, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n")
+    job.write_text("name: a\ndata: {kind: parquet, path: .}\nmodel:\n  hidden_size: 250\nmesh:\n  pp: 4\n")
     assert run(["plan", str(job), "--set", "pipeline.microbatches=2"]) == 2
     printed = capsys.readouterr().err
     assert f"{job}:4 model.hidden_size: 250 is not divisible by 4 heads\n  fix:" in printed
-    assert (
-        f"{job}:2 data.kind: hf is not available yet; available: text, jsonl, tokens, chat, synthetic\n  fix:"
-        in printed
-    )
+    assert f"{job}:2 data.kind: there is no 'parquet'; there are: text, jsonl, tokens, chat, hf, " in printed
     assert "--set pipeline.microbatches=2: " in printed
 
 
@@ -218,7 +215,7 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
 def test_explain_describes_sections_inner_sections_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain"]) == 0
     everything = capsys.readouterr().out
-    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "Available now: text", "llama | qwen2"):
+    for word in ("name:", "mesh: ", "pipeline.wire: ", "num_experts: 8", "data.parts: ", "llama | qwen2"):
         assert word in everything
     assert run(["explain", "pipeline.wire"]) == 0
     assert "compression: none" in capsys.readouterr().out

@@ -156,7 +156,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(JobError, match="text, jsonl, tokens, chat, synthetic"):
+    with pytest.raises(JobError, match="text, jsonl, tokens, chat, hf, synthetic, mixture"):
         open_documents(job(kind="parquet", path="x"))
 
 
@@ -172,14 +172,15 @@ def test_the_check_before_a_run_finds_all_problems_at_once(tmp_path: Path) -> No
         "data.tokenizer",
         "data.path",
     ]
-    assert [p.key for p in check_data(job(kind="hf", path="x"))] == ["data.kind"]
+    assert [p.key for p in check_data(job(kind="parquet", path="x"))] == ["data.kind"]
     assert check_data(job(kind="text", path="jobs/data/kjv-new-testament.txt")) == []
     assert check_data(job(kind="synthetic")) == []
     assert check_data(job(kind="text", path="s3://somewhere/else")) == []
 
 
 def test_every_kind_is_in_the_list_and_loads() -> None:
-    assert [kind.name for kind in SOURCES.usable()] == ["text", "jsonl", "tokens", "chat", "synthetic"]
+    names = ["text", "jsonl", "tokens", "chat", "hf", "synthetic", "mixture"]
+    assert [kind.name for kind in SOURCES.usable()] == names
     assert all(callable(kind.build()) for kind in SOURCES.usable())
 
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from raypp.clusters import local
 from raypp.clusters.known_runs import known_runs
-from raypp.data.sources import check_data, open_documents
+from raypp.data.sources import check_data, open_documents, source_request
 from raypp.data.tokenizer import FileTokenizer
+from raypp.data.write_shards import Options, write_shards
 from raypp.errors import RayppError
 from raypp.hf.base_identity import base_identity
 from raypp.hf.config import options_from_config
@@ -33,6 +34,7 @@ from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import resolve_paths
+from raypp.storage import open_store
 
 Case = Callable[[Path], object]
 
@@ -371,6 +373,16 @@ def data_cases() -> Iterator[tuple[str, Case]]:
     wide = b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little") + bytes(1000)
     yield "a header of 4 GB", _file_with("a.npy", wide, lambda path: use_data("tokens", str(path)))
     yield "a zip", _file_with("a.npy", b"PK\x03\x04" + bytes(100), lambda path: use_data("tokens", str(path)))
+    for kind, magic in (("parquet", b"PAR1"), ("arrow", b"ARROW1\0\0"), ("arrow", b"\xff\xff\xff\xff")):
+        for number, middle in enumerate((b"", bytes(100), b"\xff" * 100, b"\xff\xff\xff\x7f" * 20, b"\x15\x04" * 500)):
+            name = f"{magic!r} of {kind}, {len(magic)} bytes, case {number}"
+            yield name, _file_with(f"a.{kind}", magic + middle + magic, lambda path: use_data("hf", str(path)))
+    yield "a dataset that is a FIFO", lambda folder: (os.mkfifo(folder / "a.parquet"), use_data("hf", f"{folder}/*"))
+    for number, content in enumerate(DOCUMENTS.values()):
+        yield f"a manifest of shards {number}", _shards_with("tokens.json", content)
+    for number, content in enumerate((b"", b"\xff" * 4096)):
+        yield f"an index of shards {number}", _shards_with("shard-000000.index", content)
+        yield f"ids of shards {number}", _shards_with("shard-000000.ids", content)
     yield "a path with a NUL", lambda folder: use_data("text", f"{folder}/a\0b")
     yield "a long path", lambda folder: use_data("text", f"{folder}/{'x' * 2500}")
     yield "nobody's home", lambda _: use_data("text", "~nobody-has-this-name/x")
@@ -378,6 +390,19 @@ def data_cases() -> Iterator[tuple[str, Case]]:
     yield "a glob over all files", lambda _: use_data("text", "/**/*.no-such-ending")
     yield "a folder of loops", lambda folder: (_loop_links(folder), use_data("text", str(folder)))
     yield "a folder of special files", _specials
+
+
+def _shards_with(name: str, content: bytes) -> Case:
+    """Returns a case that reads token shards of which one file has another content."""
+
+    def case(folder: Path) -> None:
+        (folder / "a.txt").write_text("one\n\ntwo")
+        read, request = source_request(job(kind="text", path=f"{folder}/a.txt"))
+        write_shards(read, request, open_store(f"{folder}/out"), Options(1))
+        (folder / "out" / name).write_bytes(content)
+        use_data("tokens", f"{folder}/out")
+
+    return case
 
 
 def _loop_links(folder: Path) -> None:

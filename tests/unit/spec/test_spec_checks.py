@@ -40,7 +40,6 @@ def test_every_default_is_available() -> None:
     ("sections", "key", "told"),
     [
         ({"model": {"kind": "lama"}}, "model.kind", "there is no 'lama'; there are: llama, qwen2"),
-        ({"data": {"kind": "hf", "path": "/"}}, "data.kind", "hf is not available yet; available: text, jsonl"),
         ({"data": {"kind": "tex"}}, "data.kind", "there is no 'tex'"),
         ({"pipeline": {"schedule": "1F1B"}}, "pipeline.schedule", "there is no '1F1B'"),
         ({"train": {"optimizer": {"kind": "adam"}}}, "train.optimizer.kind", "there is no 'adam'"),

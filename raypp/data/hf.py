@@ -1,0 +1,139 @@
+"""Hugging Face datasets: parquet and arrow files, read a few rows at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+
+from raypp.data.arrow_files import columns_of, rows_of
+from raypp.data.chat_files import no_template, open_template
+from raypp.data.conversations import RowFault
+from raypp.data.corpus import Corpus
+from raypp.data.rows import RowEncoder
+from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
+from raypp.data.tokenised import Record, Request, Text, tokenise
+from raypp.errors import DataError, Problem, in_words
+from raypp.kinds import SourceKind
+from raypp.spec.paths import is_hub_name
+from raypp.untrusted.text import visible
+
+KIND = SourceKind(
+    "hf",
+    "a Hugging Face dataset: parquet or arrow files, or org/name on the hub",
+    position=4,
+    endings=(".parquet", ".arrow"),
+    keys=("text_key", "split", "config", "chat_template", "template_date", "loss"),
+    hub=True,
+)
+
+_CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"})
+_EXTRA = ("tools",)
+_KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_SHOWN = 12
+
+
+def read(request: Request) -> Corpus:
+    """Reads one column of text, or the columns of conversations, of all rows of a split.
+
+    Rows whose text is empty or null are skipped, as blank lines of other kinds are.
+
+    Raises:
+        DataError: No such dataset, split, configuration or column; a damaged file; pyarrow is not
+            installed; or the hub does not answer.
+    """
+    path = _downloaded(request) if is_hub_name(request.path) else request.path
+    files = _chosen(find_files(path, KIND.endings, request.place), path, request)
+    there = columns_of(files[0])
+    key = request.data.text_key
+    if key in there:
+        if not there[key]:
+            what = f"{files[0].name}: the column {key!r} holds no text"
+            raise DataError(Problem(request.place, what, f"set data.text_key to one of {_listed(there)}"))
+        return tokenise(request, files, lambda: (text for file in files for text in _texts(file, key)))
+    shape = next((shape for shape in _CHAT if shape <= set(there)), None)
+    if shape is None:
+        what = f"{files[0].name} has no column {key!r}, but {_listed(there)}"
+        raise DataError(Problem(request.place, what, "set data.text_key to the column that holds the text"))
+    columns = sorted(shape | (set(_EXTRA) & set(there)))
+    template = open_template(request.data)
+    if template is None and "completion" not in shape:
+        raise no_template(request.data)
+    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss)
+    return tokenise(request, files, lambda: (row for file in files for row in _records(file, columns)), encoder)
+
+
+def _texts(file: SourceFile, key: str) -> Iterator[Text]:
+    for number, row in enumerate(rows_of(file, [key])):
+        text = row[key]
+        if not text:
+            continue
+        place = f"{file.name}[{number}]"
+        if not isinstance(text, str):
+            what = f"{place} has {type(text).__name__} under {key!r}, not text"
+            raise DataError(Problem(file.place, what, "write all files with the same columns"))
+        if len(text) > MOST_TEXT_BYTES:
+            raise too_long(file.place, place, "text")
+        yield Text(place, text)
+
+
+def _records(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
+    for number, row in enumerate(rows_of(file, columns)):
+        present = {name: value for name, value in row.items() if value is not None}
+        fault = RowFault("all its columns are null", "remove the row")
+        yield Record(f"{file.name}[{number}]", present or fault)
+
+
+def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[SourceFile]:
+    """Returns the files of the configuration and the split that the job asks for."""
+    data = request.data
+    usual = [file for file in files if not PurePosixPath(file.key).name.startswith("cache-")]
+    if len(usual) == 1:
+        return usual
+    names = {file.name: PurePosixPath(file.name[len(path.rstrip("/")) :].lstrip("/")) for file in usual}
+    if data.config is not None:
+        found = [file for file in usual if data.config in names[file.name].parts[:-1]]
+        if not found:
+            there = sorted({names[file.name].parts[0] for file in usual if len(names[file.name].parts) > 1})
+            what = f"{path} has no configuration (folder) {data.config!r}"
+            raise DataError(Problem(request.place, what, f"set data.config to one of {_listed(there)}"))
+        usual = found
+    words = {file.name: set(re.split(r"[^a-z0-9]+", str(names[file.name]).lower())) for file in usual}
+    mine = [file for file in usual if data.split.lower() in words[file.name]]
+    known = {word for file in usual for word in words[file.name] & _KNOWN_SPLITS}
+    if not mine and (known or data.split != "train"):
+        what = f"{path} has no split {data.split!r}"
+        fix = f"set data.split to one of {_listed(sorted(known))}" if known else "leave out data.split"
+        raise DataError(Problem(request.place, what, fix))
+    mine = mine or usual
+    folders = {names[file.name].parts[0] for file in mine if len(names[file.name].parts) > 1}
+    configs = folders - {"data", data.split.lower()}
+    if data.config is None and len(configs) > 1:
+        what = f"{path} has several configurations (folders)"
+        raise DataError(Problem(request.place, what, f"set data.config to one of {_listed(sorted(configs))}"))
+    return mine
+
+
+def _downloaded(request: Request) -> str:
+    """Returns the folder to which Hugging Face's library downloads a dataset of the hub."""
+    name = request.path
+    fix = (
+        f"where there is a network, run `hf download --repo-type dataset {name} --local-dir DIR`, "
+        "copy DIR here or to a store, and use its path"
+    )
+    here = f"{name} is no folder on this node"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        what = f"{here}, and huggingface_hub, which would download it, is not installed"
+        raise DataError(Problem(request.place, what, f"pip install 'raypp[hf]'; or {fix}")) from None
+    try:
+        return snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "*.arrow"])
+    except Exception as error:  # its errors are those of several HTTP libraries
+        reason = visible(in_words(error).splitlines()[0][:300])
+        raise DataError(Problem(request.place, f"{here}, and the hub does not give it: {reason}", fix)) from error
+
+
+def _listed(names: Sequence[str] | dict[str, bool]) -> str:
+    shown = ", ".join(visible(name[:60]) for name in list(names)[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,232 @@
+"""A mixture: each row comes from one of several sources, chosen by their weights.
+
+Row by row, the part is next that has given fewest rows for its weight (the divisor method of
+Webster and Sainte-Laguë, in whole numbers). So the choice follows from the numbers of rows that the
+parts have given, which are part of the position: nothing is drawn, stored or replayed. Each part
+has its own random order, and packs its own rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil, lcm
+from typing import Any
+
+from raypp.data.corpus import Corpus, joined
+from raypp.data.packing import Piece, RowPlan
+from raypp.data.row_order import Cursor, rows_from
+from raypp.data.tokenised import Request
+from raypp.errors import DataError, Problem
+from raypp.kinds import SourceKind
+
+KIND = SourceKind("mixture", "several sources by weights, from data.parts", position=6, keys=("parts",), mixes=True)
+
+
+def read(request: Request) -> Corpus:
+    """Refuses: the sources of the parts read their documents."""
+    raise DataError(Problem(request.place, "a mixture cannot be a part of a mixture", "list its parts"))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A source of a mixture.
+
+    Attributes:
+        name: Its name in the history.
+        corpus: Its training documents.
+        digest: Changes if a document does.
+        weight: Its share of the rows, relative to the other parts.
+        epochs, tokens: Its budget; None: no limit.
+    """
+
+    name: str
+    corpus: Corpus
+    digest: str
+    weight: float
+    epochs: float | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PartCursor:
+    """The position in a part: its next row, and the rows and tokens that it has given."""
+
+    at: Cursor = field(default_factory=Cursor)
+    rows: int = 0
+    tokens: int = 0
+
+
+MixtureCursor = tuple[PartCursor, ...]
+
+
+class MixtureOrder:
+    """The rows of a mixture. A part whose budget is spent gives no more; the others share its rows.
+
+    A budget ends with the row in which it is reached.
+
+    Args:
+        parts: At least one.
+        corpus: The documents of all parts, in order.
+        seq_len, packing, shuffle, seed: As for `RowPlan`.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], corpus: Corpus, seq_len: int, packing: bool, shuffle: bool, seed: int
+    ) -> None:
+        self.parts, self.corpus = tuple(parts), corpus
+        self.start: MixtureCursor = (PartCursor(),) * len(parts)
+        self._packed = seq_len, packing, shuffle
+        self._seed = seed
+        self._plans = [RowPlan(part.corpus, *self._packed, _seed(seed, index)) for index, part in enumerate(parts)]
+        self._totals = [int(part.corpus.lengths().sum()) for part in parts]
+        self._limits = [_limit(part, total) for part, total in zip(parts, self._totals, strict=True)]
+        shares = [Fraction(repr(part.weight)) for part in parts]
+        self._shares = [int(share * lcm(*(one.denominator for one in shares))) for share in shares]
+        self._first_document = [0]
+        for part in parts:
+            self._first_document.append(self._first_document[-1] + len(part.corpus))
+
+    def rows(self, cursor: MixtureCursor) -> Iterator[tuple[list[Piece], MixtureCursor]]:
+        """Yields all rows from a position on, each with the position after it.
+
+        Raises:
+            DataError: The budgets of all parts are spent.
+        """
+        sources = [rows_from(plan, one.at) for plan, one in zip(self._plans, cursor, strict=True)]
+        while True:
+            index = self._next(cursor)
+            pieces, at = next(sources[index])
+            before, base = cursor[index], self._first_document[index]
+            after = PartCursor(at, before.rows + 1, before.tokens + sum(piece.length for piece in pieces))
+            cursor = (*cursor[:index], after, *cursor[index + 1 :])
+            yield [Piece(base + piece.document, piece.start, piece.length) for piece in pieces], cursor
+
+    def once(self) -> RowPlan:
+        """Returns the plan of one epoch of all parts' documents, without weights and budgets."""
+        return RowPlan(self.corpus, *self._packed, self._seed)
+
+    def rows_until(self, most: int) -> int:
+        """Returns how many rows all budgets give together, counted to at least `most`."""
+        if None in self._limits:
+            return most
+        total = sum(-(-(limit or 0) // plan.seq_len) for limit, plan in zip(self._limits, self._plans, strict=True))
+        if total >= most:  # no row has more tokens than seq_len
+            return most
+        total = 0
+        for limit, plan in zip(self._limits, self._plans, strict=True):
+            tokens, rows = 0, rows_from(plan, Cursor())
+            while tokens < (limit or 0) and total < most:
+                tokens += sum(piece.length for piece in next(rows)[0])
+                total += 1
+        return total
+
+    def document(self, cursor: MixtureCursor) -> dict[str, Any]:
+        parts = [
+            {**one.at.document(), "rows": one.rows, "tokens": one.tokens, **_facts(part)}
+            for part, one in zip(self.parts, cursor, strict=True)
+        ]
+        return {"epoch": 0, "block": 0, "row": sum(one.rows for one in cursor), "parts": parts}
+
+    def cursor(self, document: Mapping[str, Any]) -> MixtureCursor:
+        found = tuple(PartCursor(Cursor.of(one), int(one["rows"]), int(one["tokens"])) for one in document["parts"])
+        if len(found) != len(self.parts):
+            raise ValueError("another number of parts")
+        return found
+
+    def differences(self, document: Mapping[str, Any]) -> list[str]:
+        found = document.get("parts") or ()
+        if len(found) != len(self.parts):
+            return [f"{len(found)} parts, now {len(self.parts)}" if found else "a single source, now a mixture"]
+        said = []
+        for index, (part, before) in enumerate(zip(self.parts, found, strict=True)):
+            now = _facts(part)
+            place = f"data.parts[{index}] ({part.name})"
+            if before.get("digest") != now["digest"]:
+                said.append(f"{place}: other documents")
+            words = ("weight", "epochs", "tokens budget")
+            for word, key in zip(words, ("weight", "most_epochs", "most_tokens"), strict=True):
+                if before.get(key) != now[key]:
+                    said.append(f"{place}: {word} {_word(before.get(key))}, now {_word(now[key])}")
+        return said
+
+    def used(self, cursor: MixtureCursor) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for part, one, total in zip(self.parts, cursor, self._totals, strict=True):
+            key = f"data.{part.name}"
+            found |= {f"{key}.tokens": one.tokens, f"{key}.rows": one.rows, f"{key}.epochs": one.tokens / total}
+        return found
+
+    def _next(self, cursor: MixtureCursor) -> int:
+        """Returns the part of the next row: of those left, the least (2·rows + 1) / weight."""
+        chosen = -1
+        for index, (one, limit) in enumerate(zip(cursor, self._limits, strict=True)):
+            if limit is not None and one.tokens >= limit:
+                continue
+            if (
+                chosen < 0
+                or (2 * one.rows + 1) * self._shares[chosen] < (2 * cursor[chosen].rows + 1) * self._shares[index]
+            ):
+                chosen = index
+        if chosen < 0:
+            rows = sum(one.rows for one in cursor)
+            what = f"the budgets of all parts are spent after {rows:,} rows"
+            raise DataError(Problem("data.parts", what, "raise a budget, or leave one part without any"))
+        return chosen
+
+
+def part_names(names: Sequence[str | None], sources: Sequence[str]) -> list[str]:
+    """Returns a name for every part, none twice.
+
+    Args:
+        names: Those that the user gave.
+        sources: For each part, the path or the kind.
+    """
+    taken, found = {name for name in names if name is not None}, []
+    for name, source in zip(names, sources, strict=True):
+        if name is None:
+            stem = source.rstrip("/").rpartition("/")[2].partition(".")[0].lower()
+            stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem)[:30].strip("-")
+            count, name = 1, stem or "part"
+            while name in taken:
+                count += 1
+                name = f"{stem or 'part'}-{count}"
+            taken.add(name)
+        found.append(name)
+    return found
+
+
+def mixture_digest(parts: Sequence[Part]) -> str:
+    """Returns a digest of the parts' documents, weights and budgets."""
+    return hashlib.sha256(repr([sorted(_facts(part).items()) for part in parts]).encode()).hexdigest()[:16]
+
+
+def training_corpus(parts: Sequence[Part]) -> Corpus:
+    """Returns the documents of all parts, in order, with `mixture_digest` as their digest."""
+    return replace(joined([part.corpus for part in parts]), digest=mixture_digest(parts))
+
+
+def _facts(part: Part) -> dict[str, Any]:
+    return {
+        "digest": part.digest,
+        "weight": float(part.weight),
+        "most_epochs": None if part.epochs is None else float(part.epochs),
+        "most_tokens": part.tokens,
+    }
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _limit(part: Part, total: int) -> int | None:
+    if part.epochs is not None:
+        return ceil(Fraction(repr(part.epochs)) * total)
+    return part.tokens
+
+
+def _seed(seed: int, index: int) -> int:
+    """Returns the seed of a part's order, so that a part that is listed twice has two orders."""
+    return int.from_bytes(hashlib.sha256(f"{seed} part {index}".encode()).digest()[:7], "big")

@@ -1,0 +1,93 @@
+"""The documents of a folder of token shards, as `raypp data tokenize` writes them.
+
+`PLAN` says what the folder will hold and is written first; `MANIFEST` is written last, so a folder
+without it is unfinished. Shard N is three objects: `.ids`, the ids of whole documents one after
+another; `.index`, where each document ends (int64 `[documents]`) followed by the CRC-32 of each
+block of the ids (uint32); and `.json`, its record, written after the others. All little-endian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, MaxLen
+
+from raypp.untrusted.documents import Bounds, Count
+
+PLAN, MANIFEST = "tokens-plan.json", "tokens.json"
+BLOCK = 64 << 10
+"""Bytes of ids that have one checksum and are read at once."""
+RECORD_BOUNDS = Bounds(16 << 10, 100)
+MANIFEST_BOUNDS = Bounds(64 << 20, 600_000)
+
+_Digest = Annotated[str, MaxLen(64)]
+_Text = Annotated[str, MaxLen(4096)]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard.
+
+    Attributes:
+        tokens, documents: How many it holds.
+        ids_sha256, index_sha256: Of its two objects.
+    """
+
+    tokens: Annotated[int, Ge(1), Le(2**40)]
+    documents: Annotated[int, Ge(1), Le(2**40)]
+    ids_sha256: _Digest
+    index_sha256: _Digest
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What a folder of shards is made from.
+
+    Attributes:
+        format: Version of the format.
+        source: Changes if a file of the source, or how it is read, does.
+        path: The `data.path` of the source, for people.
+        tokenizer, vocab_size, end_id: The tokenizer's identity, number of ids and end id.
+        dtype: Of the ids.
+        block: Bytes of ids per checksum.
+        shard_bytes: A shard ends with the document that reaches this size.
+    """
+
+    format: Literal[1]
+    source: _Digest
+    path: _Text
+    tokenizer: _Text
+    vocab_size: Annotated[int, Ge(1), Le(2**40)]
+    end_id: Count
+    dtype: Literal["uint8", "uint16", "uint32", "uint64"]
+    block: Literal[65536]
+    shard_bytes: Annotated[int, Ge(1), Le(2**40)]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A finished folder of shards.
+
+    Attributes:
+        plan: What it was made from.
+        digest: Of all documents; the digest of the corpus that the source itself gives.
+        tokens, documents: Of all shards.
+        shards: In order.
+    """
+
+    plan: ShardPlan
+    digest: _Digest
+    tokens: Count
+    documents: Count
+    shards: list[ShardRecord]
+
+
+def shard_name(number: int) -> str:
+    """Returns the name of a shard's objects, without their endings."""
+    return f"shard-{number:06d}"
+
+
+def blocks_of(size: int) -> int:
+    """Returns the number of blocks of `size` bytes of ids."""
+    return -(-size // BLOCK)

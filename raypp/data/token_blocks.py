@@ -1,0 +1,175 @@
+"""Ids of a shard, read a block at a time from a file or a store, and checked by their CRC-32."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypp.data.corpus import IdArray
+from raypp.data.shard_format import BLOCK
+from raypp.data.source_files import SourceFile
+from raypp.errors import DataError, Problem
+
+DISK_BYTES = 1 << 30
+"""Most bytes of one folder's blocks that a node keeps on disk."""
+_IN_MEMORY = 256  # blocks
+_THREADS = 16
+_PRUNE_EVERY = 64 << 20
+
+
+class BlockCache:
+    """Blocks of all shards of one folder: the last used in memory, those of a store also on disk.
+
+    The processes of a node share the files. A file that is damaged is read again from the store.
+
+    Args:
+        folder: Of the files; None for shards that are files themselves.
+        most_bytes: Of the files; the oldest are removed.
+    """
+
+    def __init__(self, folder: Path | None, most_bytes: int = DISK_BYTES) -> None:
+        self._folder, self._most = folder, most_bytes
+        self._lock = threading.Lock()
+        self._memory: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._room, self._written = _IN_MEMORY, 0
+        self._pool: ThreadPoolExecutor | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._pool = ThreadPoolExecutor(_THREADS, "raypp-blocks")
+
+    def block(self, shard: Shard, number: int) -> bytes:
+        """Returns a block; raises DataError if it is damaged or cannot be read."""
+        key = (shard.number, number)
+        with self._lock:
+            if key in self._memory:
+                self._memory.move_to_end(key)
+                return self._memory[key]
+        data = self._from_disk(shard, number)
+        if data is None:
+            data = shard.read(number)
+            if self._folder is not None:
+                self._to_disk(self._folder, key, data)
+        with self._lock:
+            self._memory[key] = data
+            while len(self._memory) > self._room:
+                self._memory.popitem(last=False)
+        return data
+
+    def fetch(self, shard: Shard, numbers: Sequence[int]) -> None:
+        """Reads blocks of a store at once. Keeps all of them in memory."""
+        if self._pool is not None:
+            self._room = max(self._room, 2 * len(numbers))
+            list(self._pool.map(lambda number: self.block(shard, number), numbers))
+
+    def _from_disk(self, shard: Shard, number: int) -> bytes | None:
+        if self._folder is None:
+            return None
+        try:
+            data = (self._folder / f"{shard.number}-{number}").read_bytes()
+        except OSError:
+            return None
+        return data if shard.is_whole(number, data) else None
+
+    def _to_disk(self, folder: Path, key: tuple[int, int], data: bytes) -> None:
+        name = folder / f"{key[0]}-{key[1]}"
+        unfinished = folder / f".{name.name}-{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):  # a full disk only makes it slower
+            unfinished.write_bytes(data)
+            unfinished.rename(name)
+        self._written += len(data)
+        if self._written >= min(_PRUNE_EVERY, self._most // 4):
+            self._written = 0
+            self._prune(folder)
+
+    def _prune(self, folder: Path) -> None:
+        found = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        left = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if left <= self._most * 3 // 4:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+            left -= size
+
+
+class Shard:
+    """The ids of one shard, `[tokens]`; slices read blocks.
+
+    Args:
+        number: In its folder.
+        file: Of the ids.
+        tokens: Their number.
+        dtype: Of the ids.
+        sums: CRC-32 of each block, uint32 `[blocks]`.
+        below: All ids must be below it.
+        cache: Of the folder.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        file: SourceFile,
+        tokens: int,
+        dtype: np.dtype[Any],
+        sums: NDArray[np.uint32],
+        below: int,
+        cache: BlockCache,
+    ) -> None:
+        self.number, self._file, self._tokens, self._dtype = number, file, tokens, dtype
+        self._sums, self._below, self._cache = sums, below, cache
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def __getitem__(self, span: slice) -> IdArray:
+        begin, end, _ = span.indices(self._tokens)
+        width = self._dtype.itemsize
+        first = begin * width // BLOCK
+        data = b"".join(self._cache.block(self, number) for number in self._blocks(begin, end))
+        start = begin * width - first * BLOCK
+        return np.frombuffer(data, self._dtype, max(0, end - begin), start)
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Reads the blocks of some spans `[begin, end)` at once."""
+        self._cache.fetch(self, sorted({number for begin, end in spans for number in self._blocks(begin, end)}))
+
+    def _blocks(self, begin: int, end: int) -> range:
+        width = self._dtype.itemsize
+        return range(begin * width // BLOCK, -(-end * width // BLOCK))
+
+    def is_whole(self, number: int, data: bytes) -> bool:
+        """Whether these bytes are the block."""
+        return zlib.crc32(data) == int(self._sums[number])
+
+    def read(self, number: int) -> bytes:
+        """Reads a block from the file or the store.
+
+        Raises:
+            DataError: It is damaged, or has an id that the model does not have.
+        """
+        start = number * BLOCK
+        data = self._file.read(start, min(start + BLOCK, self._tokens * self._dtype.itemsize))
+        name = f"{self._file.name} at byte {start:,}"
+        if not self.is_whole(number, data):
+            fix = "write the shards again by `raypp data tokenize`, or copy them again"
+            raise DataError(Problem(self._file.place, f"{name} is damaged (its CRC-32 differs)", fix))
+        highest = int(np.frombuffer(data, self._dtype).max())
+        if highest >= self._below:
+            what = f"{name} has the id {highest}, but model.vocab_size is {self._below}"
+            raise DataError(Problem(self._file.place, what, "set model.vocab_size to more than the highest id"))
+        return data

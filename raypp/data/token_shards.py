@@ -1,0 +1,124 @@
+"""Opens the shards that `raypp data tokenize` wrote: a corpus whose ids stay where they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from raypp.data.corpus import Corpus
+from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.shard_format import MANIFEST, MANIFEST_BOUNDS, Manifest, blocks_of, shard_name
+from raypp.data.source_files import SourceFile, find_files
+from raypp.data.stored_arrays import map_array, read_offsets
+from raypp.data.token_blocks import BlockCache, Shard
+from raypp.data.tokenised import Request
+from raypp.errors import DataError, Problem
+from raypp.untrusted.documents import parse_as
+
+ENDING = ".ids"
+_MOST_INDEX = 2 << 30
+
+
+def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: SourceFile) -> Corpus:
+    """Opens a folder of shards. The index comes to the node's cache; ids are read when needed.
+
+    Args:
+        request: The request to the source.
+        files: The `.ids` files of the folder.
+        manifest_file: Its manifest.
+
+    Raises:
+        DataError: The shards are unfinished, damaged, or of another tokenizer.
+    """
+    place = request.place
+    if manifest_file.size > MANIFEST_BOUNDS.size:
+        raise DataError(Problem(place, f"{manifest_file.name} has {manifest_file.size:,} bytes", "check who wrote it"))
+    document = b"".join(manifest_file.chunks())
+    fix = "write the shards again by `raypp data tokenize`"
+    manifest = parse_as(Manifest, document, f"{place}: {manifest_file.name}", MANIFEST_BOUNDS, DataError, fix)
+    plan, tokenizer = manifest.plan, request.tokenizer
+    if (plan.tokenizer, plan.end_id) != (tokenizer.identity, tokenizer.eos_id):
+        what = f"{manifest_file.name} was written with another tokenizer ({plan.tokenizer}, not {tokenizer.identity})"
+        raise DataError(Problem("data.tokenizer", what, "use that tokenizer, or tokenise again with this one"))
+    width = np.dtype(plan.dtype).itemsize
+    by_name = {file.key.rpartition("/")[2]: file for file in files}
+    found: list[SourceFile] = []
+    for number, record in enumerate(manifest.shards):
+        file = by_name.get(f"{shard_name(number)}{ENDING}")
+        size = record.tokens * width
+        if file is None or file.size != size:
+            has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
+            what = f"{manifest_file.name} names {shard_name(number)}{ENDING}, which {has}"
+            raise DataError(Problem(place, what, "copy it again, or write the shards again"))
+        found.append(file)
+    if not found or manifest.tokens != sum(record.tokens for record in manifest.shards):
+        raise DataError(Problem(place, f"{manifest_file.name} does not add up", fix))
+
+    name = hashlib.sha256(document).hexdigest()[:32]
+
+    def make(room: Path) -> None:
+        _copy_index(room, manifest, found, place)
+
+    entry = made_once(cache_directory() / "shards" / name, make)
+    offsets = read_offsets(entry, manifest.tokens, place)
+    sums = map_array(entry / "sums.npy", place, fix=f"delete {entry}")
+    remote = any(file.store is not None for file in found)
+    cache = BlockCache(cache_directory() / "blocks" / name if remote else None)
+    shards, at = [], 0
+    for number, (file, record) in enumerate(zip(found, manifest.shards, strict=True)):
+        count = blocks_of(record.tokens * width)
+        shards.append(
+            Shard(number, file, record.tokens, np.dtype(plan.dtype), sums[at : at + count], request.vocab_size, cache)
+        )
+        at += count
+    if at != len(sums) or len(offsets) != manifest.documents + 1:
+        raise DataError(Problem(place, f"{entry} is not the index of {manifest_file.name}", f"delete {entry}"))
+    return Corpus(tuple(shards), offsets, manifest.digest)
+
+
+def _copy_index(room: Path, manifest: Manifest, files: Sequence[SourceFile], place: str) -> None:
+    """Writes the offsets of all documents and the checksums of all blocks to the node's cache."""
+    width, tokens, sums = np.dtype(manifest.plan.dtype).itemsize, 0, []
+    offsets = np.lib.format.open_memmap(
+        room / "offsets.npy", mode="w+", dtype=np.int64, shape=(sum(one.documents for one in manifest.shards) + 1,)
+    )
+    at = 1
+    for file, record in zip(files, manifest.shards, strict=True):
+        name = f"{file.name.removesuffix(ENDING)}.index"
+        size = 8 * record.documents + 4 * blocks_of(record.tokens * width)
+        problem = DataError(Problem(place, f"{name} is damaged", "copy it again, or write the shards again"))
+        if size > _MOST_INDEX:
+            raise problem
+        index = SourceFile(name, size, 0, file.store, f"{file.key.removesuffix(ENDING)}.index", place).read(0, size)
+        if len(index) != size or hashlib.sha256(index).hexdigest() != record.index_sha256:
+            raise problem
+        ends = np.frombuffer(index, "<i8", record.documents)
+        if ends[-1] != record.tokens or int(ends[0]) < 1 or (np.diff(ends) < 1).any():
+            raise problem
+        offsets[at : at + record.documents] = ends + tokens
+        sums.append(np.frombuffer(index, "<u4", offset=8 * record.documents).astype(np.uint32))
+        at, tokens = at + record.documents, tokens + record.tokens
+    offsets.flush()
+    np.save(room / "sums.npy", np.concatenate(sums))
+
+
+def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFile:
+    """Returns the manifest next to some `.ids` files.
+
+    Raises:
+        DataError: They are of several folders, or there is no manifest.
+    """
+    folders = {file.name.rpartition("/")[0] for file in files}
+    if len(folders) > 1:
+        what = f"{path} has shards in {len(folders)} folders"
+        raise DataError(Problem(place, what, "name one of them, or mix them by kind: mixture"))
+    (folder,) = folders
+    try:
+        (manifest,) = find_files(f"{folder}/{MANIFEST}", (".json",), place)
+    except DataError:
+        what = f"{folder} has no {MANIFEST}: the shards are not finished"
+        raise DataError(Problem(place, what, "run `raypp data tokenize` again: it goes on")) from None
+    return manifest

@@ -1,0 +1,160 @@
+"""Tests Hugging Face datasets: the layouts of folders, text and conversations, damaged files."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_jobs import job, texts_of
+
+from raypp.data.sources import open_documents
+from raypp.errors import DataError
+from raypp.spec.checks import check_spec
+
+
+def table(*texts: str | None, **more: Any) -> pa.Table:
+    return pa.table({"text": pa.array(texts, pa.string()), **more})
+
+
+def parquet(path: Path, *texts: str | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table(*texts), path, row_group_size=2)
+
+
+def arrow(path: Path, *texts: str | None, stream: bool = True) -> None:
+    """Writes as `datasets` does: a stream of record batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = table("").schema
+    with pa.OSFile(str(path), "wb") as sink:
+        writer = pa.ipc.new_stream(sink, schema) if stream else pa.ipc.new_file(sink, schema)
+        with writer:
+            for text in texts:
+                writer.write_table(table(text))
+
+
+def read(path: Path, **data: Any) -> list[str]:
+    return texts_of(open_documents(job(kind="hf", path=str(path), **data)).train)
+
+
+def refused(path: Path | str, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(Path(path), **data)
+    return str(caught.value)
+
+
+def test_a_folder_as_on_the_hub(tmp_path: Path) -> None:
+    parquet(tmp_path / "data" / "train-00000-of-00002.parquet", "a", "b", "c")
+    parquet(tmp_path / "data" / "train-00001-of-00002.parquet", "d")
+    parquet(tmp_path / "data" / "test-00000-of-00001.parquet", "e")
+    assert read(tmp_path) == ["a", "b", "c", "d"]
+    assert read(tmp_path, split="test") == ["e"]
+    assert read(tmp_path / "data" / "test-00000-of-00001.parquet") == ["e"]
+    assert "has no split 'dev'" in refused(tmp_path, split="dev")
+    assert "one of test, train" in refused(tmp_path, split="dev")
+
+
+def test_a_folder_as_save_to_disk_writes_it(tmp_path: Path) -> None:
+    for split, texts in (("train", ("a", "b")), ("validation", ("c",))):
+        arrow(tmp_path / "all" / split / "data-00000-of-00001.arrow", *texts)
+        (tmp_path / "all" / split / "state.json").write_text("{}")
+        arrow(tmp_path / "all" / split / "cache-0123.arrow", "of a map")
+    assert read(tmp_path / "all") == ["a", "b"]
+    assert read(tmp_path / "all", split="validation") == ["c"]
+    assert read(tmp_path / "all" / "validation") == ["c"]
+    arrow(tmp_path / "one" / "data-00000-of-00002.arrow", "x")
+    arrow(tmp_path / "one" / "data-00001-of-00002.arrow", "y", stream=False)
+    assert read(tmp_path / "one") == ["x", "y"]
+
+
+def test_configurations_are_folders(tmp_path: Path) -> None:
+    parquet(tmp_path / "en" / "train-0.parquet", "one")
+    parquet(tmp_path / "fr" / "train-0.parquet", "un")
+    assert "several configurations (folders)" in refused(tmp_path)
+    assert read(tmp_path, config="fr") == ["un"]
+    assert "has no configuration (folder) 'de'" in refused(tmp_path, config="de")
+
+
+def test_empty_texts_are_skipped_and_other_columns_named(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", "a", "", None, "b")
+    assert read(tmp_path) == ["a", "b"]
+    pq.write_table(table("x", body=["y"], number=[1]), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet", text_key="body") == ["y"]
+    assert "holds no text" in refused(tmp_path / "b.parquet", text_key="number")
+    assert "has no column 'other', but text, body, number" in refused(tmp_path / "b.parquet", text_key="other")
+    assert "has no column 'body'" in refused(tmp_path / "*.parquet", text_key="body")
+
+
+def test_prompts_and_completions_carry_loss_on_completions(tmp_path: Path) -> None:
+    rows = pa.table({"prompt": ["ab", "c"], "completion": ["d", "ef"]})
+    pq.write_table(rows, tmp_path / "a.parquet")
+    train = open_documents(job(kind="hf", path=f"{tmp_path}/a.parquet")).train
+    carried = []
+    for index in range(2):
+        loss = train.carries_loss(index)
+        assert loss is not None
+        carried.append(bytes(int(id) for id, one in zip(train.ids(index), loss, strict=True) if one and id < 256))
+    assert carried == [b"d", b"ef"]
+
+
+def test_many_rows_of_one_long_text_stay_one_in_memory(tmp_path: Path) -> None:
+    long = "x" * 1_000_000
+    pq.write_table(pa.table({"text": [long] * 20}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 1_000_000
+    assert {len(text) for text in read(tmp_path)} == {1_000_000}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_damaged_files_are_errors(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"a.{kind}"
+    (parquet if kind == "parquet" else arrow)(file, *(f"text {number}" for number in range(40)))
+    whole = file.read_bytes()
+    for content in (b"x", whole[:-9], whole[: len(whole) // 2], whole[9:], b"PAR1" * 9, b"ARROW1\0\0" * 9):
+        file.write_bytes(content)
+        try:
+            found = read(tmp_path)
+        except DataError as error:
+            assert f"a.{kind} cannot be read as {kind}" in str(error) or "not valid" in str(error)
+        else:
+            assert found == [f"text {number}" for number in range(len(found))]  # a stream that ends early
+    for place in range(0, len(whole), max(1, len(whole) // 300)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            read(tmp_path)
+        except DataError as error:
+            assert len(str(error)) < 3000
+
+
+def test_a_name_on_the_hub_is_resolved_or_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked = job(kind="hf", path="org/name")
+    assert check_spec(asked) == []
+    parquet(tmp_path / "data" / "train-0.parquet", "from the hub")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path))
+    assert texts_of(open_documents(asked).train) == ["from the hub"]
+
+    def offline(name: str, **_: Any) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    said = refused("org/name")
+    assert "org/name is no folder on this node, and the hub does not give it: " in said
+    assert "hf download --repo-type dataset org/name --local-dir DIR" in said
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", "a")
+    usual = builtins.__import__
+
+    def without(name: str, *more: Any) -> Any:
+        if name.partition(".")[0] in ("pyarrow", "huggingface_hub"):
+            raise ImportError(name)
+        return usual(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install 'raypp[hf]'" in refused(tmp_path)
+    assert "pip install 'raypp[hf]'" in refused("org/name")
