@@ -1,0 +1,44 @@
+"""A mixture gives the numbers of one process on every mesh, and the history says what was used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_mesh_does_not_change_numbers import document
+from training import Batch
+
+pytestmark = pytest.mark.ranks
+STEPS = 4
+PARTS = [
+    {"kind": "synthetic", "num_documents": 60, "document_len": [3, 20], "weight": 2, "epochs": 1, "name": "short"},
+    {"kind": "synthetic", "num_documents": 90, "document_len": [30, 64], "weight": 1, "name": "long"},
+]
+
+
+def mixed(**mesh: Any) -> dict[str, Any]:
+    replicas = mesh.get("fsdp", 1)
+    found = document(microbatches=8 // replicas, **mesh)
+    found["data"] = {"kind": "mixture", "seq_len": 64, "parts": PARTS}
+    found["model"]["num_layers"] = 4
+    return found
+
+
+ONE = Batch(1, {"one": mixed()}, STEPS)
+TWO = Batch(2, {"pp": mixed(pp=2), "fsdp": mixed(fsdp=2)}, STEPS)
+
+
+@pytest.mark.parametrize("mesh", ["pp", "fsdp"])
+def test_a_mixture_is_the_same_on_every_mesh(mesh: str) -> None:
+    (one,), ranks = ONE.ranks("one"), TWO.ranks(mesh)
+    for rank in ranks:
+        assert (rank["tokens"], rank["extras"]) == (one["tokens"], one["extras"])
+        if mesh == "pp":
+            assert (rank["loss"], rank["grad_norm"]) == (one["loss"], one["grad_norm"])
+        else:  # its sums have another order
+            torch.testing.assert_close(torch.tensor(rank["loss"]), torch.tensor(one["loss"]), rtol=1e-6, atol=0)
+    last = one["extras"][-1]
+    assert last["data.short.epochs"] == 1.0 and last["data.short.rows"] + last["data.long.rows"] == 16 * STEPS
+    rows = [extras["data.long.rows"] for extras in one["extras"]]
+    assert rows == sorted(rows)
