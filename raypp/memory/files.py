@@ -206,7 +206,7 @@ def decode_control(text: bytes) -> dict[str, Any]:
         ValueError: It is not one.
     """
     try:
-        bounds = Bounds(CONTROL_BYTES, 64)
+        bounds = Bounds(CONTROL_BYTES)
         return dict(parse_as(Control, text, "", bounds, kind="a control block", unknown="allow"))
     except CheckpointError as error:
         raise ValueError(error.problems[0].what) from None
