@@ -45,7 +45,7 @@ COMMANDS = {
     "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise them once."),
     "eval": (
         "raypp.cli.eval_command:eval_command",
-        "Compute the loss of a trained model on text, or run evaluation tasks.",
+        "Compute a model's loss on text, or run evaluation tasks.",
     ),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),

@@ -8,7 +8,7 @@ Legend: B rows of a microbatch, T tokens, V vocabulary, R rows of a request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypp.data.packing import NO_LABEL, Row
+from raypp.memory.fetch import from_rank_zero
 from raypp.models.loss import IGNORED
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Requests
@@ -92,21 +93,17 @@ class Scorer:
 
     def score(self, rows: Sequence[Scored]) -> list[Score]:
         """Scores rows. Only rank 0 calls it; the others `serve`."""
-        dist.broadcast_object_list([list(rows)], src=0)
+        from_rank_zero([[list(map(int, row.tokens)), row.scored] for row in rows])
         return self._scores(rows)
 
     def end(self) -> None:
         """Makes `serve` return. Only rank 0 calls it, once."""
-        dist.broadcast_object_list([None], src=0)
+        from_rank_zero(None)
 
     def serve(self) -> None:
         """Computes what rank 0 asks for, until it calls `end`."""
-        while True:
-            asked: list[Any] = [None]
-            dist.broadcast_object_list(asked, src=0)
-            if asked[0] is None:
-                return
-            self._scores(asked[0])
+        while (asked := from_rank_zero(None)) is not None:
+            self._scores([Scored(tokens, scored) for tokens, scored in asked])
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[Scored]) -> list[Score]:

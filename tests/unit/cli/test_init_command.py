@@ -41,7 +41,9 @@ def test_what_it_writes_is_all_that_the_job_needs(
     assert all(f"wrote {path}\n" in said for path in written)
     assert all(content == (TEMPLATES / path).read_bytes() for path, content in written.items())
     job = load_checked_job(f"{name}.yaml").job
-    assert job.data.path is not None and Path(job.data.path).is_relative_to(tmp_path)
+    sources = [job.data.part(index) for index in range(len(job.data.parts))] if job.data.parts else [job.data]
+    paths = [Path(data.path) for data in sources if data.path is not None]
+    assert paths and all(path.is_relative_to(tmp_path) for path in paths)
     assert job.model.from_hf is None or Path(job.model.from_hf).is_relative_to(tmp_path)
 
 
