@@ -69,7 +69,7 @@ def parse_control(text: bytes, frame: Frame, owner: int, who: str) -> dict[str, 
     try:
         control = decode_control(text)
     except ValueError as error:
-        raise CheckpointError(f"what {who} sent {error}") from None
+        raise CheckpointError(f"the control block from {who} {error}") from None
     if wrong := sorted(control.keys() ^ Control.__annotations__.keys()):
         what = "an unknown key" if wrong[0] in control else "no"
         raise CheckpointError(f"{who} sent a control block with {what} {visible(wrong[0])}")
