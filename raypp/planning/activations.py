@@ -20,6 +20,7 @@ from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job
+from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions
 
 Kind = Literal["cpu", "cuda"]
@@ -97,6 +98,24 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     return _everything(w, kind)
 
 
+@lru_cache(maxsize=64)
+def _dropped(model: DecoderOptions) -> tuple[int, int]:
+    """Returns the widths of what a layer's adapters take, after dropout: their sum, the largest."""
+    if model.lora is None or not model.lora.dropout:
+        return 0, 0
+    layers = ([adapter.a.shape[-1] for adapter in layer_adapters(model, i)] for i in range(model.num_layers))
+    widths = max(layers, key=sum)
+    return sum(widths), max(widths, default=0)
+
+
+def mask_bytes(job: Job) -> int:
+    """Returns the bytes per token of the largest mask of adapters' dropout while it is computed.
+
+    Three copies of a hash of 64 bits for four features, and the mask.
+    """
+    return 7 * _dropped(job.model)[1]
+
+
 def _everything(w: _Widths, kind: Kind) -> int:
     norms, copied = (2 * w.normed, w.copied) if kind == "cpu" else (w.normed, 0)
     return 2 * w.residual + norms + copied + 2 * w.queries + 2 * w.keys + 4 * w.inner + w.rows
@@ -114,9 +133,14 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
     rotary = {layer_rotary(job.model, index) for index in range(first, first + cut[stage])}
     tables = sum(2 * table.width for table in rotary if table is not None)
     numbers = cut[stage] * layer_activation_numbers(job, kind) + tables + width
+    masks = 0
+    if job.train.activation_checkpointing == "none" and (dropped := _dropped(job.model)[0]):
+        # Each adapter keeps what it takes and a mask, instead of inputs that several share.
+        w, masks = _widths(job), cut[stage] * dropped
+        numbers += masks - cut[stage] * (2 * w.residual + w.inner)
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" else 1)
-    return numbers * activation_bytes(job) - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
+    return numbers * activation_bytes(job) + masks - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
 
 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import isqrt
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages, no_layer
@@ -231,9 +230,21 @@ def _selective(job: Job) -> Iterator[Problem]:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors of a positive number, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    """Returns the divisors of a positive number, ascending.
+
+    Fast for products of small numbers, such as the rows of a step.
+    """
+    found, prime = [1], 2
+    while number > 1:
+        if prime * prime > number:
+            prime = number
+        powers = [1]
+        while number % prime == 0:
+            number //= prime
+            powers.append(powers[-1] * prime)
+        found = [one * power for power in powers for one in found]
+        prime += 1
+    return sorted(found)
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

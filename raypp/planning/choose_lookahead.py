@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raypp.errors import JobError
-from raypp.schedules.action import Program, without_idle_backwards
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 
 WORTH = 0.01
 """A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
@@ -29,61 +27,51 @@ class Depth:
         lookahead: Extra forwards per rank below.
         step_s: Simulated time of the program.
         in_flight: Largest number of microbatches in flight, by stage.
-        program: The program.
+        simulator: Of the program.
         timeline: Its simulation.
     """
 
     lookahead: int
     step_s: float
     in_flight: tuple[int, ...]
-    program: Program = field(repr=False)
+    simulator: Simulator = field(repr=False)
     timeline: Timeline = field(repr=False)
 
 
 def depths(
-    schedule: str,
-    pp: int,
-    stages_per_rank: int,
+    simulator: Callable[[int], Simulator],
     microbatches: int,
     times: StageTimes,
     most_in_flight: Sequence[int] | None = None,
-    *,
-    whole_backwards: bool = False,
-    trained: Sequence[bool] = (),
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
     Of a program with very many actions, only the first few.
 
     Args:
-        schedule: A registered name, `module:function` or CSV file.
-        pp: Pipeline ranks.
-        stages_per_rank: Stages on each pipeline rank.
+        simulator: Returns the simulator of the program with a depth, or raises JobError
+            (`ResolvedPipeline.simulator`).
         microbatches: Per replica and step.
         times: Seconds of every stage and of every message.
         most_in_flight: Microbatches in flight that each stage has memory for; None: any number.
             Depth 0 is always included, because it is what the job would do anyway.
-        whole_backwards: As for `build_program`.
-        trained: Whether a stage has trained parameters, by stage. Empty: all have.
     """
     found: list[Depth] = []
-    before = None
     for lookahead in range(microbatches):
+        before = found[-1].simulator if found else None
+        if before is not None and (lookahead + 1) * before.actions > _MOST_SIMULATED:
+            break
         try:
-            program = build_program(
-                schedule, pp, stages_per_rank, microbatches, lookahead, whole_backwards=whole_backwards
-            )
+            one = simulator(lookahead)
         except JobError:
             break
-        program = without_idle_backwards(program, trained)
-        if program == before or (found and (lookahead + 1) * sum(map(len, program.values())) > _MOST_SIMULATED):
+        if before is not None and one.program == before.program:
             break
-        before = program
-        timeline = simulate(program, times)
+        timeline = one.run(times)
         in_flight = tuple(timeline.in_flight)
         if found and most_in_flight is not None and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True)):
             break
-        found.append(Depth(lookahead, timeline.makespan, in_flight, program, timeline))
+        found.append(Depth(lookahead, timeline.makespan, in_flight, one, timeline))
         if len(found) > _PATIENCE and found[-1].step_s >= found[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return found

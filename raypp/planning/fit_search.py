@@ -22,7 +22,7 @@ from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, shapes
 from raypp.planning.machines import Machines
 from raypp.planning.peak import peak_memory
-from raypp.planning.search import MOST_ACTIONS, Candidate, changed_job
+from raypp.planning.search import Candidate, changed_job
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 
@@ -152,11 +152,11 @@ class _Search:
     def on_devices(self, job: Job, devices: int) -> list[Proposal]:
         """Returns what fits on this many devices, fastest first."""
         proposals: list[Proposal] = []
-        for shape in shapes(job, devices):
+        for shape in shapes(job, devices, self._late):
             if self._late():
                 break
             shaped = changed_job(job, shape)
-            if shaped is not None and 2 * shaped.num_stages * shaped.pipeline.microbatches <= MOST_ACTIONS:
+            if shaped is not None:
                 proposals += self._on_shape(shaped, shape)
         return sorted(proposals, key=lambda one: (one.forecast.step_s, one.peak, len(one.changes)))
 
@@ -223,7 +223,7 @@ class _Search:
         for _, changes, costs in sorted(self._too_large, key=lambda entry: (entry[0], len(entry[1]))):
             one = changed_job(job, changes)
             proposal = self.proposal(one, changes, costs, any_size=True) if one is not None else None
-            if proposal is not None:
+            if proposal is not None or self._late():
                 return proposal
         return None
 
@@ -265,8 +265,8 @@ class _Search:
         return bool(offload_problems(one, self._host, self.kind))
 
     def _peak(self, one: Job | None) -> int | None:
-        """Returns the planned memory of a job; None if there is no plan."""
-        if one is None:
+        """Returns the planned memory of a job; None if there is no plan, or no time for one."""
+        if one is None or self._late():
             return None
         self.tried += 1
         try:

@@ -24,6 +24,7 @@ from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_pa
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
+    MOST_LISTED,
     Border,
     LinkUse,
     border_between,
@@ -33,7 +34,7 @@ from raypp.planning.traffic import (
     link_uses,
     of_pipeline_rank,
 )
-from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.schedules.simulate import StageTimes, Timeline
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 
@@ -52,7 +53,7 @@ class Forecast:
         stage_s: Seconds of compute of each pipeline rank in a step.
         idle: Fraction of the pipeline's time in which ranks are idle, on average.
         free_pipeline_s: Seconds of the schedule with free links.
-        links: The cables that pipelines cross, busiest first.
+        links: The cables that pipelines cross, busiest first; at most `MOST_LISTED`.
         memory: Of every pipeline rank.
         bottleneck: Description of what a step waits for most.
         measured: Which inputs were measured: "costs", "links".
@@ -113,15 +114,14 @@ def forecast(
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
         room = _most_in_flight(job, cut, placement, device_memory, kind) if device_memory else None
-        whole, which = pipeline.whole_backwards, pipeline.trained
-        found = depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole, trained=which)
-        best = best_depth(found)
-        lookahead, program, timeline = best.lookahead, best.program, best.timeline
+        best = best_depth(depths(pipeline.simulator, microbatches, times, room))
+        lookahead, simulator, timeline = best.lookahead, best.simulator, best.timeline
     else:
-        program = pipeline.program_with(lookahead)
-        timeline = simulate(program, times)
-    free = simulate(program, replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
-    memory = tuple(rank_memory(job, stages, cut, program[rank], kind) for rank, stages in enumerate(placement))
+        simulator = pipeline.simulator(lookahead)
+        timeline = simulator.run(times)
+    free = simulator.run(replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
+    situations = simulator.situations
+    memory = tuple(rank_memory(job, stages, cut, situations[rank], kind) for rank, stages in enumerate(placement))
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
     trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
@@ -139,9 +139,9 @@ def forecast(
         + _state_copies(job, machines, costs, pipeline, kind),
     }
     step_s = sum(parts.values())
-    tokens = job.mesh.replicas * microbatches * job.train.micro_batch_size * job.data.seq_len
-    busy = tuple(sum(slot.end - slot.start for slot in timeline.slots[rank]) for rank in range(job.mesh.pp))
-    used = link_uses(machines, borders, program, times, timeline, microbatches, size, step_s)
+    tokens = job.rows_per_step * job.data.seq_len
+    busy = tuple(timeline.busy)
+    used, cables = link_uses(machines, borders, simulator, times, timeline, microbatches, size, step_s)
     return Forecast(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -150,11 +150,16 @@ def forecast(
         stage_s=busy,
         idle=timeline.bubble,
         free_pipeline_s=free.makespan,
-        links=used,
+        links=tuple(used),
         memory=memory,
         bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
         measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
-        sources=(costs.source, machines.source, *offload_assumption(job, machines.inside_gbps)),
+        sources=(
+            costs.source,
+            machines.source,
+            *offload_assumption(job, machines.inside_gbps),
+            *([f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed"] * (cables > MOST_LISTED)),
+        ),
     )
 
 

@@ -102,7 +102,8 @@ def host_memory(
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
     tier = job.checkpoint.memory_tier
-    parts = [(stages, pipeline.cut, pipeline.program[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
+    situations = pipeline.simulator().situations
+    parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
     saved = [state_of(job, stages, cut, kind).saved for stages, cut, _ in parts]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
@@ -111,7 +112,10 @@ def host_memory(
         for node in of_pipeline_rank(mesh, seats, pp):
             pipeline_ranks.setdefault(node.name, []).append(pp)
     free = {node.name: node.memory for node in machines.nodes}
+    alike: dict[tuple[int, ...], str] = {}  # the first node with these ranks and this memory
     for name, here in pipeline_ranks.items():
+        alike.setdefault((free[name], *here), name)
+    for (available, *here), name in alike.items():
         ranks = len(here)
         state = max(saved[pp] for pp in here)
         found.append(
@@ -125,7 +129,7 @@ def host_memory(
                 saving=sum(saved[pp] for pp in here),
                 computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
                 offloaded=sum(moved[pp] for pp in here),
-                available=free[name],
+                available=available,
             )
         )
     return max(found, key=lambda node: (node.total - node.available, node.total))

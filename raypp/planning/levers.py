@@ -23,6 +23,10 @@ from raypp.spec.quantised import BASES, width_problems
 Changes = Mapping[str, Any]
 """Keys of the job file and their new values."""
 
+MOST_ACTIONS = 40_000
+"""Programs with more actions (ranks · stages · microbatches · 2) are not tried: each takes long."""
+_MOST_SHAPES = 50_000
+"""More than a search of several minutes can try."""
 _MOST_HALVINGS = 4
 _SHORTEST = 512
 """Shorter sequences than this are not proposed."""
@@ -146,18 +150,30 @@ LEVERS = (
 )
 
 
-def shapes(job: Job, devices: int) -> Iterator[Changes]:
-    """Yields the meshes and microbatches of the same batch on this many devices.
+def shapes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> list[Changes]:
+    """Returns the meshes and microbatches of the same batch on this many devices.
 
-    Those that change few keys come first.
+    Those that change few keys come first. Leaves out programs with more than `MOST_ACTIONS`, and
+    what follows the first `_MOST_SHAPES`.
+
+    Args:
+        job: The job.
+        devices: Number of devices.
+        late: Whether the time is over; the others are then left out.
     """
-    found = list(_shapes(job, devices))
-    yield from sorted(found, key=len)
+    found: list[Changes] = []
+    for shape in _shapes(job, devices):
+        if late() or len(found) == _MOST_SHAPES:
+            break
+        if shape is not None:
+            found.append(shape)
+    return sorted(found, key=len)
 
 
-def _shapes(job: Job, devices: int) -> Iterator[Changes]:
+def _shapes(job: Job, devices: int) -> Iterator[Changes | None]:
+    """Yields None for those that are left out, so that a long search can be ended."""
     train, mesh = job.train, job.mesh
-    batch = mesh.replicas * job.pipeline.microbatches * train.micro_batch_size
+    batch = job.rows_per_step
     now = _shape(mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.cp, mesh.ep)
     now |= {"pipeline.microbatches": job.pipeline.microbatches, "train.micro_batch_size": train.micro_batch_size}
     for pp in divisors(devices):
@@ -169,6 +185,9 @@ def _shapes(job: Job, devices: int) -> Iterator[Changes]:
                 for rows in divisors(batch // replicas):
                     if rows > train.micro_batch_size:
                         break
+                    if 2 * pp * job.pipeline.stages_per_rank * (batch // replicas // rows) > MOST_ACTIONS:
+                        yield None
+                        continue
                     sizes = {"pipeline.microbatches": batch // replicas // rows, "train.micro_batch_size": rows}
                     for ep in _expert_ranks(job, fsdp * cp):
                         shape = _shape(pp, replicas // fsdp, fsdp, cp, ep) | sizes

@@ -15,6 +15,7 @@ from typing import Any
 from raypp.planning.activations import (
     Kind,
     backward_bytes,
+    mask_bytes,
     microbatch_tokens,
     split_backward_bytes,
     stage_activation_bytes,
@@ -104,7 +105,8 @@ def rank_memory(
         job: The job.
         stages: Stages that the rank holds.
         cut: Layers of every stage of the pipeline.
-        actions: The rank's part of the program. None at all: what it needs without activations.
+        actions: The rank's part of the program, with or without repeats (`without_repeats`). None
+            at all: what it needs without activations.
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
@@ -224,6 +226,7 @@ def _moments(
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
     together = kind == "cuda" and job.train.computes_in == "bf16"
     product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
+    product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
     # A gradient that is summed in a wider dtype is there in both before it is added.
     own, summed = weight_bytes(job), gradient_bytes(job)

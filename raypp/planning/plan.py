@@ -25,7 +25,7 @@ from raypp.schedules.action import printed, splits_backward
 from raypp.schedules.bubble import bubble_fraction, bubble_overhead
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.picture import draw_timeline
-from raypp.schedules.simulate import Slot, StageTimes, simulate
+from raypp.schedules.simulate import Slot, StageTimes
 from raypp.spec.job import Job
 
 
@@ -159,10 +159,10 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     """
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)
-    drawn = simulate(pipeline.program, StageTimes.equal(pipeline.num_stages))
-    costed = simulate(pipeline.program, stage_times(pipeline))
+    drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
+    costed = pipeline.simulator().run(stage_times(pipeline))
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
-    tokens = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size * job.data.seq_len
+    tokens = job.rows_per_step * job.data.seq_len
     per_token = flops_per_token(job)
     grounds = grounds or Grounds(link_gbps=link_gbps)
     kind = kind_of(grounds.devices_for(job)[-1])
@@ -172,7 +172,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
     memory = tuple(
-        rank_memory(job, stages, pipeline.cut, pipeline.program[rank], kind)
+        rank_memory(job, stages, pipeline.cut, pipeline.simulator().situations[rank], kind)
         for rank, stages in enumerate(pipeline.stages_of_rank)
     )
     return Plan(
@@ -230,6 +230,8 @@ def _rank_map(mesh: Mesh, pipeline: ResolvedPipeline) -> list[PlannedRank]:
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, RankMemory | PlannedRank):
         return value.as_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

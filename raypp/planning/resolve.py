@@ -7,16 +7,19 @@ file, so they agree without communication.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from raypp.mesh.stage_placement import Placement, place_stages
 from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
 from raypp.planning.end_weights import end_weights
-from raypp.schedules.action import Program, without_idle_backwards
+from raypp.schedules.action import Action, Program, without_idle_backwards
 from raypp.schedules.catalogue import build_program, schedule_named
 from raypp.schedules.forward_only import build_forward_only
+from raypp.schedules.simulate import Simulator
 from raypp.spec.job import Job
 from raypp.spec.lora import trains
 
@@ -83,7 +86,24 @@ class ResolvedPipeline:
         if lookahead == self.lookahead:
             return self.program
         program = build_program(self.schedule, *self.sizes, lookahead, whole_backwards=self.whole_backwards)
-        return without_idle_backwards(program, self.trained)
+        return _fixed(without_idle_backwards(program, self.trained))
+
+    def simulator(self, lookahead: int | None = None) -> Simulator:
+        """Returns the simulator of the program, or of the one with another warm-up depth.
+
+        Kept, because a plan simulates the same programs with the times of several devices.
+
+        Raises:
+            JobError: The schedule does not support the depth.
+        """
+        depth = self.lookahead if lookahead is None else lookahead
+        if depth not in self._simulators:
+            self._simulators[depth] = Simulator(self.program_with(depth))
+        return self._simulators[depth]
+
+    @cached_property
+    def _simulators(self) -> dict[int, Simulator]:
+        return {}
 
     def forward_program(self) -> Program:
         """Returns a program of forwards only, on the same stages, for evaluation."""
@@ -121,6 +141,10 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         rank_of_stage=tuple(holder[stage] for stage in range(job.num_stages)),
         whole_backwards=job.train.compile,
         trained=trained,
-        program=MappingProxyType({rank: tuple(program[rank]) for rank in range(pp)}),
+        program=_fixed(program),
         wire=wire_of(job),
     )
+
+
+def _fixed(program: Program) -> Mapping[int, Sequence[Action]]:
+    return MappingProxyType({rank: tuple(program[rank]) for rank in sorted(program)})

@@ -19,6 +19,7 @@ from raypp.planning.check import check_plan, divisors
 from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
@@ -28,9 +29,6 @@ from raypp.spec.load import job_document
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
 """A layer is moved only if the step's time falls below this fraction of the previous one."""
-MOST_ACTIONS = 40_000
-"""Programs with more actions (ranks · stages · microbatches · 2) are not simulated, because each
-takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,10 @@ def search(
         ResourcesError: No candidate can run.
     """
     end = time.monotonic() + patience_s
-    batch = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size
     found: list[Candidate] = []
     tried = refused = too_large = 0
     out_of_time = False
-    for changes in _candidates(job, machines.devices, batch):
+    for changes in _candidates(job, machines.devices):
         if time.monotonic() > end:
             out_of_time = True
             break
@@ -170,22 +167,24 @@ def advice(
     return sorted(gains, key=lambda entry: -entry[1])
 
 
-def _candidates(job: Job, devices: int, batch: int) -> Iterator[dict[str, Any]]:
+def _candidates(job: Job, devices: int) -> Iterator[dict[str, Any]]:
     """Yields changes of keys: few pipeline ranks before many, 1F1B before other schedules."""
     cp = job.mesh.cp
     if devices % cp:
         return
     rest = devices // cp
     for pp in divisors(rest):
-        for fsdp in reversed(divisors(rest // pp)):
-            replicas = rest // pp
-            if batch % replicas:
-                continue
+        replicas = rest // pp
+        if job.rows_per_step % replicas:
+            continue
+        own = job.rows_per_step // replicas
+        possible = [rows for rows in divisors(own) if 2 * pp * own <= rows * MOST_ACTIONS]
+        for fsdp in reversed(divisors(replicas)) if possible else ():
             mesh = {"mesh.pp": pp, "mesh.fsdp": fsdp, "mesh.dp_replicate": replicas // fsdp}
-            for rows in divisors(batch // replicas):
+            for rows in possible:
                 if rows > 4 * job.train.micro_batch_size:
-                    continue
-                microbatches = batch // replicas // rows
+                    break
+                microbatches = own // rows
                 sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
                 for schedule, stages in _schedules(job, pp, microbatches):
                     if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= MOST_ACTIONS:

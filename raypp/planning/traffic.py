@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.sizes import sizes_of
-from raypp.schedules.action import Program
-from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 
 _FP32 = 4
+MOST_LISTED = 1024
+"""Most cables in a forecast: those of large meshes are alike."""
 _MOST_LINKS = 16
 """With more cables than this, the gain from each one is not simulated."""
 
@@ -168,39 +170,37 @@ def _over(link: Link | None, count: float) -> float:
 def link_uses(
     machines: Machines,
     borders: Sequence[Border],
-    program: Program,
+    simulator: Simulator,
     times: StageTimes,
     timeline: Timeline,
     microbatches: int,
     size: int,
     step_s: float,
-) -> tuple[LinkUse, ...]:
-    """Returns the use of every cable that pipelines cross in a step, busiest first."""
-    pairs: dict[frozenset[str], dict[tuple[str, str], int]] = {}
+) -> tuple[list[LinkUse], int]:
+    """Returns the use of the cables that pipelines cross in a step, and the number of these cables.
+
+    The busiest come first; at most `MOST_LISTED` are returned.
+    """
+    messages: dict[frozenset[str], int] = {}  # in either direction: gradients are as large
     crossed: dict[frozenset[str], list[int]] = {}
     for stage, border in enumerate(borders):
-        for (a, b), count in border.crossings.items():
-            pair = frozenset((a, b))
-            ways = pairs.setdefault(pair, {})
+        for nodes, count in border.crossings.items():
+            pair = frozenset(nodes)
+            messages[pair] = messages.get(pair, 0) + count
             if crossed.setdefault(pair, [stage])[-1] != stage:
                 crossed[pair].append(stage)
-            # Activations go from a to b, gradients of the same size from b to a.
-            for way in ((a, b), (b, a)):
-                ways[way] = ways.get(way, 0) + count
+    links = {pair: link for pair in messages if (link := machines.between(*pair)) is not None}
+    carried = {pair: messages[pair] * microbatches * size for pair in links}
+    busy = {pair: carried[pair] * 8 / (link.gbps * 1e9) / step_s for pair, link in links.items()}
     found = []
-    for pair, ways in pairs.items():
-        link = machines.between(*pair)
-        if link is None:
-            continue
-        carried = max(ways.values()) * microbatches * size
+    for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -busy[pair]):
         own = crossed[pair]
         gained = 0.0
-        if len(pairs) <= _MOST_LINKS:
+        if len(messages) <= _MOST_LINKS:
             without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
             relieved = replace(times, link=without)
-            gained = max(0.0, timeline.makespan - simulate(program, relieved).makespan)
-        nodes = tuple(sorted(pair))
+            gained = max(0.0, timeline.makespan - simulator.run(relieved).makespan)
+        one, other = sorted(pair)
         message = max(borders[s].seconds for s in own)
-        use = carried * 8 / (link.gbps * 1e9) / step_s
-        found.append(LinkUse((nodes[0], nodes[1]), link.gbps, carried, message, use, gained))
-    return tuple(sorted(found, key=lambda use: -use.busy))
+        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, busy[pair], gained))
+    return found, len(busy)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast, get_args
 
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _FORM = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One computation.
+class Action(NamedTuple):
+    """One computation. A tuple, because programs have a hundred thousand of them.
 
     Attributes:
         stage: Index of the stage.

@@ -13,11 +13,12 @@ oldest unfinished microbatch can always continue.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 
 from raypp.schedules.action import Action, Kind
 
 Urgency = Callable[[Action], tuple[int, ...]]
-"""Sort key of the F or I actions of one rank: the smallest runs first."""
+"""Sort key of the F or I actions of one rank: the smallest runs first. No two may be equal."""
 
 
 def greedy_program(
@@ -32,64 +33,104 @@ def greedy_program(
             stages.
         urgency: Orders the forwards, or the I actions, that are possible at the same time.
     """
-    clock = _Clock(placement, microbatches)
+    clock = _Clock(placement, microbatches, room, urgency)
     program: dict[int, list[Action]] = {rank: [] for rank in range(len(placement))}
-    rank_of = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     awake = set(program)  # a rank that could do nothing waits for another one's action
     while awake:
-        taken: list[Action] = []
-        following: set[int] = set()
-        for rank in sorted(awake):
-            action = clock.choose(placement[rank], room[rank], urgency)
-            if action is not None:
+        taken = []
+        for rank in awake:
+            if (action := clock.choose(rank)) is not None:
                 program[rank].append(action)
                 taken.append(action)
-                following.add(rank)
-        for action in taken:  # only now: results of this tick are available at the next
-            clock.next_of[action.kind, action.stage] += 1
-            reader = action.stage + {"F": 1, "I": -1}.get(action.kind, 0)
-            if reader in rank_of:
-                following.add(rank_of[reader])
-        awake = following
-    return {rank: _joined(actions) for rank, actions in program.items()}
+        awake = clock.tick(taken)
+    first = next(rank for rank, stages in enumerate(placement) if 0 in stages)
+    return {**program, first: _joined(program[first])}
+
+
+_Heap = list[tuple[tuple[int, ...], Action]]
+"""Actions that are possible, the most urgent first."""
 
 
 class _Clock:
-    """The progress of every stage: the next microbatch for each kind of action."""
+    """The progress of every stage, and what each rank can run next.
 
-    def __init__(self, placement: Sequence[Sequence[int]], microbatches: int) -> None:
-        self.microbatches = microbatches
-        stages = [stage for held in placement for stage in held]
-        self.last = max(stages)
-        kinds: tuple[Kind, ...] = ("F", "I", "W")
-        self.next_of: dict[tuple[Kind, int], int] = {(kind, stage): 0 for kind in kinds for stage in stages}
+    Every stage offers at most one action of each kind, that of its next microbatch. An action that
+    is possible stays so until it is run; only the room for forwards changes.
+    """
 
-    def choose(self, stages: Sequence[int], room: int, urgency: Urgency) -> Action | None:
-        """Returns the most urgent action that a rank can run in this tick, if any."""
-        inputs = [Action(s, "I", self.next_of["I", s]) for s in stages if self._can_go_back(s)]
-        if inputs:
-            return min(inputs, key=urgency)
-        held = sum(self.next_of["F", s] - self.next_of["W", s] for s in stages)
-        forwards = [
-            Action(s, "F", self.next_of["F", s])
-            for later, s in enumerate(reversed(stages))
-            if held + later < room and self._can_go_forward(s)
-        ]
-        if forwards:
-            return min(forwards, key=urgency)
-        weights = [Action(s, "W", self.next_of["W", s]) for s in stages if self._owes_weights(s)]
-        return min(weights, key=lambda action: (action.microbatch, -action.stage), default=None)
+    def __init__(
+        self, placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency
+    ) -> None:
+        self.microbatches, self.urgency, self.room = microbatches, urgency, list(room)  # what is left
+        stages = sum(map(len, placement))
+        self.last = stages - 1
+        self.rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
+        self.later = {stage: later for held in placement for later, stage in enumerate(reversed(held))}
+        self.done: dict[Kind, list[int]] = {kind: [0] * stages for kind in ("F", "I", "W")}
+        self.offered: set[tuple[Kind, int]] = set()
+        self.heaps: dict[Kind, list[_Heap]] = {kind: [[] for _ in placement] for kind in ("F", "I", "W")}
+        self._offer("F", 0)
 
-    def _can_go_forward(self, stage: int) -> bool:
-        index = self.next_of["F", stage]
-        return index < self.microbatches and (stage == 0 or index < self.next_of["F", stage - 1])
+    def choose(self, rank: int) -> Action | None:
+        """Takes the most urgent action that a rank can run in this tick, if any."""
+        if self.heaps["I"][rank]:
+            return heappop(self.heaps["I"][rank])[1]
+        forwards, room = self.heaps["F"][rank], self.room[rank]
+        if forwards and self.later[forwards[0][1].stage] < room:
+            self.room[rank] -= 1
+            return heappop(forwards)[1]
+        possible = [entry for entry in forwards if self.later[entry[1].stage] < room] if room > 0 else []
+        if possible:
+            best = min(possible)
+            forwards.remove(best)
+            heapify(forwards)
+            self.room[rank] -= 1
+            return best[1]
+        if self.heaps["W"][rank]:
+            self.room[rank] += 1
+            return heappop(self.heaps["W"][rank])[1]
+        return None
 
-    def _can_go_back(self, stage: int) -> bool:
-        index = self.next_of["I", stage]
-        return index < self.next_of["F", stage] and (stage == self.last or index < self.next_of["I", stage + 1])
+    def tick(self, taken: Sequence[Action]) -> set[int]:
+        """Makes the results of a tick available; returns the ranks that may run something next."""
+        for stage, kind, _ in taken:
+            self.done[kind][stage] += 1
+            self.offered.discard((kind, stage))
+        awake = set()
+        for stage, kind, _ in taken:
+            awake.add(self.rank_of[stage])
+            self._offer(kind, stage)
+            if kind == "F":
+                self._offer("I", stage)
+                reader = stage + 1
+            elif kind == "I":
+                self._offer("W", stage)
+                reader = stage - 1
+            else:
+                continue
+            if 0 <= reader <= self.last:
+                self._offer(kind, reader)
+                awake.add(self.rank_of[reader])
+        return awake
 
-    def _owes_weights(self, stage: int) -> bool:
-        return self.next_of["W", stage] < self.next_of["I", stage]
+    def _offer(self, kind: Kind, stage: int) -> None:
+        """Adds the next action of a stage to what its rank can run, once its inputs are there."""
+        number = self.done[kind][stage]
+        if number >= self._ready(kind, stage) or (kind, stage) in self.offered:
+            return
+        self.offered.add((kind, stage))
+        action = Action(stage, kind, number)
+        key = (number, -stage) if kind == "W" else self.urgency(action)
+        heappush(self.heaps[kind][self.rank_of[stage]], (key, action))
+
+    def _ready(self, kind: Kind, stage: int) -> int:
+        """Returns how many microbatches have the inputs that an action needs."""
+        if kind == "F":
+            return self.microbatches if stage == 0 else self.done["F"][stage - 1]
+        if kind == "W":
+            return self.done["I"][stage]
+        forwards = self.done["F"][stage]
+        return forwards if stage == self.last else min(forwards, self.done["I"][stage + 1])
 
 
 def _joined(actions: Sequence[Action]) -> list[Action]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from raypp.schedules.action import Action, Program
-from raypp.schedules.simulate import StageTimes, Timeline, simulate
+from raypp.schedules.simulate import Slot, StageTimes, Timeline, simulate
 
 
 def draw(program: Program, max_width: int = 110) -> str:
@@ -24,9 +26,8 @@ def draw(program: Program, max_width: int = 110) -> str:
 def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
     """Draws a timeline, one column per `unit` of time."""
     ranks = sorted(timeline.slots)
-    actions = [slot.action for rank in ranks for slot in timeline.slots[rank]]
     several = any(len({slot.action.stage for slot in timeline.slots[rank]}) > 1 for rank in ranks)
-    width = 1 + max(len(_label(action, several)) for action in actions)
+    width = 2 + most_digits(timeline.slots, several)  # the kind, and a blank
     head = max(len(f"pp{rank}") for rank in ranks) + 1
     columns = round(timeline.makespan / unit)
     shown = min(columns, max(1, (max_width - head) // width))
@@ -49,6 +50,17 @@ def draw_timeline(timeline: Timeline, unit: float, max_width: int = 110) -> str:
     if shown < columns:
         lines.append(f"{'':{head}}… the first {shown} of {columns} slots")
     return "\n".join(lines)
+
+
+def most_digits(ranks: Mapping[int, Sequence[Slot]], several: bool) -> int:
+    """Returns the most digits of a microbatch, together with those of its stage if `several`."""
+    last: dict[int, int] = {}
+    for row in ranks.values():
+        for (stage, _, microbatch), _, _ in row:
+            if microbatch > last.get(stage, -1):
+                last[stage] = microbatch
+    digits = (len(str(microbatch)) + (len(str(stage)) if several else 0) for stage, microbatch in last.items())
+    return max(digits, default=1)
 
 
 def _apart(cells: list[str], row: str, width: int) -> str:

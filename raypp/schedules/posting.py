@@ -41,7 +41,8 @@ from typing import Literal
 
 from raypp.schedules.action import Action, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, Receive, Send, needed_by, sent_by
-from raypp.schedules.simulate import StageTimes, simulate
+from raypp.schedules.simulate import Simulator, StageTimes
+from raypp.schedules.simulate_lines import simulate_lines
 
 Posting = Literal["ahead", "one_order"]
 
@@ -72,21 +73,22 @@ def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posti
     """
     if posting == "ahead":
         return _ahead(program, rank_of_stage, RECEIVES_AHEAD)
-    found = [_in_one_order(program, rank_of_stage, link) for link in _PACES]
+    paced = Simulator(program)
+    found = [_in_one_order(paced, rank_of_stage, link) for link in _PACES]
     if all(lines == found[0] for lines in found):
         return found[0]
 
     def cost(lines: dict[int, Line]) -> tuple[float, float]:
         equal = [StageTimes.equal(len(rank_of_stage), link=link) for link in (*_LINKS, _SLOW_LINK)]
-        *usual, slow = (simulate(program, times, lines).makespan for times in equal)
+        *usual, slow = (simulate_lines(program, times, lines).makespan for times in equal)
         return sum(usual), slow
 
     return min(found, key=cost)
 
 
-def _in_one_order(program: Program, rank_of_stage: Sequence[int], link: float) -> dict[int, Line]:
+def _in_one_order(paced: Simulator, rank_of_stage: Sequence[int], link: float) -> dict[int, Line]:
     """Returns the lines for the order in which actions end if a message takes `link` forwards."""
-    slots = simulate(program, StageTimes.equal(len(rank_of_stage), link=link)).slots
+    program, slots = paced.program, paced.run(StageTimes.equal(len(rank_of_stage), link=link)).slots
     # No two actions of which one depends on the other end at the same time.
     order = sorted((slot.end, rank, index) for rank, line in slots.items() for index, slot in enumerate(line))
     lines: dict[int, Line] = {rank: [] for rank in program}

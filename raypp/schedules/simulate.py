@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-from raypp.schedules.action import Action, Kind, Program, stages_with_backward
-from raypp.schedules.communication import Line, Message, Receive
-
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
+from raypp.schedules.repeats import without_repeats
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,25 @@ class Timeline:
     """The result of a simulation.
 
     Attributes:
-        slots: The actions of every rank with their times, in order.
         makespan: End of the last action.
+        busy: Time of every rank's actions.
         idle: Idle time of every rank between 0 and the makespan.
         in_flight: Peak number of microbatches in flight on each stage: the forward is done, the
             backward (B, or W) is not.
         in_flight_on_rank: The same for each rank, summed over its stages at one time.
     """
 
-    slots: Mapping[int, Sequence[Slot]]
     makespan: float
+    busy: Sequence[float]
     idle: Sequence[float]
     in_flight: Sequence[int]
     in_flight_on_rank: Sequence[int]
+    _listed: Callable[[], dict[int, list[Slot]]] = field(repr=False, compare=False)
+
+    @cached_property
+    def slots(self) -> Mapping[int, Sequence[Slot]]:
+        """The actions of every rank with their times, in order."""
+        return self._listed()
 
     @property
     def bubble(self) -> float:
@@ -94,163 +99,166 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
-def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
-    """Simulates a program.
-
-    A rank runs its actions in order, each as soon as its input has arrived. Sends never block a
-    rank. Messages from one rank to another cross one after the other; the two directions are
-    independent. Stages on the same rank pass results without delay.
-
-    Args:
-        program: Actions of every rank; `check_program` finds no problem in it.
-        times: Times of the stages and messages.
-        lines: The program with its messages (`schedules.posting`). A message then crosses once its
-            receive is posted, at the end of the action before it. None: receives delay nothing.
+def simulate(program: Program, times: StageTimes) -> Timeline:
+    """Simulates a program once; see `Simulator`.
 
     Raises:
         ValueError: The program deadlocks.
     """
-    num_stages = 1 + max(action.stage for actions in program.values() for action in actions)
-    run = _Run(program, times, num_stages, lines)
-    for rank in program:
-        run.wake(rank)
-    while run.awake:
-        run.advance(run.awake.popleft())
-    waits = [str(actions[run.position[r]]) for r, actions in program.items() if run.position[r] < len(actions)]
-    if waits:
-        raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
-    makespan = max(run.clock.values())
-    idle = [makespan - sum(slot.end - slot.start for slot in run.slots[rank]) for rank in sorted(program)]
-    in_flight, on_rank = _peaks(program)
-    return Timeline(run.slots, makespan, idle, in_flight, on_rank)
+    return Simulator(program).run(times)
 
 
-class _Run:
-    """The state of a simulation: the position of every rank and the arrival times of messages."""
+_Step = tuple[int, int, int, int, int]
+"""An action, by the numbers of all that its time depends on.
 
-    def __init__(self, program: Program, times: StageTimes, num_stages: int, lines: Mapping[int, Line] | None) -> None:
-        self.program, stages = program, range(num_stages)
-        self.seconds = {kind: [times.of(Action(stage, kind, 0)) for stage in stages] for kind in _KINDS}
-        self.messages = [times.message(boundary) for boundary in range(num_stages - 1)]
-        self.rank_of = {action.stage: rank for rank, actions in program.items() for action in actions}
-        self.position = dict.fromkeys(program, 0)
-        self.clock = dict.fromkeys(program, 0.0)
-        self.slots: dict[int, list[Slot]] = {rank: [] for rank in program}
-        # By direction and stage: when the input of a microbatch arrives; None: it needs none.
-        self.inputs: dict[str, list[dict[int, float] | None]] = {
-            "F": [{} if stage else None for stage in stages],
-            "B": [{} if stage < num_stages - 1 else None for stage in stages],
-            "W": [None] * num_stages,
-        }
-        # By direction and stage: the stage that takes the output; None: nobody does.
-        backward = stages_with_backward(program)
-        self.takers: dict[str, list[int | None]] = {
-            "F": [stage + 1 if stage + 1 < num_stages else None for stage in stages],
-            "B": [stage - 1 if stage - 1 in backward else None for stage in stages],
-            "W": [None] * num_stages,
-        }
-        self.inputs["I"], self.takers["I"] = self.inputs["B"], self.takers["B"]
-        self.link_free: dict[tuple[int, int], float] = defaultdict(float)
-        self.receives = None if lines is None else {rank: _receives(line) for rank, line in lines.items()}
-        self.posted: dict[Message, float] = {}
-        self.sent: dict[tuple[int, int], deque[tuple[Message, float]]] = defaultdict(deque)
-        self.awake: deque[int] = deque()
-        self._queued: set[int] = set()
+- the index of its rank, in the order of the program
+- the index of its time
+- the number of its input; 0: it needs none
+- the index of the channel that its result crosses; `_STAYS` on its rank, or `_UNUSED`
+- the index of the message's time, if it crosses a channel
+"""
+_STAYS, _UNUSED = -1, -2
+_NOBODY = -1
 
-    def wake(self, rank: int) -> None:
-        """Notes that a rank may be able to go on."""
-        if rank not in self._queued:
-            self._queued.add(rank)
-            self.awake.append(rank)
+_Numbers = dict[int, int]
+"""Of the results of one kind that a stage takes: the number of each, by microbatch."""
 
-    def advance(self, rank: int) -> None:
-        """Runs a rank as far as it can."""
-        self._queued.discard(rank)
-        inputs, seconds, takers, rank_of = self.inputs, self.seconds, self.takers, self.rank_of
-        actions, slots, clock, posting = (
-            self.program[rank],
-            self.slots[rank],
-            self.clock[rank],
-            self.receives is not None,
-        )
-        done = self.position[rank]
-        while done < len(actions):
-            action = actions[done]
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            if posting:
-                self.clock[rank] = clock
-                self._post(rank, done)
-            start = clock
-            if (arrivals := inputs[kind][stage]) is not None:
-                if (ready := arrivals.get(microbatch)) is None:
+_Flow = tuple[int, _Numbers | None, _Numbers | None, int, int, int]
+"""The index of an action's time, the results that it takes and gives, the channel, the index of the
+message's time, and the rank that may wait for it."""
+
+
+class Simulator:
+    """A program, prepared to be simulated with several times.
+
+    A rank runs its actions in order, each as soon as its input has arrived. Sends never block a
+    rank. Messages from one rank to another cross one after the other; the two directions are
+    independent. Stages on the same rank pass results without delay. Receives delay nothing; see
+    `schedules.simulate_lines` for those that do.
+
+    What an action waits for does not depend on times. So all actions are put into one order, in
+    which each follows those that it waits for, and a simulation is one pass over that order.
+
+    Args:
+        program: Actions of every rank; `check_program` finds no problem in it.
+
+    Raises:
+        ValueError: The program deadlocks.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.actions = sum(map(len, program.values()))
+        self._stages = 1 + max(action.stage for actions in program.values() for action in actions)
+        self._steps: list[_Step] = []
+        self._channels: dict[tuple[int, int], int] = {}
+        self._put_in_order()
+
+    def run(self, times: StageTimes) -> Timeline:
+        """Simulates the program with given times of actions and messages."""
+        seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
+        messages = [times.message(boundary) for boundary in range(self._stages - 1)]
+        clock, busy = [0.0] * len(self.program), [0.0] * len(self.program)
+        free = [0.0] * len(self._channels)
+        arrivals = [0.0]  # in the order of the results
+        starts: list[float] = []
+        ends: list[float] = []
+        for rank, which, needs, channel, boundary in self._steps:
+            start = clock[rank]
+            if needs and arrivals[needs] > start:
+                start = arrivals[needs]
+            clock[rank] = end = start + seconds[which]
+            busy[rank] += end - start
+            starts.append(start)
+            ends.append(end)
+            if channel >= 0:
+                # A channel has one sender, which runs its actions in order.
+                free[channel] = arrives = (free[channel] if free[channel] > end else end) + messages[boundary]
+                arrivals.append(arrives)
+            elif channel == _STAYS:
+                arrivals.append(end)
+        makespan = max(clock)
+        by_rank = [busy[index] for _, index in sorted((rank, index) for index, rank in enumerate(self.program))]
+        idle = [makespan - time for time in by_rank]
+        return Timeline(makespan, by_rank, idle, *self.peaks, lambda: self._slots(starts, ends))
+
+    @cached_property
+    def peaks(self) -> tuple[list[int], list[int]]:
+        """The most microbatches in flight at one time: of each stage, and of each rank."""
+        return peaks_of(self.program)
+
+    @cached_property
+    def situations(self) -> dict[int, list[Action]]:
+        """The actions of every rank, without those that repeat situations (`without_repeats`)."""
+        return {rank: without_repeats(actions) for rank, actions in self.program.items()}
+
+    def _slots(self, starts: list[float], ends: list[float]) -> dict[int, list[Slot]]:
+        found: dict[int, list[Slot]] = {rank: [] for rank in self.program}
+        rows = [(found[rank], iter(actions)) for rank, actions in self.program.items()]
+        for (rank, *_), start, end in zip(self._steps, starts, ends, strict=True):
+            row, actions = rows[rank]
+            row.append(Slot(next(actions), start, end))
+        return found
+
+    def _put_in_order(self) -> None:
+        lines = list(self.program.values())
+        table = self._flows()
+        steps, position, results = self._steps, [0] * len(lines), 0
+        awake = deque(range(len(lines)))
+        queued = {_NOBODY, *awake}
+        while awake:
+            rank = awake.popleft()
+            queued.discard(rank)
+            line = lines[rank]
+            for at in range(position[rank], len(line)):
+                stage, kind, microbatch = line[at]
+                which, inputs, outputs, channel, boundary, peer = table[kind][stage]
+                needs = 0
+                if inputs is not None and not (needs := inputs.get(microbatch, 0)):
+                    position[rank] = at
                     break
-                start = max(clock, ready)
-            clock = start + seconds[kind][stage]
-            slots.append(Slot(action, start, clock))
-            done += 1
-            if (to := takers[kind][stage]) is None:
-                continue
-            direction: Literal["F", "B"] = "F" if kind == "F" else "B"
-            if rank_of[to] == rank:
-                self._arrive(direction, to, microbatch, clock)
+                if outputs is not None:
+                    results += 1
+                    outputs[microbatch] = results
+                    if peer not in queued:
+                        queued.add(peer)
+                        awake.append(peer)
+                steps.append((rank, which, needs, channel, boundary))
             else:
-                self.position[rank] = done
-                self._send(rank, direction, stage, to, microbatch, clock)
-        self.clock[rank], self.position[rank] = clock, done
+                position[rank] = len(line)
+        waits = [str(line[at]) for line, at in zip(lines, position, strict=True) if at < len(line)]
+        if waits:
+            raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
 
-    def _send(
-        self, rank: int, direction: Literal["F", "B"], stage: int, to: int, microbatch: int, arrives: float
-    ) -> None:
-        peer = self.rank_of[to]
-        link = rank, peer
-        if self.receives is not None:
-            self.sent[link].append((Message(direction, stage, microbatch), arrives))
-            self._cross(rank, peer)
-            return
-        # A link has one sender, which runs its actions in order, so this is the order of messages.
-        arrives = max(arrives, self.link_free[link]) + self.messages[min(stage, to)]
-        self.link_free[link] = arrives
-        if peer not in self._queued:
-            self.wake(peer)
-        self._arrive(direction, to, microbatch, arrives)
-
-    def _arrive(self, direction: Literal["F", "B"], stage: int, microbatch: int, time: float) -> None:
-        arrivals = self.inputs[direction][stage]
-        assert arrivals is not None
-        arrivals[microbatch] = time
-
-    def _post(self, rank: int, position: int) -> None:
-        """Posts the receives of a rank that precede its action at `position`."""
-        assert self.receives is not None
-        for message in self.receives[rank].pop(position, ()):
-            self.posted[message] = self.clock[rank]
-            self._cross(self.rank_of[message.stage], rank)
-
-    def _cross(self, source: int, to: int) -> None:
-        """Finds when the messages from one rank to another arrive, as far as is known."""
-        sent = self.sent[source, to]
-        while sent and sent[0][0] in self.posted:
-            message, ready = sent.popleft()
-            begins = max(ready, self.link_free[source, to], self.posted[message])
-            arrives = begins + self.messages[min(message.stage, message.to_stage)]
-            self.link_free[source, to] = arrives
-            self.wake(to)
-            self._arrive(message.kind, message.to_stage, message.microbatch, arrives)
+    def _flows(self) -> dict[str, list[_Flow]]:
+        """Returns what actions take and give, by kind and stage."""
+        rank_of = {a.stage: index for index, actions in enumerate(self.program.values()) for a in actions}
+        last, backward = self._stages - 1, stages_with_backward(self.program)
+        forwards: list[_Numbers] = [{} for _ in range(self._stages)]
+        gradients: list[_Numbers] = [{} for _ in range(self._stages)]
+        table: dict[str, list[_Flow]] = {kind: [] for kind in KINDS}
+        for number, kind in enumerate(KINDS):
+            rows = table[kind]
+            for stage in range(self._stages):
+                which = stage * len(KINDS) + number
+                to = stage + 1 if kind == "F" else stage - 1
+                taken = to <= last if kind == "F" else to in backward
+                if kind == "W" or stage not in rank_of:
+                    rows.append((which, None, None, _UNUSED, 0, _NOBODY))
+                    continue
+                of = forwards if kind == "F" else gradients
+                inputs = None if stage == (0 if kind == "F" else last) else of[stage]
+                if not taken:
+                    rows.append((which, inputs, None, _UNUSED, 0, _NOBODY))
+                    continue
+                channel, peer, link = _STAYS, _NOBODY, (rank_of[stage], rank_of[to])
+                if link[0] != link[1]:
+                    channel, peer = self._channels.setdefault(link, len(self._channels)), link[1]
+                rows.append((which, inputs, of[to], channel, min(stage, to), peer))
+        return table
 
 
-def _receives(line: Line) -> dict[int, list[Message]]:
-    """Returns the receives of a line by the position, among its actions, of the next action."""
-    found: dict[int, list[Message]] = defaultdict(list)
-    position = 0
-    for item in line:
-        if isinstance(item, Action):
-            position += 1
-        elif isinstance(item, Receive):
-            found[position].append(item.message)
-    return found
-
-
-def _peaks(program: Program) -> tuple[list[int], list[int]]:
+def peaks_of(program: Program) -> tuple[list[int], list[int]]:
     """Returns the most forwards without their backward at one time: of each stage, of each rank.
 
     A stage without backwards keeps nothing.
@@ -258,19 +266,21 @@ def _peaks(program: Program) -> tuple[list[int], list[int]]:
     by_stage: dict[int, int] = {}
     by_rank = []
     for rank in sorted(program):
-        backward = {action.stage for action in program[rank] if action.kind != "F"}
-        now: dict[int, int] = defaultdict(int)
-        peaks: dict[int, int] = {action.stage: 0 for action in program[rank]}
+        backward = {stage for stage, kind, _ in program[rank] if kind != "F"}
+        now = dict.fromkeys(backward, 0)
+        peaks = {stage: 0 for stage, _, _ in program[rank]}
         together = peak = 0
-        for action in program[rank]:
-            if (stage := action.stage) not in backward:
+        for stage, kind, _ in program[rank]:
+            if kind == "I" or stage not in backward:
                 continue
-            if action.kind == "F":
-                now[stage] += 1
+            if kind == "F":
+                now[stage] = held = now[stage] + 1
                 together += 1
-                peaks[stage] = max(peaks[stage], now[stage])
-                peak = max(peak, together)
-            elif action.kind != "I":
+                if held > peaks[stage]:
+                    peaks[stage] = held
+                if together > peak:
+                    peak = together
+            else:
                 now[stage] -= 1
                 together -= 1
         by_stage.update(peaks)

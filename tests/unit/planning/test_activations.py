@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from planned_jobs import job_with
 
+from raypp.models.adapter_dropout import StepKeys
 from raypp.models.documents import PackedDocuments
 from raypp.models.loss import token_loss_sum
 from raypp.models.stage import build_stage
@@ -32,7 +35,8 @@ def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    documents = PackedDocuments.of_rows([[length]] * rows, length)
+    keys_S = StepKeys(0, 1, 0).of(0, rows, np.arange(length))
+    documents = replace(PackedDocuments.of_rows([[length]] * rows, length), keys_S=keys_S)
     positions = torch.arange(length).repeat(rows, 1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = stage(given, positions, documents)
@@ -56,6 +60,17 @@ def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
     planned = microbatch_tokens(job) * stage_activation_bytes(job, 1, [1, 1, 1], "cpu")
     # Beside it: one number per head, row or norm, and the routing of tokens.
     assert planned == pytest.approx(saved_bytes(job, last=False), rel=0.02)
+
+
+def test_dropout_of_adapters_keeps_what_the_plan_counts() -> None:
+    def both(dropout: float) -> tuple[int, int]:
+        lora = {"rank": 4, "base": "fp32", "dropout": dropout}
+        job = job_with(model={"lora": lora}, data={"seq_len": 64}, train={"micro_batch_size": 2})
+        planned = microbatch_tokens(job) * stage_activation_bytes(job, 1, [1, 1, 1], "cpu")
+        return planned, saved_bytes(job, last=False)
+
+    (planned, saved), (planned_without, saved_without) = both(0.1), both(0.0)
+    assert planned - planned_without == pytest.approx(saved - saved_without, rel=0.02)
 
 
 def test_the_loss_keeps_what_the_plan_counts() -> None:

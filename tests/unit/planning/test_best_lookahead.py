@@ -1,9 +1,20 @@
 """The choice of the warm-up depth from times and memory."""
 
+from functools import partial
+
 import pytest
 
-from raypp.planning.choose_lookahead import best_depth, depths
-from raypp.schedules.simulate import StageTimes
+from raypp.planning.choose_lookahead import Depth, best_depth
+from raypp.planning.choose_lookahead import depths as depths_of
+from raypp.schedules.catalogue import build_program
+from raypp.schedules.simulate import Simulator, StageTimes
+
+
+def depths(
+    schedule: str, pp: int, microbatches: int, times: StageTimes, most_in_flight: list[int] | None = None
+) -> list[Depth]:
+    program = partial(build_program, schedule, pp, 1, microbatches)
+    return depths_of(lambda lookahead: Simulator(program(lookahead)), microbatches, times, most_in_flight)
 
 
 @pytest.mark.parametrize(
@@ -12,29 +23,29 @@ from raypp.schedules.simulate import StageTimes
 )
 def test_four_ranks_reach_these_shares_of_a_free_link(link, classic, one_more):
     """Forward 1, backward 2, 32 microbatches: computed independently of the simulator."""
-    free = depths("1f1b", 4, 1, 32, StageTimes.equal(4))[0].step_s
-    found = depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=link))
+    free = depths("1f1b", 4, 32, StageTimes.equal(4))[0].step_s
+    found = depths("1f1b", 4, 32, StageTimes.equal(4, link=link))
     assert free / found[0].step_s == pytest.approx(classic, abs=0.015)
     assert free / found[1].step_s == pytest.approx(one_more, abs=0.015)
 
 
 def test_a_free_link_needs_no_deeper_warm_up():
-    assert best_depth(depths("1f1b", 4, 1, 16, StageTimes.equal(4))).lookahead == 0
+    assert best_depth(depths("1f1b", 4, 16, StageTimes.equal(4))).lookahead == 0
 
 
 def test_a_message_longer_than_a_forward_needs_a_second_forward_per_link():
-    assert best_depth(depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=1.0))).lookahead == 1
-    assert best_depth(depths("1f1b", 4, 1, 32, StageTimes.equal(4, link=2.0))).lookahead == 2
+    assert best_depth(depths("1f1b", 4, 32, StageTimes.equal(4, link=1.0))).lookahead == 1
+    assert best_depth(depths("1f1b", 4, 32, StageTimes.equal(4, link=2.0))).lookahead == 2
 
 
 def test_memory_limits_the_depth_but_never_below_the_classic_warm_up():
     times = StageTimes.equal(4, link=1.0)
-    assert [depth.lookahead for depth in depths("1f1b", 4, 1, 32, times, most_in_flight=[4, 3, 2, 1])] == [0]
-    assert [depth.lookahead for depth in depths("1f1b", 4, 1, 32, times, most_in_flight=[1, 1, 1, 1])] == [0]
-    limited = depths("1f1b", 4, 1, 32, times, most_in_flight=[8, 8, 8, 8])
+    assert [depth.lookahead for depth in depths("1f1b", 4, 32, times, most_in_flight=[4, 3, 2, 1])] == [0]
+    assert [depth.lookahead for depth in depths("1f1b", 4, 32, times, most_in_flight=[1, 1, 1, 1])] == [0]
+    limited = depths("1f1b", 4, 32, times, most_in_flight=[8, 8, 8, 8])
     assert [depth.lookahead for depth in limited] == [0, 1]
     assert limited[1].in_flight == (7, 5, 3, 1)
 
 
 def test_a_schedule_without_a_warm_up_has_one_depth():
-    assert [depth.lookahead for depth in depths("gpipe", 4, 1, 8, StageTimes.equal(4, link=1.0))] == [0]
+    assert [depth.lookahead for depth in depths("gpipe", 4, 8, StageTimes.equal(4, link=1.0))] == [0]

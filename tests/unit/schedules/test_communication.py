@@ -18,6 +18,7 @@ from raypp.schedules.deadlock import Rule, find_hangs
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate
+from raypp.schedules.simulate_lines import simulate_lines
 from raypp.schedules.validity import missing_input
 
 Size = tuple[int, int, int]
@@ -166,7 +167,7 @@ def test_one_order_costs_no_time_while_a_message_takes_at_most_a_forward(name: s
     lines = with_messages(program, ranks, "one_order")
     for link in LINKS:
         times = StageTimes.equal(len(ranks), link=link)
-        assert simulate(program, times, lines).makespan == simulate(program, times).makespan
+        assert simulate_lines(program, times, lines).makespan == simulate(program, times).makespan
 
 
 def test_a_receive_posted_late_delays_its_message_in_the_simulation() -> None:
@@ -178,8 +179,8 @@ def test_a_receive_posted_late_delays_its_message_in_the_simulation() -> None:
     assert posted < lines[1].index(Action(1, "F", 0))
     late = [*lines[1][:posted], *lines[1][posted + 1 : used], lines[1][posted], *lines[1][used:]]
     # Posted at 2.5, when its first forward ends; without a delay it would have arrived at 2.5.
-    assert simulate(program, times, lines).makespan == simulate(program, times).makespan
-    assert simulate(program, times, {**lines, 1: late}).makespan == simulate(program, times).makespan + 0.5
+    assert simulate_lines(program, times, lines).makespan == simulate(program, times).makespan
+    assert simulate_lines(program, times, {**lines, 1: late}).makespan == simulate(program, times).makespan + 0.5
 
 
 @pytest.mark.parametrize("posting", ["ahead", "one_order"])
