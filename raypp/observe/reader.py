@@ -109,6 +109,19 @@ class RunReader:
                 found[event.step] = {"step": event.step, **values, "attempt": event.attempt}
         return [found[step] for step in sorted(found)]
 
+    def samples(self) -> list[dict[str, Any]]:
+        """Returns the samples by step: step, attempt, samples (prompt, text, tokens, finish each).
+
+        Samples that were taken again after a restart appear once, those of the last attempt.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events():
+            listed = event.details.get("samples")
+            if event.kind == "sampled" and event.step is not None and isinstance(listed, list):
+                texts = [one for one in listed if isinstance(one, dict)]
+                found[event.step] = {"step": event.step, "attempt": event.attempt, "samples": texts}
+        return [found[step] for step in sorted(found)]
+
     def logs(self, rank: int | None = None, since: Cursor | None = None) -> Iterator[LogLine]:
         """Yields log lines, oldest first, and reads them as they are consumed.
 

@@ -194,7 +194,6 @@ def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Predi
     """
     program: dict[int, list[Action]] = {}
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    waits: Mapping[tuple[int, int], float] = defaultdict(float)
     for one in ranks:
         waits = _gather_waits(one)
         own = [span for span in one.spans if span.kind in COMPUTE]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.kinds import OPTIMIZERS, POLICIES, SCHEDULES, SOURCES
+from raypp.kinds import OPTIMIZERS, POLICIES, SCHEDULES, SOURCES, TRACKERS
 from raypp.registry import Kind, Registry
 from raypp.spec.families import MODELS
 
@@ -64,5 +64,6 @@ CHOICES: dict[str, Choice] = {
     "pipeline.schedule": Choice(SCHEDULES, (_AUTO,), own=re.compile(r"^[^:]+:[^:]+$|\.csv$")),
     "train.optimizer.kind": Choice(OPTIMIZERS, own=_FUNCTION),
     "recovery.policy": Choice(POLICIES, own=_FUNCTION),
+    "observe.trackers.kind": Choice(TRACKERS, own=_FUNCTION),
 }
 """Every key of the job file that names a kind."""

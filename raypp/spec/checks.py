@@ -19,7 +19,7 @@ from raypp.registry import is_module
 from raypp.spec.availability import CHOICES, Choice
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job, SourceOptions
-from raypp.spec.lora import check_targets
+from raypp.spec.lora import adapted_stacks, check_targets
 from raypp.spec.mixture import check_mixture, known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
@@ -27,6 +27,7 @@ from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import rope_problems
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import special_kind
 from raypp.untrusted.folders import Search
 from raypp.untrusted.text import visible
@@ -48,6 +49,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     problems += [problem for problem in (*_model(job), *_lora(job)) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
+    problems += check_trackers(job)
     if "train.optimizer.kind" not in refused:
         problems += _optimizer(job)
     return problems
@@ -63,10 +65,20 @@ def check_training(job: Job) -> list[Problem]:
 
 
 def _kinds(job: Job) -> Iterator[Problem]:
+    for key, choice, value in named_kinds(job):
+        yield from _kind(key, choice, value)
+
+
+def named_kinds(job: Job) -> Iterator[tuple[str, Choice, str]]:
+    """Yields every key of a job that names a kind, what it accepts, and its value."""
     for key, choice in CHOICES.items():
-        yield from _kind(key, choice, value_at(job, key))
+        if key == "observe.trackers.kind":
+            for index, tracker in enumerate(job.observe.trackers):
+                yield f"observe.trackers[{index}].kind", choice, tracker.kind
+        else:
+            yield key, choice, value_at(job, key)
     for index, part in enumerate(job.data.parts or ()):
-        yield from _kind(f"data.parts[{index}].kind", CHOICES["data.kind"], part.kind)
+        yield f"data.parts[{index}].kind", CHOICES["data.kind"], part.kind
 
 
 def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
@@ -175,9 +187,9 @@ def _lora(job: Job) -> Iterator[Problem]:
         what = f"{job.model.kind} is your own code: raypp does not know which of its matrices get adapters"
         fix = "add adapters in your factory and freeze the rest (requires_grad_(False)), or use a family"
         yield Problem("model.lora", what, f"{fix}: {_one_of(list(FAMILIES))}")
-    if lora.dropout:
-        what = f"{lora.dropout} is not available: its mask would depend on the mesh that computes a row"
-        yield Problem("model.lora.dropout", what, "use 0")
+    if lora.dropout and (stacks := sorted(adapted_stacks(job.model))):
+        what = f"{lora.dropout} is not available for matrices of experts; targets match {', '.join(stacks)}"
+        yield Problem("model.lora.dropout", what, "use 0, or targets without them, as [q_proj, v_proj]")
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
         yield from width_problems(job.model)
     if lora.base == "bf16" and job.train.precision == "fp32":
@@ -237,7 +249,7 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
         (job.mesh.ep > 1, f"mesh.ep {job.mesh.ep} spreads experts over ranks, which decoding does not support"),
         (job.train.compile, "train.compile compiles blocks for training only"),
         (":" in job.model.kind, f"{job.model.kind} is a model of your own, whose attention has no cache"),
-        (source is not None and source.ids != "text", f"data of kind {data.kind} have no tokenizer"),
+        (source is not None and source.ids == "model", f"data of kind {data.kind} have no tokenizer"),
     ]
     for found, what in refused:
         if found:

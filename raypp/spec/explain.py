@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
+from raypp.kinds import TRACKERS
 from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
 from raypp.spec.document import dotted, undotted
@@ -63,6 +64,7 @@ def schema() -> dict[str, Any]:
         ("DataSection", "data.kind"),
         ("PipelineSection", "pipeline.schedule"),
         ("OptimizerOptions", "train.optimizer.kind"),
+        ("TrackerOptions", "observe.trackers.kind"),
     ):
         choice = CHOICES[key]
         own = [{"pattern": choice.own.pattern}] if choice.own is not None else []
@@ -92,6 +94,10 @@ def _section(key: str, section: type[Section], width: int) -> str:
         text.append(f"\n  {' and '.join(kinds)} also {'has' if len(kinds) == 1 else 'have'}:")
         extra = type_names.extra_fields(options)
         text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
+    for kind in TRACKERS if key == "observe.trackers" else ():
+        text.append(f"\n  options of {kind.name}:")
+        for name, words in kind.settings.items():
+            text += textwrap.wrap(f"{name}: {words}", width, initial_indent="    ", subsequent_indent="      ")
     return "\n".join(text)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
@@ -378,6 +378,30 @@ class ResourcesSection(Section):
     """Extra environment variables for workers, e.g. GLOO_SOCKET_IFNAME."""
 
 
+class TrackerOptions(Section):
+    """A tracker to which the run's figures go, too, and its options."""
+
+    kind: str
+    """A built-in tracker, or your own as module.path:function."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """Its options, for example {mode: offline}; `raypp explain observe.trackers` lists them."""
+
+
+def _tracker(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Tracker = Annotated[TrackerOptions, BeforeValidator(_tracker, json_schema_input_type=str | TrackerOptions)]
+
+
+class ObserveSection(Section):
+    """Where the run's figures go, beside its own records."""
+
+    trackers: list[Tracker] = Field(default_factory=list, max_length=limits.TRACKERS)
+    """Each a kind or {kind: …, options: {…}}, such as [tensorboard, {kind: wandb, options: {mode:
+    offline}}]. A tracker that fails never stops the run."""
+
+
 class Job(Section):
     """A training job: the whole file."""
 
@@ -399,10 +423,17 @@ class Job(Section):
     """What to do after a failure."""
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
     """Devices, CPUs and environment of each rank."""
+    observe: ObserveSection = Field(default_factory=ObserveSection)
+    """Where the run's figures go, beside its own records."""
 
     @property
     def num_stages(self) -> int:
         return self.mesh.pp * self.pipeline.stages_per_rank
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a step, of all replicas."""
+        return self.mesh.replicas * self.pipeline.microbatches * self.train.micro_batch_size
 
     @property
     def run_url(self) -> str:

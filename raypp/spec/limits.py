@@ -38,6 +38,8 @@ STAGES = 1024
 """Stages of a pipeline."""
 PROMPTS = 16
 """Prompts of `train.sample`."""
+TRACKERS = 16
+"""Trackers of `observe.trackers`."""
 PROMPT = 4096
 """Characters of one of them."""
 NEW_TOKENS = 1024

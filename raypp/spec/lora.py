@@ -79,6 +79,12 @@ def model_adapters(options: DecoderOptions) -> dict[str, Adapter]:
     }
 
 
+def adapted_stacks(options: DecoderOptions) -> set[str]:
+    """Returns the ends of the names of experts' matrices that get adapters."""
+    found = model_adapters(options).values()
+    return {in_files(adapter.module).rpartition(".")[2] for adapter in found if adapter.stacked}
+
+
 def adapter_names(matrix: str, adapter: Adapter) -> tuple[str, str]:
     """Returns the global names of A and B of the matrix with a global name."""
     layer = matrix.removesuffix(adapter.module)

@@ -52,8 +52,7 @@ def known_source(name: str) -> SourceKind | None:
 
 def rows_of_run(job: Job) -> tuple[int, int]:
     """Returns the rows of one step, of all replicas, and those of the whole run."""
-    rows = job.mesh.replicas * job.pipeline.microbatches * job.train.micro_batch_size
-    return rows, rows * job.train.steps
+    return job.rows_per_step, job.rows_per_step * job.train.steps
 
 
 def spent_problem(job: Job, rows: int) -> Problem:

@@ -42,7 +42,7 @@ class LoraOptions(Section):
     alpha: float = Field(default=32.0, gt=0, le=limits.REAL)
     """The adapters' product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before A. Only 0 is available."""
+    """Probability with which a number is dropped before A, in steps of 1/65536. Not for experts."""
     targets: tuple[str, ...] = ("all-linear",)
     """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
     matrix of attention, feed-forward blocks and experts, without routers."""

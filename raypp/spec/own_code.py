@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypp.errors import JobError
-from raypp.spec.availability import CHOICES
-from raypp.spec.checks import value_at
+from raypp.spec.checks import named_kinds
 from raypp.spec.job import Job
 from raypp.untrusted.files import read_file
 from raypp.untrusted.folders import Search
@@ -34,8 +33,7 @@ def own_files(job: Job) -> list[tuple[str, bytes]]:
     Raises:
         JobError: The files are too many or have more than `MOST_BYTES`, or one cannot be read.
     """
-    words = [value_at(job, key) for key, choice in CHOICES.items() if choice.is_own(value_at(job, key))]
-    words += [part.kind for part in job.data.parts or ()]
+    words = [value for _, choice, value in named_kinds(job) if choice.is_own(value)]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}
     found, size = [], 0
     for top in sorted(tops):

@@ -31,6 +31,11 @@ def test_defaults_need_bf16() -> None:
     }
 
 
+def test_dropout_is_for_all_matrices_but_those_of_experts() -> None:
+    assert found({"dropout": 0.1}, **BF16) == {}
+    assert found({"dropout": 0.1, "targets": ["q_proj"]}, {"kind": "mixtral"}, **BF16) == {}
+
+
 def test_bf16_pure_and_offload_work_with_adapters_unless_the_base_is_fp32() -> None:
     pure = {"train": {"precision": "bf16_pure", "optimizer": {"offload": True}}}
     assert found({}, **pure) == found({"base": "int8"}, **pure) == {}
@@ -51,7 +56,12 @@ def test_a_target_that_matches_nothing_is_refused_with_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("lora", "model", "key", "told"),
     [
-        ({"dropout": 0.1}, {}, "model.lora.dropout", "its mask would depend on the mesh"),
+        (
+            {"dropout": 0.1},
+            {"kind": "mixtral"},
+            "model.lora.dropout",
+            "0.1 is not available for matrices of experts; targets match w1, w2, w3 | use 0, or targets without them",
+        ),
         ({"base": "nf4"}, {"ffn_size": 688}, "model.lora.base", "mlp.down_proj.weight has rows of 688 | use int8"),
         ({}, {"kind": "json:loads"}, "model.lora", "is your own code"),
     ],

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from raypp.spec.availability import CHOICES
-from raypp.spec.checks import check_spec, value_at
+from raypp.spec.checks import check_spec, named_kinds
 from raypp.spec.load import parse_job
 
 
@@ -33,7 +32,7 @@ def test_a_model_and_a_schedule_may_be_ones_own() -> None:
 
 def test_every_default_is_available() -> None:
     job = parse_job({"name": "a"})
-    assert {key for key, choice in CHOICES.items() if value_at(job, key) not in choice.available()} == set()
+    assert {key for key, choice, value in named_kinds(job) if value not in choice.available()} == set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,339 @@
+"""Trackers as processes: what the libraries read back, and what a broken one does to a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.control.run_record import RunRecord
+from raypp.observe.reader import RunReader
+from raypp.observe.tracking import Trackers
+from raypp.records import Event, RunState, StepReport
+from raypp.spec.load import parse_job
+from raypp.storage import open_store
+
+END_S = 250.0
+"""The libraries take long to import on a busy machine."""
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+
+
+def report(step: int, attempt: int = 1) -> StepReport:
+    return StepReport(
+        step, 10 * attempt + step / 8, 0.5, 1000, 64, 0.25, 1e4, attempt, lr=0.125, extras={"aux_loss": 2.0}
+    )
+
+
+class Told(list[Event]):
+    """The events that trackers told."""
+
+    def of(self, kind: str) -> list[str]:
+        return [event.message for event in self if event.kind == kind]
+
+    def until(self, kind: str) -> str:
+        end = time.monotonic() + END_S
+        while not self.of(kind):
+            assert time.monotonic() < end, [event.message for event in self]
+            time.sleep(0.02)
+        return self.of(kind)[0]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Trackers, Told]]:
+    """Returns a function that begins a life of a run with one tracker."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(kind: str, options: dict[str, str] | None = None, **how: Any) -> tuple[Trackers, Told]:
+        entry = {"kind": kind, "options": options or {}}
+        secret = {"resources": {"env": {"MY_TOKEN": "open-sesame"}}}
+        job = parse_job(
+            {
+                "name": "tracked",
+                "checkpoint": {"url": str(tmp_path / "store")},
+                "observe": {"trackers": [entry]},
+                **secret,
+            }
+        )
+        told = Told()
+        return Trackers(job, told.append, **how), told
+
+    return start
+
+
+def live(trackers: Trackers, steps: Iterator[StepReport] | list[StepReport], state: str = "SUCCEEDED") -> None:
+    last = 0
+    for one in steps:
+        trackers.step(one)
+        last = one.step
+    trackers.event(Event("evaluated", "…", step=last, details={"loss": 4.5}))
+    trackers.event(
+        Event("sampled", "…", step=last, details={"samples": [{"prompt": "In the ", "text": "<b>beginning"}]})
+    )
+    trackers.close(state, END_S)
+
+
+def two_lives(begin: Callable[..., tuple[Trackers, Told]], kind: str, options: dict[str, str]) -> list[Told]:
+    """Trains to step 6, then resumes from step 4 to step 8."""
+    first, told = begin(kind, options)
+    live(first, [report(step) for step in range(1, 7)], "STOPPED")
+    second, told_again = begin(kind, options)
+    live(second, [report(step, 2) for step in range(5, 9)])
+    assert not told.of("tracker_stopped") and not told_again.of("tracker_stopped"), [*told, *told_again]
+    return [told, told_again]
+
+
+@needs("tensorboard")
+def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told, _ = two_lives(begin, "tensorboard", {})
+    folder = tmp_path / "store/tracked/trackers/tensorboard"
+    assert told.of("tracking") == [f"tracker tensorboard: tensorboard --logdir {folder}"]
+    curves = EventAccumulator(str(folder)).Reload()
+    assert [(one.step, one.value) for one in curves.Scalars("loss")] == [
+        *((step, 10 + step / 8) for step in range(1, 5)),
+        *((step, 20 + step / 8) for step in range(5, 9)),
+    ]
+    assert {"grad_norm", "lr", "tokens_per_s", "aux_loss", "eval_loss"} < set(curves.Tags()["scalars"])
+    assert [(one.step, one.value) for one in curves.Scalars("eval_loss")] == [(8, 4.5)]  # that of step 6 is void
+    samples = curves.Tensors("samples")[-1]
+    assert samples.step == 8 and samples.tensor_proto.string_val[0].decode() == "**In the **<b>beginning"
+
+
+@needs("tensorboard")
+def test_a_run_that_goes_back_within_one_life_goes_on_in_one_curve(begin: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers, told = begin("tensorboard", {"dir": str(tmp_path / "mine")})
+    live(trackers, [*(report(step) for step in range(1, 7)), *(report(step, 2) for step in range(3, 8))])
+    assert not told.of("tracker_stopped")
+    curve = EventAccumulator(str(tmp_path / "mine/tracked")).Reload().Scalars("loss")
+    assert [(one.step, one.value > 20) for one in curve] == [(step, step > 2) for step in range(1, 8)]
+
+
+@needs("mlflow")
+@needs("sqlalchemy")
+def test_mlflow_has_one_run_with_each_step_once(begin: Any, tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    two_lives(begin, "mlflow", {"uri": uri, "experiment": "tries"})
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tries")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    curve = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted((one.step, one.value) for one in curve) == [
+        *((step, 10 + step / 8) for step in range(1, 7)),
+        *((step, 20 + step / 8) for step in range(7, 9)),
+    ]
+    assert [one.step for one in client.get_metric_history(run.info.run_id, "eval_loss")] == [6, 8]
+    assert run.info.status == "FINISHED" and run.data.params["train.steps"] == "50"
+    assert "open-sesame" not in str(run.to_dictionary())
+    assert [one.path for one in client.list_artifacts(run.info.run_id, "samples")] == [
+        "samples/step-00000006.md",
+        "samples/step-00000008.md",
+    ]
+
+
+@needs("wandb")
+def test_wandb_offline_writes_runs_of_one_id_for_sync(begin: Any, tmp_path: Path) -> None:
+    told, _ = two_lives(begin, "wandb", {"mode": "offline", "project": "tries"})
+    assert told.of("tracking")[0].startswith("tracker wandb: offline runs in ")
+    lives = sorted((tmp_path / "store/tracked/trackers/wandb/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(lives) == 2 and len({path.name for path in lives}) == 1
+    assert not any(b"open-sesame" in path.read_bytes() for path in lives)
+    rows = [dict(row) for path in lives for row in wandb_rows(path)]
+    losses = [(int(row["step"]), float(row["loss"])) for row in rows if "loss" in row]
+    assert losses == [(step, 10 + step / 8) for step in range(1, 7)] + [(step, 20 + step / 8) for step in range(5, 9)]
+    assert [row["step"] for row in rows if "eval_loss" in row] == ["6", "8"]
+
+
+def wandb_rows(path: Path) -> Iterator[list[tuple[str, str]]]:
+    """Reads the rows of an offline run: LevelDB's log format with protobufs of wandb."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        if kind == 0 or 32768 - place % 32768 < 7:  # the rest of a block is padding
+            place += 32768 - place % 32768
+            continue
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            parsed = Record.FromString(record)
+            record = b""
+            if parsed.HasField("history"):
+                yield [(item.key or item.nested_key[0], item.value_json) for item in parsed.history.item]
+
+
+BROKEN = """
+import os, sys, time
+
+class Tracker:
+    where, newest = "nowhere", 0
+    def values(self, step, when, values): pass
+    def text(self, *rest): pass
+    def rewind(self, step): return True
+    def close(self, state): pass
+
+class Hangs(Tracker):
+    def values(self, step, when, values): time.sleep(600)
+
+class Raises(Tracker):
+    def values(self, step, when, values): raise ConnectionError("no route to the server")
+
+class Dies(Tracker):
+    def values(self, step, when, values): os._exit(7)
+
+class Late(Tracker):
+    def close(self, state): time.sleep(600)
+
+class Talks(Tracker):
+    def __init__(self): print('{"error": "posing as an answer"}', flush=True); os.system("echo '{}'")
+
+class Notes(Tracker):
+    def __init__(self, run): self.file = open(run.folder / "steps", "a")
+    def values(self, step, when, values): self.file.write(f"{step}={values['loss']:g} ")
+    def rewind(self, step): self.file.write("| "); return True
+    def close(self, state):
+        self.file.write(state)
+        self.file.close()
+        raise ConnectionError("the server refused the key sesame-0123456789")
+
+def notes(run): return Notes(run)
+def hangs(run): return Hangs()
+def raises(run): return Raises()
+def dies(run): return Dies()
+def late(run): return Late()
+def talks(run): return Talks()
+def leaves(run): sys.exit("the library says goodbye")
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_trackers.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("hangs", "it did not answer for 1 s"),
+        ("raises", "ConnectionError: no route to the server"),
+        ("dies", "its process ended with exit code 7"),
+        ("leaves", "SystemExit: the library says goodbye"),
+    ],
+)
+def test_a_broken_tracker_is_told_once_and_nothing_waits(begin: Any, broken: None, function: str, why: str) -> None:
+    trackers, told = begin(f"broken_trackers:{function}", patience_s=1.0 if function == "hangs" else 60.0)
+    began = time.monotonic()
+    for step in range(1, 100):
+        trackers.step(report(step))
+    assert time.monotonic() - began < 60  # it took no part of the 600 s, nor of the patience
+    message = told.until("tracker_stopped")
+    for step in range(100, 200):
+        trackers.step(report(step))
+    trackers.close("SUCCEEDED", END_S)
+    assert told.of("tracker_stopped") == [message]
+    assert message == f"tracker broken_trackers:{function}: {why}: stopped; the run goes on"
+
+
+def test_a_tracker_that_is_too_slow_is_stopped_when_its_queue_is_full(begin: Any, broken: None) -> None:
+    trackers, told = begin("broken_trackers:hangs", patience_s=500.0, waiting=20)
+    trackers.event(Event("submitted", "…"))
+    told.until("tracking")
+    step = 0
+    while not told.of("tracker_stopped"):
+        step += 1
+        assert step < 100_000
+        trackers.step(report(step))
+    assert "it is too slow: 20 records wait for it" in told.of("tracker_stopped")[0]
+    trackers.close("SUCCEEDED")
+
+
+def test_a_run_does_not_wait_long_for_a_tracker_that_does_not_finish(begin: Any, broken: None) -> None:
+    trackers, told = begin("broken_trackers:late")
+    trackers.step(report(1))
+    told.until("tracking")
+    trackers.close("SUCCEEDED", 1.0)
+    assert "it did not finish within 1 s of the run's end" in told.until("tracker_stopped")
+
+
+def test_what_a_library_prints_is_no_answer(begin: Any, broken: None) -> None:
+    trackers, told = begin("broken_trackers:talks")
+    live(trackers, [report(1)])
+    assert [event.kind for event in told] == ["tracking"]
+
+
+def test_the_controller_gives_each_step_once_and_masks_secrets(
+    broken: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypp.control.credentials._values", {"sesame-0123456789"})
+    store = open_store(str(tmp_path / "store"))
+    entry = [{"kind": "broken_trackers:notes"}]
+    job = parse_job({"name": "led", "checkpoint": {"url": store.url}, "observe": {"trackers": entry}})
+    record = RunRecord(store, job, "c-1")
+    record.begin(None)
+    for step, attempt in ((1, 1), (2, 1), (3, 1), (3, 1), (2, 2), (1, 1), (3, 2)):  # 1 is told again, late
+        record.add_step(report(step, attempt), attempt)
+    record.end_trackers(RunState.SUCCEEDED)
+    assert record.close()
+    notes = tmp_path / "store/led/trackers/broken-trackers-notes/steps"
+    loss = [f"{step}={10 * attempt + step / 8:g}" for step, attempt in ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2))]
+    assert notes.read_text() == f"| {' '.join(loss[:3])} | {' '.join(loss[3:])} SUCCEEDED"
+    [stopped] = [event.message for event in RunReader(store, "led").events() if event.kind == "tracker_stopped"]
+    assert stopped.endswith("the server refused the key ***: stopped; the run goes on")
+
+
+@needs("tensorboard")
+def test_a_folder_that_cannot_be_written_is_told(begin: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trackers, told = begin("tensorboard", {"dir": str(tmp_path / "file" / "below")})
+    trackers.step(report(1))
+    assert "NotADirectoryError" in told.until("tracker_stopped")
+    trackers.close("SUCCEEDED")
+
+
+@needs("wandb")
+def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
+    trackers, told = begin("wandb")
+    trackers.step(report(1))
+    assert "WANDB_API_KEY is not set" in told.until("tracker_stopped")
+    trackers.close("SUCCEEDED")
+
+
+@needs("tensorboard")
+def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
+    import subprocess
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "job.yaml").write_text(
+        f"name: alone\ndata: {{kind: synthetic}}\ntrain: {{steps: 3}}\n"
+        f"checkpoint: {{url: {tmp_path}/store, memory_tier: false}}\nobserve: {{trackers: [tensorboard]}}\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train"]
+    done = subprocess.run(
+        [*command, "--job", str(tmp_path / "job.yaml")], capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reader = RunReader(open_store(str(tmp_path / "store")), "alone")
+    assert [event.kind for event in reader.events() if event.kind.startswith("track")] == ["tracking"]
+    curve = EventAccumulator(str(tmp_path / "store/alone/trackers/tensorboard")).Reload().Scalars("loss")
+    assert [(one.step, pytest.approx(one.value)) for one in curve] == [
+        (row["step"], row["loss"]) for row in reader.history()
+    ]
