@@ -46,7 +46,9 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     Reads the data as a run would, all of them.
     """
     file = load_checked_job(job, overrides)
-    if any(path and is_remote(path) for path in (file.job.data.path, file.job.data.eval and file.job.data.eval.path)):
+    data = file.job.data
+    named = [data.path, data.eval and data.eval.path, *(part.path for part in data.parts or ())]
+    if any(path and is_remote(path) for path in named):
         from raypp.clusters.find import lend_store_settings
 
         lend_store_settings()
@@ -64,6 +66,7 @@ def _document(look: Look, job: Job) -> dict[str, object]:
         "documents": look.documents,
         "tokens": look.tokens,
         "loss_tokens": look.loss_tokens,
+        "parts": [{"name": name, "documents": count, "tokens": size} for name, (count, size) in look.parts.items()],
         "seq_len": job.data.seq_len,
         "too_long": {"documents": look.too_long, "are": "dropped" if job.data.too_long == "drop" else "cut"},
         "rows": look.rows,
@@ -88,6 +91,8 @@ def _show(look: Look, job: Job, console: Console) -> None:
     share = look.loss_tokens / look.tokens
     facts.add_row("documents", f"{look.documents:,}")
     facts.add_row("tokens", f"{look.tokens:,}; {share:.1%} of them carry loss")
+    for name, (count, size) in look.parts.items():
+        facts.add_row(f"  {name}", f"{count:,} documents, {size:,} tokens")
     facts.add_row("rows", f"{about}{look.rows:,} of {job.data.seq_len} tokens an epoch, {about}{look.fill:.1%} full")
     if look.too_long:
         facts.add_row("too long", Text(look.too_long_in_words, _TOO_LONG))

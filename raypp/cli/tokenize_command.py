@@ -6,19 +6,26 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from raypp.cli.checkpoint_place import size_text
 from raypp.cli.console import Console
 from raypp.cli.load_job import job_argument
-from raypp.cli.output import echo, echo_json
+from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import JobError
 from raypp.spec.checks import check_spec
 from raypp.spec.load import load_job
 from raypp.storage import open_store
+from raypp.untrusted.text import shell_word
+
+if TYPE_CHECKING:
+    from raypp.data.shard_format import Manifest
+    from raypp.data.shard_jobs import Output
 
 
 @click.command("tokenize")
@@ -29,39 +36,57 @@ from raypp.storage import open_store
 def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes: int | None, as_json: bool) -> None:
     """Tokenise the data of JOB once, into shards that any run reads without copying them.
 
-    Train on them with `kind: tokens` and `path: DIR_OR_S3`: the rows are the same. If the command
-    is killed, run it again: it goes on.
+    Train on them with the `data:` section that it prints: the rows are the same. Each part of a
+    mixture gets a folder of its own below --out. If the command is killed, run it again: it goes
+    on.
     """
-    from raypp.data.sources import source_request
-    from raypp.data.write_shards import Options, write_shards
+    from raypp.data.shard_jobs import outputs_of, section_of_shards
 
     file = load_job(job, overrides)
     problems = [problem for problem in check_spec(file.job, file.directory) if problem.key.startswith("data")]
     if problems:
         raise JobError(file.locate(problem) for problem in problems)
     lend_store_settings()
-    read, request = source_request(file.job)
-    store = open_store(out)
-    with _progress() as (total, advance):
-        workers = processes or len(os.sched_getaffinity(0))
-        told = Options(workers, total=total, progress=advance, found=_say_found)
-        made = write_shards(read, request, store, told)
-    size = made.tokens * {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}[made.plan.dtype]
+    made: list[tuple[Output, str, Manifest]] = []
+    for output in outputs_of(file.job):
+        url, manifest = _written(output, out, processes or len(os.sched_getaffinity(0)))
+        made.append((output, url, manifest))
+        if not as_json:
+            name = f"{output.name}: " if output.name else ""
+            held = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {size_text(manifest.size)}"
+            echo(f"{name}{held} in {len(manifest.shards)} shard{'s' if len(manifest.shards) != 1 else ''}")
+    section = section_of_shards(file.job, {output.key: url for output, url, _ in made})
     if as_json:
-        facts = {"documents": made.documents, "tokens": made.tokens, "shards": len(made.shards), "bytes": size}
-        echo_json({"out": store.url, **facts, "dtype": made.plan.dtype, "digest": made.digest})
-        return
-    echo(f"{made.documents:,} documents, {made.tokens:,} tokens, {size_text(size)} in {len(made.shards)} shards")
-    echo(f"  train on them: --set data.kind=tokens --set data.path={store.url.removeprefix('file://')}")
+        echo_json({"outputs": [_document(*one) for one in made], "data": section})
+    elif [output.key for output, _, _ in made] == ["data"]:
+        echo(f"  train on them: --set data.kind=tokens --set {shell_word('data.path=' + made[0][1])}")
+    else:
+        echo("train on them with this section:")
+        echo_lines(yaml.safe_dump({"data": section}, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def _say_found(shards: int) -> None:
-    if shards:
-        echo(f"{shards} shards are there already; goes on after them", err=True)
+def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
+    """Writes the shards of one source; returns their path or URL, and what they are."""
+    from raypp.data.write_shards import Options, write_shards
+
+    def say_found(shards: int) -> None:
+        if shards:
+            name = f"{output.name}: " if output.name else ""
+            echo(f"{name}keeps {shards} finished shard{'s' if shards != 1 else ''}", err=True)
+
+    store = open_store(f"{out.rstrip('/')}/{output.name}" if output.name else out)
+    with _progress(output.name) as (total, advance):
+        told = Options(processes, total=total, progress=advance, found=say_found)
+        return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, told)
+
+
+def _document(output: Output, url: str, made: Manifest) -> dict[str, object]:
+    facts = {"documents": made.documents, "tokens": made.tokens, "shards": len(made.shards), "bytes": made.size}
+    return {"key": output.key, "out": url, **facts, "dtype": made.plan.dtype, "digest": made.digest}
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _progress(name: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """Shows bytes of the source, speed and time left on stderr, if it is a terminal."""
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -69,5 +94,5 @@ def _progress() -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]
     )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=None)
+        task = progress.add_task(f"tokenising {name}".rstrip(), total=None)
         yield lambda size: progress.update(task, total=size), lambda count: progress.advance(task, count)

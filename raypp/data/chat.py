@@ -8,10 +8,11 @@ from itertools import islice
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.conversations import RowFault
 from raypp.data.corpus import Corpus
+from raypp.data.faults import Faults
 from raypp.data.json_rows import parse_object
 from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile, find_files
-from raypp.data.tokenised import Faults, Record, Request, tokenise
+from raypp.data.tokenised import Record, Request, tokenise
 from raypp.errors import Problem
 from raypp.kinds import SourceKind
 
@@ -22,7 +23,7 @@ KIND = SourceKind(
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("chat_template", "template_date", "loss"),
     compressed=True,
-    checks_rows=True,
+    check="raypp.data.chat:check",
 )
 
 _CHECKED = 500  # rows

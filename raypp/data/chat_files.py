@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.files import read_file
+from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
 _CONFIG, _ALONE = "tokenizer_config.json", "chat_template.jinja"
@@ -32,10 +32,10 @@ def open_template(data: DataSection) -> ChatTemplate | None:
     Raises:
         DataError: A file cannot be read, or the template cannot be compiled.
     """
-    folder = None if data.tokenizer == "bytes" else _path(data.tokenizer).parent
+    folder = None if data.tokenizer == "bytes" else expand_home(data.tokenizer).parent
     config = _config(folder / _CONFIG) if folder is not None and (folder / _CONFIG).exists() else {}
     if data.chat_template is not None:
-        source: Any = _read(_path(data.chat_template))
+        source: Any = _read(expand_home(data.chat_template))
     elif folder is not None and (folder / _ALONE).exists():
         source = _read(folder / _ALONE)
     else:
@@ -58,10 +58,6 @@ def _date(text: str | None) -> datetime | None:
         return None if text is None else datetime.strptime(text, "%Y-%m-%d")
     except ValueError:
         raise DataError(Problem("data.template_date", f"{text} is no date", "write it as 2026-01-31")) from None
-
-
-def _path(name: str) -> Path:
-    return Path(os.path.expanduser(name))  # noqa: PTH111 - leaves unknown users as they are
 
 
 def _read(path: Path) -> str:

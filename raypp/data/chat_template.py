@@ -69,6 +69,7 @@ class ChatTemplate:
         today: datetime | None = None,
         place: str = "data.chat_template",
     ) -> None:
+        self._given = source, special_tokens, today, place
         self._special = dict(special_tokens or {})
         self._environment = _environment(today)
         sources = {"default": source} if isinstance(source, str) else dict(source)
@@ -80,6 +81,9 @@ class ChatTemplate:
         self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         """Changes if the text of a conversation would."""
         self._templates = {name: _compiled(self._environment, text, place) for name, text in sources.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, self._given  # another process compiles it again
 
     def marks_turns(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template says by `{% generation %}` what the model has to write."""

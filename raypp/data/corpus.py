@@ -6,37 +6,32 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:  # packing imports this module
+    from raypp.data.packing import Piece
+
 IdArray = NDArray[np.integer[Any]]
-
-
-class Piece(Protocol):
-    """A part of a document: `length` tokens from position `start` in the document."""
-
-    @property
-    def document(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
+Mask = NDArray[np.bool_]
+A = TypeVar("A", covariant=True)
 
 
 @runtime_checkable
-class Fetching(Protocol):
-    """Ids that are not in memory and come as `[n]` when sliced: an object in a store."""
+class Fetching(Protocol[A]):
+    """An array that is not in memory and comes as `[n]` when sliced: an object in a store."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, span: slice) -> IdArray: ...
+    def __getitem__(self, span: slice) -> A: ...
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Reads some spans `[begin, end)` at once, and keeps them for the next slices."""
         ...
 
 
-Ids = IdArray | Fetching
+Ids = IdArray | Fetching[IdArray]
+Masks = Mask | Fetching[Mask]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +56,7 @@ class Corpus:
     offsets: NDArray[np.int64]
     digest: str
     chosen: NDArray[np.int64] | None = None
-    loss: tuple[NDArray[np.bool_], ...] | None = None
+    loss: tuple[Masks, ...] | None = None
     template: str = ""
 
     def __len__(self) -> int:
@@ -86,7 +81,7 @@ class Corpus:
         shard, where = self._place(document, start, end)
         return self.shards[shard][where]
 
-    def carries_loss(self, document: int, start: int = 0, end: int | None = None) -> NDArray[np.bool_] | None:
+    def carries_loss(self, document: int, start: int = 0, end: int | None = None) -> Mask | None:
         """Returns which of `ids(document, start, end)` carry loss; None: all."""
         if self.loss is None:
             return None
@@ -102,9 +97,9 @@ class Corpus:
             shard, where = self._place(piece.document, piece.start, piece.start + piece.length + 1)
             wanted.setdefault(shard, []).append((where.start, where.stop))
         for shard, spans in wanted.items():
-            there = self.shards[shard]
-            if isinstance(there, Fetching):
-                there.fetch(spans)
+            for there in (self.shards[shard], *(self.loss[shard : shard + 1] if self.loss is not None else ())):
+                if isinstance(there, Fetching):
+                    there.fetch(spans)
 
     def _place(self, document: int, start: int, end: int | None) -> tuple[int, slice]:
         """Returns the shard of a document's ids `[start, end)`, and where they are in it."""
@@ -141,7 +136,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
     return Corpus(shards, every_offset, corpora[0].digest, None if every else np.concatenate(chosen), loss, template)
 
 
-def _all_carry(shard: Ids) -> NDArray[np.bool_]:
+def _all_carry(shard: Ids) -> Mask:
     return np.broadcast_to(np.bool_(True), len(shard))
 
 

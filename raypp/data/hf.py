@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
@@ -30,7 +31,10 @@ KIND = SourceKind(
 _CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"})
 _EXTRA = ("tools",)
 _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+log = logging.getLogger(__name__)
 _SHOWN = 12
+_PATIENCE_S = 20.0
+"""How long the hub may take to say what a dataset has."""
 
 
 def read(request: Request) -> Corpus:
@@ -115,7 +119,10 @@ def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[So
 
 
 def _downloaded(request: Request) -> str:
-    """Returns the folder to which Hugging Face's library downloads a dataset of the hub."""
+    """Returns the folder to which Hugging Face's library downloads a dataset of the hub.
+
+    If the hub does not answer within `_PATIENCE_S`, it is what was downloaded earlier.
+    """
     name = request.path
     fix = (
         f"where there is a network, run `hf download --repo-type dataset {name} --local-dir DIR`, "
@@ -123,15 +130,31 @@ def _downloaded(request: Request) -> str:
     )
     here = f"{name} is no folder on this node"
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         what = f"{here}, and huggingface_hub, which would download it, is not installed"
         raise DataError(Problem(request.place, what, f"pip install 'raypp[hf]'; or {fix}")) from None
+    silent: Exception | None = None
     try:
-        return snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "*.arrow"])
-    except Exception as error:  # its errors are those of several HTTP libraries
-        reason = visible(in_words(error).splitlines()[0][:300])
-        raise DataError(Problem(request.place, f"{here}, and the hub does not give it: {reason}", fix)) from error
+        try:  # snapshot_download itself would wait for an answer without end
+            HfApi().dataset_info(name, timeout=_PATIENCE_S)
+        except HfHubHTTPError:
+            raise
+        except Exception as error:  # noqa: BLE001  its errors are those of several HTTP libraries
+            silent = error
+        patterns = [f"*{ending}" for ending in KIND.endings]
+        found = snapshot_download(
+            name, repo_type="dataset", allow_patterns=patterns, local_files_only=silent is not None
+        )
+    except Exception as error:
+        reason = visible(in_words(silent or error).splitlines()[0][:300])
+        cached = ", and it is not among what was downloaded earlier" if silent is not None else ""
+        what = f"{here}, and the hub does not give it: {reason}{cached}"
+        raise DataError(Problem(request.place, what, fix)) from error
+    if silent is not None:
+        log.warning("%s: the hub does not answer; reading what was downloaded of %s earlier", request.place, name)
+    return found
 
 
 def _listed(names: Sequence[str] | dict[str, bool]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from raypp.data.conversations import RowFault
 from raypp.untrusted.text import visible
 
-ENDINGS = (".jsonl", ".json", ".ndjson")
 _LONG = 1 << 20
 _MOST_VALUES = 8_000_000
 """Values of a line, and commas and brackets in its texts."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
+from raypp.data.corpus import Corpus
 from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
 from raypp.data.prefetch import Prefetch
@@ -174,6 +175,11 @@ class Loader:
         """Returns this replica's share of the training part, once, in steps as `held_out` does."""
         return self._steps_once(self._order.once())
 
+    def tokens_once(self, *, held_out: bool) -> int:
+        """Returns the tokens of all rows of `held_out`, or of `once`, over all replicas."""
+        plan = self._held_out if held_out else self._order.once()
+        return 0 if plan is None else int(plan.corpus.lengths().sum())
+
     def _steps_once(self, plan: RowPlan) -> Iterator[list[Microbatch]]:
         share, corpus = self._share, plan.corpus
         filler = Row(np.array([self._documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))
@@ -203,23 +209,27 @@ def open_loader(job: Job, replica: int, replicas: int) -> Loader:
         DataError: The data cannot be used.
         UnreachableError: The store that holds the data does not answer or denies access.
     """
-    documents, data = open_documents(job), job.data
+    documents = open_documents(job)
     order = order_of(documents, job)
     if isinstance(order, MixtureOrder) and (problem := spent_before_the_end(order, job)):
         raise DataError(problem)
     share = Share(replica, replicas, job.pipeline.microbatches, job.train.micro_batch_size)
-    held_out = None
-    if documents.held_out is not None:
-        held_out = RowPlan(documents.held_out, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    held_out = _planner(job)(documents.held_out, job.train.seed) if documents.held_out is not None else None
     return Loader(documents, order, share, held_out)
 
 
 def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
     """Returns the training rows of a job's documents."""
-    data, seed = job.data, job.train.seed
+    plan, seed = _planner(job), job.train.seed
     if documents.parts:
-        return MixtureOrder(documents.parts, documents.train, data.seq_len, data.packing, data.shuffle, seed)
-    return SingleOrder(RowPlan(documents.train, data.seq_len, data.packing, data.shuffle, seed))
+        return MixtureOrder(documents.parts, documents.train, plan, seed)
+    return SingleOrder(plan(documents.train, seed))
+
+
+def _planner(job: Job) -> Callable[[Corpus, int], RowPlan]:
+    """Returns what makes the rows of documents, in an order by a seed."""
+    data = job.data
+    return lambda corpus, seed: RowPlan(corpus, data.seq_len, data.packing, data.shuffle, seed)
 
 
 def check_budgets(job: Job) -> list[Problem]:

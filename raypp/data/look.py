@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus
 from raypp.data.loader import order_of
-from raypp.data.packing import Piece, RowPlan
+from raypp.data.packing import Piece
 from raypp.data.sources import open_documents
 from raypp.data.tokenizer import Tokenizer
 from raypp.spec.job import Job
@@ -45,6 +45,7 @@ class Look:
         counts: Documents with a length from an edge up to the next, `[bins]`.
         first: The pieces of the first rows of the first step.
         tokenizer: The job's tokenizer.
+        parts: Documents and tokens of each part of a mixture, by name.
     """
 
     documents: int
@@ -59,6 +60,7 @@ class Look:
     counts: list[int]
     first: list[list[LookedPiece]]
     tokenizer: Tokenizer
+    parts: dict[str, tuple[int, int]]
 
 
 def look_at(job: Job, rows: int) -> Look:
@@ -74,7 +76,7 @@ def look_at(job: Job, rows: int) -> Look:
     documents, data = open_documents(job), job.data
     corpus = documents.train
     order = order_of(documents, job)
-    plan = RowPlan(corpus, data.seq_len, data.packing, data.shuffle, job.train.seed)
+    plan = order.once()
     read = min(plan.blocks, _MOST_BLOCKS)
     packed = [row for block in range(read) for row in plan.block(0, block)]
     filled = sum(piece.length for row in packed for piece in row)
@@ -96,6 +98,7 @@ def look_at(job: Job, rows: int) -> Look:
             for pieces, _ in islice(order.rows(order.start), min(rows, len(packed)))
         ],
         tokenizer=documents.tokenizer,
+        parts={part.name: (len(part.corpus), int(part.corpus.lengths().sum())) for part in documents.parts},
     )
 
 

@@ -9,7 +9,7 @@ has its own random order, and packs its own rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, lcm
@@ -70,17 +70,16 @@ class MixtureOrder:
     Args:
         parts: At least one.
         corpus: The documents of all parts, in order.
-        seq_len, packing, shuffle, seed: As for `RowPlan`.
+        plan: Returns the rows of documents in an order by a seed.
+        seed: The job's seed.
     """
 
     def __init__(
-        self, parts: Sequence[Part], corpus: Corpus, seq_len: int, packing: bool, shuffle: bool, seed: int
+        self, parts: Sequence[Part], corpus: Corpus, plan: Callable[[Corpus, int], RowPlan], seed: int
     ) -> None:
-        self.parts, self.corpus = tuple(parts), corpus
+        self.parts, self.corpus, self._plan, self._seed = tuple(parts), corpus, plan, seed
         self.start: MixtureCursor = (PartCursor(),) * len(parts)
-        self._packed = seq_len, packing, shuffle
-        self._seed = seed
-        self._plans = [RowPlan(part.corpus, *self._packed, _seed(seed, index)) for index, part in enumerate(parts)]
+        self._plans = [plan(part.corpus, _seed(seed, index)) for index, part in enumerate(parts)]
         self._totals = [int(part.corpus.lengths().sum()) for part in parts]
         self._limits = [_limit(part, total) for part, total in zip(parts, self._totals, strict=True)]
         shares = [Fraction(repr(part.weight)) for part in parts]
@@ -106,7 +105,7 @@ class MixtureOrder:
 
     def once(self) -> RowPlan:
         """Returns the plan of one epoch of all parts' documents, without weights and budgets."""
-        return RowPlan(self.corpus, *self._packed, self._seed)
+        return self._plan(self.corpus, self._seed)
 
     def rows_until(self, most: int) -> int:
         """Returns how many rows all budgets give together, counted to at least `most`."""

@@ -4,20 +4,26 @@
 without it is unfinished. Shard N is three objects: `.ids`, the ids of whole documents one after
 another; `.index`, where each document ends (int64 `[documents]`) followed by the CRC-32 of each
 block of the ids (uint32); and `.json`, its record, written after the others. All little-endian.
+
+Format 2 is for documents of which only some tokens carry loss. A shard then has a fourth object,
+`.loss`: a bit per id, the first in the lowest bit; the index goes on with the CRC-32 of its blocks.
+Documents whose tokens all carry loss are written in format 1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from annotated_types import Ge, Le, MaxLen
 
 from raypp.untrusted.documents import Bounds, Count
 
 PLAN, MANIFEST = "tokens-plan.json", "tokens.json"
 BLOCK = 64 << 10
-"""Bytes of ids that have one checksum and are read at once."""
+"""Bytes of ids, or of bits of loss, that have one checksum and are read at once."""
 RECORD_BOUNDS = Bounds(16 << 10, 100)
 MANIFEST_BOUNDS = Bounds(64 << 20, 600_000)
 
@@ -31,13 +37,14 @@ class ShardRecord:
 
     Attributes:
         tokens, documents: How many it holds.
-        ids_sha256, index_sha256: Of its two objects.
+        ids_sha256, index_sha256, loss_sha256: Of its objects; the last is empty in format 1.
     """
 
     tokens: Annotated[int, Ge(1), Le(2**40)]
     documents: Annotated[int, Ge(1), Le(2**40)]
     ids_sha256: _Digest
     index_sha256: _Digest
+    loss_sha256: _Digest = ""
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,17 @@ class ShardPlan:
     """What a folder of shards is made from.
 
     Attributes:
-        format: Version of the format.
+        format: Version of the format; 2 has loss masks.
         source: Changes if a file of the source, or how it is read, does.
         path: The `data.path` of the source, for people.
         tokenizer, vocab_size, end_id: The tokenizer's identity, number of ids and end id.
         dtype: Of the ids.
         block: Bytes of ids per checksum.
         shard_bytes: A shard ends with the document that reaches this size.
+        template: Identity of the chat template; empty if there is none.
     """
 
-    format: Literal[1]
+    format: Literal[1, 2]
     source: _Digest
     path: _Text
     tokenizer: _Text
@@ -63,6 +71,12 @@ class ShardPlan:
     dtype: Literal["uint8", "uint16", "uint32", "uint64"]
     block: Literal[65536]
     shard_bytes: Annotated[int, Ge(1), Le(2**40)]
+    template: _Text = ""
+
+    @property
+    def masks(self) -> bool:
+        """Whether the shards say which ids carry loss."""
+        return self.format == 2
 
 
 @dataclass(frozen=True)
@@ -82,12 +96,36 @@ class Manifest:
     documents: Count
     shards: list[ShardRecord]
 
+    @property
+    def size(self) -> int:
+        """Bytes of all ids and loss masks."""
+        masks = sum(mask_bytes(one.tokens) for one in self.shards) if self.plan.masks else 0
+        return self.tokens * np.dtype(self.plan.dtype).itemsize + masks
+
 
 def shard_name(number: int) -> str:
     """Returns the name of a shard's objects, without their endings."""
     return f"shard-{number:06d}"
 
 
+def mask_bytes(tokens: int) -> int:
+    """Returns the bytes of the loss mask of `tokens` ids."""
+    return -(-tokens // 8)
+
+
 def blocks_of(size: int) -> int:
-    """Returns the number of blocks of `size` bytes of ids."""
+    """Returns the number of blocks of `size` bytes."""
     return -(-size // BLOCK)
+
+
+def as_json(document: ShardRecord | ShardPlan | Manifest) -> bytes:
+    """Encodes a document. Leaves out what format 1 lacks, so that older versions read it."""
+    return json.dumps(_lean(asdict(document))).encode()
+
+
+def _lean(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_lean(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _lean(one) for key, one in value.items() if one != "" or key not in ("loss_sha256", "template")}
+    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from raypp.data.tokenised import Request
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
+from raypp.registry import load_object
 from raypp.spec.job import DataSection, Job
 from raypp.spec.paths import is_hub_name
 
@@ -166,13 +166,16 @@ def data_identity(job: Job) -> str:
     return open_documents(job).identity
 
 
-def check_data(job: Job) -> list[Problem]:
+def check_data(job: Job, *, stores: bool = False) -> list[Problem]:
     """Returns the problems of a job's data that this machine can find without reading all of it.
 
-    Checks that the source is known, that its files exist here and are not empty, that the
-    tokenizer's ids fit the model, and the first rows if the source can. Data in a store are not
-    checked. Call it where the job's paths
-    are valid: if the cluster is elsewhere, on its nodes.
+    Checks each source, also the parts of a mixture: that it is known, that its files exist here and
+    are not empty, that the tokenizer's ids fit the model, and the first rows if the source can.
+    Call it where the job's paths are valid: if the cluster is elsewhere, on its nodes.
+
+    Args:
+        job: The job, with resolved paths.
+        stores: Also check data in a store. Else they are left out.
     """
     problems: list[Problem] = []
     try:
@@ -189,6 +192,8 @@ def check_data(job: Job) -> list[Problem]:
     elif job.data.eval is not None and job.data.eval.path is not None:
         wanted.append(("data.eval", job.data.model_copy(update={"path": job.data.eval.path})))
     for key, data in wanted:
+        if data.path is not None and keeps_data_elsewhere(data.path) and not stores:
+            continue
         try:
             _check_files(job.model_copy(update={"data": data}), key)
             if not problems:
@@ -204,33 +209,37 @@ def _check_files(job: Job, key: str) -> None:
         return
     if data.path is None:
         raise _no_path(data.kind, place)
-    if not keeps_data_elsewhere(data.path) and not (source.hub and is_hub_name(data.path)):
-        find_files(data.path, source.endings, place, compressed=source.compressed)
+    if not (source.hub and is_hub_name(data.path)):
+        files = find_files(data.path, source.endings, place, compressed=source.compressed)
+        files[0].read(0, 1)
 
 
 def _first_rows(job: Job, place: str) -> list[Problem]:
-    """Checks the first rows of local files."""
+    """Checks the first rows."""
     source, path = _source(job), job.data.path
-    if not source.checks_rows or path is None or keeps_data_elsewhere(path):
+    if not source.check or path is None:
         return []
-    check = sys.modules[source.build().__module__].check
-    problems: list[Problem] = check(_request(job, job_tokenizer(job), path, place))
+    problems: list[Problem] = load_object(source.check)(_request(job, job_tokenizer(job), path, place))
     return problems
 
 
-def source_request(job: Job) -> tuple[Callable[[Request], Corpus], Request]:
+def source_request(job: Job, key: str = "data") -> tuple[Callable[[Request], Corpus], Request]:
     """Returns the function that reads a job's training documents, and what to ask of it.
+
+    Args:
+        job: The job, with a single source.
+        key: The section of the source in the job file.
 
     Raises:
         DataError: The job's source has no files of text, or its tokenizer cannot be used.
     """
     source = _source(job)
     if source.mixes or source.ids != "text":
-        what = f"kind {job.data.kind} has no text of its own to tokenise"
-        raise DataError(Problem("data.kind", what, "of a mixture, tokenise each part by a job of its own"))
+        what = f"kind {job.data.kind} has no text to tokenise"
+        raise DataError(Problem(f"{key}.kind", what, "train on it as it is"))
     if source.endings and not job.data.path:
-        raise _no_path(job.data.kind, "data.path")
-    return source.build(), _request(job, job_tokenizer(job), job.data.path or "", "data.path")
+        raise _no_path(job.data.kind, f"{key}.path")
+    return source.build(), _request(job, job_tokenizer(job), job.data.path or "", f"{key}.path")
 
 
 def _request(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Request:

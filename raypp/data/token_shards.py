@@ -10,15 +10,15 @@ import numpy as np
 
 from raypp.data.corpus import Corpus
 from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.shard_format import MANIFEST, MANIFEST_BOUNDS, Manifest, blocks_of, shard_name
+from raypp.data.shard_format import MANIFEST, MANIFEST_BOUNDS, Manifest, blocks_of, mask_bytes, shard_name
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_offsets
-from raypp.data.token_blocks import BlockCache, Shard
+from raypp.data.token_blocks import BlockCache, Shard, ShardMask
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.untrusted.documents import parse_as
 
-ENDING = ".ids"
+ENDING, LOSS = ".ids", ".loss"
 _MOST_INDEX = 2 << 30
 
 
@@ -44,18 +44,14 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
         what = f"{manifest_file.name} was written with another tokenizer ({plan.tokenizer}, not {tokenizer.identity})"
         raise DataError(Problem("data.tokenizer", what, "use that tokenizer, or tokenise again with this one"))
     width = np.dtype(plan.dtype).itemsize
-    by_name = {file.key.rpartition("/")[2]: file for file in files}
-    found: list[SourceFile] = []
-    for number, record in enumerate(manifest.shards):
-        file = by_name.get(f"{shard_name(number)}{ENDING}")
-        size = record.tokens * width
-        if file is None or file.size != size:
-            has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
-            what = f"{manifest_file.name} names {shard_name(number)}{ENDING}, which {has}"
-            raise DataError(Problem(place, what, "copy it again, or write the shards again"))
-        found.append(file)
-    if not found or manifest.tokens != sum(record.tokens for record in manifest.shards):
+    tokens = [record.tokens for record in manifest.shards]
+    if not tokens or manifest.tokens != sum(tokens):
         raise DataError(Problem(place, f"{manifest_file.name} does not add up", fix))
+    found = _objects(files, ENDING, [count * width for count in tokens], manifest_file)
+    masks: list[SourceFile] = []
+    if plan.masks:
+        there = _found_beside(manifest_file)
+        masks = _objects(there, LOSS, [mask_bytes(count) for count in tokens], manifest_file)
 
     name = hashlib.sha256(document).hexdigest()[:32]
 
@@ -65,30 +61,62 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     entry = made_once(cache_directory() / "shards" / name, make)
     offsets = read_offsets(entry, manifest.tokens, place)
     sums = map_array(entry / "sums.npy", place, fix=f"delete {entry}")
+    ids_blocks = [blocks_of(count * width) for count in tokens]
+    mask_blocks = [blocks_of(file.size) for file in masks]
+    if sum(ids_blocks + mask_blocks) != len(sums) or len(offsets) != manifest.documents + 1:
+        raise DataError(Problem(place, f"{entry} is not the index of {manifest_file.name}", f"delete {entry}"))
     remote = any(file.store is not None for file in found)
     cache = BlockCache(cache_directory() / "blocks" / name if remote else None)
-    shards, at = [], 0
-    for number, (file, record) in enumerate(zip(found, manifest.shards, strict=True)):
-        count = blocks_of(record.tokens * width)
-        shards.append(
-            Shard(number, file, record.tokens, np.dtype(plan.dtype), sums[at : at + count], request.vocab_size, cache)
-        )
-        at += count
-    if at != len(sums) or len(offsets) != manifest.documents + 1:
-        raise DataError(Problem(place, f"{entry} is not the index of {manifest_file.name}", f"delete {entry}"))
-    return Corpus(tuple(shards), offsets, manifest.digest)
+    shards, loss, at = [], [], 0
+    for number, (file, count, blocks) in enumerate(zip(found, tokens, ids_blocks, strict=True)):
+        own, at = sums[at : at + blocks], at + blocks
+        shards.append(Shard(number, file, count, np.dtype(plan.dtype), own, request.vocab_size, cache))
+        if plan.masks:
+            own, at = sums[at : at + mask_blocks[number]], at + mask_blocks[number]
+            loss.append(ShardMask(number, masks[number], count, own, cache))
+    carries = tuple(loss) if plan.masks else None
+    return Corpus(tuple(shards), offsets, manifest.digest, loss=carries, template=plan.template)
+
+
+def _found_beside(manifest: SourceFile) -> list[SourceFile]:
+    """Returns the files of loss masks in the folder of a manifest; none if there are none."""
+    try:
+        return find_files(manifest.name.rpartition("/")[0], (LOSS,), manifest.place)
+    except DataError:
+        return []
+
+
+def _objects(files: Sequence[SourceFile], ending: str, sizes: list[int], manifest: SourceFile) -> list[SourceFile]:
+    """Returns the file of each shard, in order.
+
+    Raises:
+        DataError: One is missing, or has another size.
+    """
+    by_name = {file.key.rpartition("/")[2]: file for file in files}
+    found = []
+    for number, size in enumerate(sizes):
+        name = f"{shard_name(number)}{ending}"
+        file = by_name.get(name)
+        if file is None or file.size != size:
+            has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
+            what = f"{manifest.name} names {name}, which {has}"
+            raise DataError(Problem(manifest.place, what, "copy it again, or write the shards again"))
+        found.append(file)
+    return found
 
 
 def _copy_index(room: Path, manifest: Manifest, files: Sequence[SourceFile], place: str) -> None:
     """Writes the offsets of all documents and the checksums of all blocks to the node's cache."""
     width, tokens, sums = np.dtype(manifest.plan.dtype).itemsize, 0, []
+    masks = manifest.plan.masks
     offsets = np.lib.format.open_memmap(
         room / "offsets.npy", mode="w+", dtype=np.int64, shape=(sum(one.documents for one in manifest.shards) + 1,)
     )
     at = 1
     for file, record in zip(files, manifest.shards, strict=True):
         name = f"{file.name.removesuffix(ENDING)}.index"
-        size = 8 * record.documents + 4 * blocks_of(record.tokens * width)
+        blocks = blocks_of(record.tokens * width) + (blocks_of(mask_bytes(record.tokens)) if masks else 0)
+        size = 8 * record.documents + 4 * blocks
         problem = DataError(Problem(place, f"{name} is damaged", "copy it again, or write the shards again"))
         if size > _MOST_INDEX:
             raise problem

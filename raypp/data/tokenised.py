@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.conversations import RowFault
-from raypp.data.corpus import Corpus, small_dtype
+from raypp.data.corpus import Corpus, Mask, small_dtype
+from raypp.data.faults import Faults
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
@@ -33,9 +33,6 @@ FORMAT = 1
 IN_MEMORY_BYTES = 32 << 20
 """Every rank tokenises up to this much text itself; more goes through the cache."""
 _BATCH, _BATCH_CHARACTERS = 512, 4 << 20
-_SHOWN_FAULTS = 5
-_COUNTING_S = 10.0
-"""How long rows are checked after one that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -76,37 +73,6 @@ class Record:
 
     place: str
     row: Mapping[str, Any] | RowFault
-
-
-class Faults:
-    """Rows that cannot be used: the first, and how many.
-
-    Args:
-        key: The key of the job file that names the data.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key, self._shown, self._more = key, list[Problem](), 0
-
-    def __bool__(self) -> bool:
-        return bool(self._shown)
-
-    def add(self, place: str, fault: RowFault) -> None:
-        if len(self._shown) < _SHOWN_FAULTS:
-            self._shown.append(Problem(self._key, f"{place}: {fault.what}", fault.fix))
-        else:
-            self._more += 1
-
-    def problems(self, whole: bool = True) -> list[Problem]:
-        """Returns the first problems, and one that counts the others.
-
-        Args:
-            whole: All rows were looked at.
-        """
-        if not self._more:
-            return self._shown
-        what = f"{'' if whole else 'at least '}{self._more:,} more rows cannot be used"
-        return [*self._shown, Problem(self._key, what, "repair or remove them")]
 
 
 def tokenise(
@@ -187,24 +153,17 @@ def _write(
     Returns:
         The offsets of the documents, and the digest.
     """
-    dtype, digest, ends = small_dtype(request.tokenizer.vocab_size), hashlib.sha256(), array("q", [0])
-    faults, until = Faults(request.place), float("inf")
+    digest, ends = hashlib.sha256(), array("q", [0])
+    faults = Faults(request.place)
     for batch in batches(documents):
-        for found in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
-            content = found[0].astype(dtype).tobytes()
-            ids_sink.write(content)
-            digest.update(content)
-            ends.append(ends[-1] + len(found[0]))
-            if encoder is not None:
-                carried = found[1].tobytes()
-                loss_sink.write(carried)
-                digest.update(carried)
-        if faults:
-            until = min(until, time.monotonic() + _COUNTING_S)
-            if time.monotonic() > until:
-                raise DataError(faults.problems(whole=False))
-    if faults:
-        raise DataError(faults.problems())
+        for ids, loss in encoded(request, encoder, batch, faults):
+            for part, sink in ((ids, ids_sink), (loss, loss_sink)):
+                content = part.tobytes()
+                sink.write(content)
+                digest.update(content)
+            ends.append(ends[-1] + len(ids))
+        faults.end_in_time()
+    faults.end()
     if len(ends) == 1:
         what = f"{request.path} contains no documents"
         raise DataError(Problem(request.place, what, "use files that contain text"))
@@ -213,19 +172,30 @@ def _write(
     return offsets, digest.hexdigest()[:16]
 
 
-_Found = tuple[NDArray[np.int64], NDArray[np.bool_]]
+_Found = tuple[NDArray[Any], Mask]
 _NO_LOSS = np.zeros(0, dtype=np.bool_)
 
 
-def encoded(request: Request, batch: Sequence[Text]) -> Iterator[tuple[bytes, int]]:
-    """Yields the ids of each document with its end id, in the dtype of files, and their number.
+def encoded(
+    request: Request, encoder: RowEncoder | None, batch: Sequence[Text | Record], faults: Faults
+) -> Iterator[_Found]:
+    """Yields the ids of each document with what ends it, and which of them carry loss.
+
+    Args:
+        request: The request to the source.
+        encoder: Encodes records; None: the batch has texts.
+        batch: The documents.
+        faults: Gets the records that cannot be used.
+
+    Yields:
+        Ids `[n]` in the dtype of files; their loss, bool `[n]` of a record, `[0]` of a text.
 
     Raises:
-        DataError: A document has no token, or the tokenizer cannot encode it; names its place.
+        DataError: A text has no token, or the tokenizer cannot encode it; names its place.
     """
     dtype = small_dtype(request.tokenizer.vocab_size)
-    for ids, _ in _texts(request, batch):
-        yield ids.astype(dtype).tobytes(), len(ids)
+    for ids, loss in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
+        yield ids.astype(dtype), loss
 
 
 def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:

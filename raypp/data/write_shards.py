@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import multiprocessing
-import os
-import threading
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from raypp.data.corpus import Corpus, small_dtype
+from raypp.data.faults import Faults
 from raypp.data.rows import RowEncoder
 from raypp.data.shard_format import (
     BLOCK,
@@ -31,17 +25,18 @@ from raypp.data.shard_format import (
     Manifest,
     ShardPlan,
     ShardRecord,
+    as_json,
     shard_name,
 )
 from raypp.data.source_files import SourceFile, watching
-from raypp.data.tokenised import Request, Text, batches, encoded, entry_name
-from raypp.errors import DataError, Problem, RayppError
+from raypp.data.tokenise_processes import contents_of
+from raypp.data.tokenised import Record, Request, Text, entry_name
+from raypp.errors import DataError, Problem
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 from raypp.untrusted.documents import parse_as
 
 SHARD_BYTES = 32 << 20
-_AHEAD = 2  # batches in work per process
-_READ = 16 << 20
+_Documents = Callable[[], Iterable[Text | Record]]
 
 
 @dataclass(frozen=True)
@@ -83,15 +78,12 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     def instead(
         request: Request,
         files: Sequence[SourceFile],
-        documents: Callable[[], Iterable[Any]],
+        documents: _Documents,
         encoder: RowEncoder | None,
     ) -> Corpus:
-        if encoder is not None:
-            what = "token shards hold no loss masks, which conversations have"
-            raise DataError(Problem("data.kind", what, "train on them as they are"))
         options.total(sum(file.size for file in files))
         with watching(options.progress):
-            made.append(_write(replace(request, instead=None), files, documents, store, options))
+            made.append(_write(replace(request, instead=None), files, documents, encoder, store, options))
         return Corpus((), np.zeros(1, dtype=np.int64), made[0].digest)
 
     read(replace(request, instead=instead))
@@ -104,15 +96,12 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
 def _write(
     request: Request,
     files: Sequence[SourceFile],
-    documents: Callable[[], Iterable[Text]],
+    documents: _Documents,
+    encoder: RowEncoder | None,
     store: ObjectStore,
     options: Options,
 ) -> Manifest:
-    tokenizer = request.tokenizer
-    plan = ShardPlan(
-        1, entry_name(request, files), request.path, tokenizer.identity, tokenizer.vocab_size, tokenizer.eos_id,
-        small_dtype(tokenizer.vocab_size).name, BLOCK, options.shard_bytes,  # type: ignore[arg-type]
-    )  # fmt: skip
+    plan = _plan(request, files, encoder, options)
     _begin(plan, store)
     if (finished := _stored(store, MANIFEST)) is not None:
         manifest = parse_as(Manifest, finished, f"{store.url}/{MANIFEST}", MANIFEST_BOUNDS, DataError)
@@ -122,14 +111,19 @@ def _write(
     records = list(_verified(store, plan, digest.update))
     options.found(len(records))
     done = sum(record.documents for record in records)
-    shard = _Shard(store, plan, len(records))
-    for contents in _tokenised(request, islice(documents(), done, None), options.processes):
-        for content, count in contents:
+    shard, faults = _Shard(store, plan, len(records)), Faults(request.place)
+    left = islice(documents(), done, None)
+    for contents, unusable in contents_of(request, encoder, left, options.processes):
+        faults.take(unusable)
+        for content, loss in () if faults else contents:
             digest.update(content)
-            shard.add(content, count)
+            digest.update(loss)
+            shard.add(content, loss)
             if shard.size >= plan.shard_bytes:
                 records.append(shard.finish())
                 shard = _Shard(store, plan, len(records))
+        faults.end_in_time()
+    faults.end()
     if shard.size:
         records.append(shard.finish())
     if not records:
@@ -142,8 +136,24 @@ def _write(
         tokens += record.tokens
     manifest = Manifest(plan, digest.hexdigest()[:16], tokens, sum(one.documents for one in records), records)
     with contextlib.suppress(AlreadyExists):  # of another process, which wrote the same
-        store.put(MANIFEST, json.dumps(asdict(manifest)).encode(), if_absent=True)
+        store.put(MANIFEST, as_json(manifest), if_absent=True)
     return manifest
+
+
+def _plan(request: Request, files: Sequence[SourceFile], encoder: RowEncoder | None, options: Options) -> ShardPlan:
+    tokenizer, more = request.tokenizer, [] if encoder is None else [encoder.identity]
+    return ShardPlan(
+        1 if encoder is None else 2,
+        entry_name(request, files, *more),
+        request.path,
+        tokenizer.identity,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        small_dtype(tokenizer.vocab_size).name,  # type: ignore[arg-type]
+        BLOCK,  # type: ignore[arg-type]
+        options.shard_bytes,
+        "" if encoder is None else encoder.template,
+    )
 
 
 class _Shard:
@@ -151,37 +161,48 @@ class _Shard:
 
     def __init__(self, store: ObjectStore, plan: ShardPlan, number: int) -> None:
         self._store, self._name, self._width = store, shard_name(number), np.dtype(plan.dtype).itemsize
-        self._ids, self._ends = bytearray(), array("q")
+        self._ids, self._loss, self._ends = bytearray(), bytearray(), array("q")
+        self._masks = plan.masks
 
     @property
     def size(self) -> int:
         return len(self._ids)
 
-    def add(self, content: bytes, tokens: int) -> None:
+    def add(self, content: bytes, loss: bytes) -> None:
+        """Adds a document: its ids, and if the shards have masks a bool per id."""
         self._ids += content
-        self._ends.append((self._ends[-1] if self._ends else 0) + tokens)
+        self._loss += loss
+        self._ends.append(len(self._ids) // self._width)
 
     def finish(self) -> ShardRecord:
         """Stores the shard, its record last."""
-        view = memoryview(self._ids)
-        sums = np.array([zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)], dtype="<u4")
-        index = np.frombuffer(self._ends, dtype=np.int64).astype("<i8").tobytes() + sums.tobytes()
+        ids = memoryview(self._ids)
+        loss = np.packbits(np.frombuffer(self._loss, dtype=np.bool_), bitorder="little").data
+        index = np.frombuffer(self._ends, dtype=np.int64).astype("<i8").tobytes() + _sums(ids) + _sums(loss)
         record = ShardRecord(
-            len(view) // self._width,
+            len(ids) // self._width,
             len(self._ends),
-            hashlib.sha256(view).hexdigest(),
+            hashlib.sha256(ids).hexdigest(),
             hashlib.sha256(index).hexdigest(),
+            hashlib.sha256(loss).hexdigest() if self._masks else "",
         )
-        self._store.put(f"{self._name}.ids", view)
+        self._store.put(f"{self._name}.ids", ids)
+        if self._masks:
+            self._store.put(f"{self._name}.loss", loss)
         self._store.put(f"{self._name}.index", index)
-        self._store.put(f"{self._name}.json", json.dumps(asdict(record)).encode())
+        self._store.put(f"{self._name}.json", as_json(record))
         return record
+
+
+def _sums(data: memoryview) -> bytes:
+    sums = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    return np.array(sums, dtype="<u4").tobytes()
 
 
 def _begin(plan: ShardPlan, store: ObjectStore) -> None:
     """Claims the folder for a plan, or finds that it is of the same plan."""
     try:
-        store.put(PLAN, json.dumps(asdict(plan)).encode(), if_absent=True)
+        store.put(PLAN, as_json(plan), if_absent=True)
     except AlreadyExists:
         there = parse_as(ShardPlan, store.get(PLAN), f"{store.url}/{PLAN}", RECORD_BOUNDS, DataError)
         if there != plan:
@@ -190,22 +211,37 @@ def _begin(plan: ShardPlan, store: ObjectStore) -> None:
             raise DataError(Problem("--out", what, "use an empty place, or remove what is there")) from None
 
 
-def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[bytes], None]) -> Iterator[ShardRecord]:
-    """Yields the shards that are finished, in order, up to the first that is missing or damaged."""
+def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[Any], None]) -> Iterator[ShardRecord]:
+    """Gives the shards that are finished to the digest of all documents.
+
+    Yields the shards that are finished, in order, up to the first that is missing or damaged."""
     number = 0
     while (document := _stored(store, f"{shard_name(number)}.json")) is not None:
         place = f"{store.url}/{shard_name(number)}.json"
         record = parse_as(ShardRecord, document, place, RECORD_BOUNDS, DataError, "remove this object, and go on")
-        size, found = record.tokens * np.dtype(plan.dtype).itemsize, hashlib.sha256()
-        for start in range(0, size, _READ):
-            chunk = store.get(f"{shard_name(number)}.ids", start, min(size, start + _READ))
-            found.update(chunk)
-            update(chunk)
-        if found.hexdigest() != record.ids_sha256:
-            what = f"{store.url}/{shard_name(number)}.ids is damaged"
-            raise DataError(Problem("--out", what, f"remove {shard_name(number)}.json, and go on"))
+        ids = memoryview(_whole(store, number, "ids", record.ids_sha256))
+        if plan.masks:
+            packed = np.frombuffer(_whole(store, number, "loss", record.loss_sha256), dtype=np.uint8)
+            loss = np.unpackbits(packed, count=record.tokens, bitorder="little")
+            index = _whole(store, number, "index", record.index_sha256)
+            width = np.dtype(plan.dtype).itemsize
+            for begin, end in pairwise([0, *np.frombuffer(index, "<i8", record.documents).tolist()]):
+                update(ids[begin * width : end * width])
+                update(loss[begin:end].data)
+        else:
+            update(ids)
         yield record
         number += 1
+
+
+def _whole(store: ObjectStore, number: int, ending: str, sha256: str) -> bytes:
+    """Returns an object of a finished shard; raises DataError if it is damaged."""
+    name = shard_name(number)
+    found = _stored(store, f"{name}.{ending}")
+    if found is None or hashlib.sha256(found).hexdigest() != sha256:
+        what = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
+        raise DataError(Problem("--out", what, f"remove {name}.json, and go on"))
+    return found
 
 
 def _stored(store: ObjectStore, key: str) -> bytes | None:
@@ -213,58 +249,3 @@ def _stored(store: ObjectStore, key: str) -> bytes | None:
         return store.get(key)
     except NotFound:
         return None
-
-
-_Contents = list[tuple[bytes, int]]
-
-
-def _tokenised(request: Request, documents: Iterable[Text], processes: int) -> Iterator[_Contents]:
-    """Yields the ids of all documents in order, a batch at a time."""
-    if processes <= 1:
-        for batch in batches(documents):
-            yield list(encoded(request, batch))
-        return
-    waiting: deque[Future[_Contents | tuple[Problem, ...]]] = deque()
-    remaining = batches(documents)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start_process, (request,)) as pool:
-        try:
-            while True:
-                for batch in islice(remaining, _AHEAD * processes - len(waiting)):
-                    waiting.append(pool.submit(_encode, batch))
-                if not waiting:
-                    return
-                found = waiting.popleft().result()
-                if isinstance(found, tuple):
-                    raise DataError(list(found))
-                yield found
-        except BrokenProcessPool as error:
-            what = "a process that tokenised has ended, perhaps for lack of memory"
-            raise DataError(Problem("--processes", what, "run the command again: it goes on; or use fewer")) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-_request: Request | None = None
-
-
-def _start_process(request: Request) -> None:
-    global _request
-    _request = request
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _encode(batch: list[Text]) -> _Contents | tuple[Problem, ...]:
-    assert _request is not None
-    try:
-        return list(encoded(_request, batch))
-    except RayppError as error:
-        return tuple(error.problems)

@@ -13,9 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from raypp.data.loader import open_loader
+from raypp.data.sources import data_identity
 from raypp.spec.job import Job
+from raypp.spec.load import load_job
 
 JOB = """
 name: shards
@@ -63,9 +66,37 @@ def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     second = command(room, "--json")
     said, told = second.communicate(timeout=240)
     assert second.returncode == 0, told
-    assert "shards are there already; goes on after them" in told
-    assert json.loads(said)["documents"] == 450_000
+    assert "keeps " in told and " finished shard" in told
+    (made,) = json.loads(said)["outputs"]
+    assert made["documents"] == 450_000
     assert rows("tokens", room / "out") == rows("text", room / "source.txt")
+
+
+def test_conversations_and_mixtures_are_tokenised_in_several_processes(room: Path) -> None:
+    (room / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+    (room / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3000)
+    (room / "few.txt").write_text("one\n\ntwo")
+    (room / "job.yaml").write_text("""
+name: shards
+model: {vocab_size: 320}
+data:
+  kind: mixture
+  chat_template: template.jinja
+  parts: [{kind: chat, path: chat.jsonl}, {kind: text, path: few.txt, name: words, weight: 0.1}, {kind: synthetic}]
+""")
+    running = command(room)
+    said, told = running.communicate(timeout=240)
+    assert running.returncode == 0, told
+    assert said.startswith("chat: 3,000 documents") and "\nwords: 2 documents" in said
+    section = yaml.safe_load(said.partition("with this section:\n")[2])["data"]
+    assert [part["kind"] for part in section["parts"]] == ["tokens", "tokens", "synthetic"]
+    source = load_job(room / "job.yaml").job
+    assert data_identity(Job.model_validate({**source.model_dump(), "data": section})) == data_identity(source)
+    (room / "chat.jsonl").write_text('{"messages": 3}\n' * 2000)
+    running = command(room, "--out", "other")
+    _, told = running.communicate(timeout=240)
+    assert running.returncode == 2 and "chat.jsonl:1: " in told and "1,995 more rows cannot be used" in told
 
 
 def test_an_error_of_another_process_names_the_place(room: Path) -> None:

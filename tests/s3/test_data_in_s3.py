@@ -5,35 +5,21 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
-from seaweed import BUCKET, seaweed
+from datasets import Dataset, DatasetDict
+from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
-from raypp.data.sources import open_documents
+from raypp.data.sources import check_data, open_documents
 from raypp.errors import DataError, UnreachableError
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = pytest.mark.s3
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SeaweedServer]:
-    with seaweed() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def here(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RAYPP_CACHE_DIR", str(tmp_path))
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("in_seaweed")]
 
 
 def documents(**data: Any) -> list[list[int]]:
@@ -73,11 +59,50 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
 
 
+def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
+    """As `save_to_disk` writes them, and as they are on the hub, larger than one range."""
+    many = [f"{number} " * 400 for number in range(3000)]
+    splits = {"train": Dataset.from_dict({"text": many}), "test": Dataset.from_dict({"text": ["held", "out"]})}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1})
+    for split, rows in splits.items():
+        rows.to_parquet(tmp_path / "hub" / "en" / f"{split}-00000-of-00001.parquet", batch_size=500)
+    pairs = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
+    pairs.to_parquet(tmp_path / "hub" / "pairs" / "train-00000-of-00001.parquet")
+    store = open_store(f"s3://{BUCKET}/hf")
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        store.put(str(file.relative_to(tmp_path)), file.read_bytes())
+    expected = [[*text.encode(), 256] for text in many]
+    for path in (f"s3://{BUCKET}/hf/saved", f"s3://{BUCKET}/hf/saved/", f"s3://{BUCKET}/hf/saved/train"):
+        assert documents(kind="hf", path=path) == expected
+    hub = f"s3://{BUCKET}/hf/hub"
+    assert documents(kind="hf", path=hub, config="en") == expected
+    assert documents(kind="hf", path=hub, config="en", split="test") == [[*b"held", 256], [*b"out", 256]]
+    assert documents(kind="hf", path=hub, config="pairs") == [[*b"ab", 256]]
+    assert documents(kind="hf", path=f"{hub}/en/test-00000-of-00001.parquet") == [[*b"held", 256], [*b"out", 256]]
+    with pytest.raises(DataError, match="several configurations"):
+        documents(kind="hf", path=hub)
+    damaged = f"s3://{BUCKET}/hf/damaged.parquet"
+    store.put("damaged.parquet", (tmp_path / "hub/en/train-00000-of-00001.parquet").read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"damaged\.parquet cannot be read as parquet"):
+        documents(kind="hf", path=damaged)
+
+
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"^data\.path: no object at s3://.*/none"):
         documents(kind="text", path=f"s3://{BUCKET}/none")
     with pytest.raises(UnreachableError, match=r"data\.path: .*no-such-bucket"):
         documents(kind="text", path="s3://no-such-bucket/x")
+
+
+def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
+    open_store(f"s3://{BUCKET}/there").put("a.txt", b"A")
+    parts = [{"kind": "text", "path": f"s3://{BUCKET}/{name}"} for name in ("there", "none")]
+    mixed = {"kind": "mixture", "parts": [*parts, {"kind": "text", "path": "s3://no-such-bucket/x"}]}
+    job = Job.model_validate({"name": "s3", "data": mixed})
+    assert check_data(job) == []
+    found = check_data(job, stores=True)
+    assert [problem.key for problem in found] == ["data.parts[1].path", "data.parts[2].path"]
+    assert "no object at" in found[0].what and "no-such-bucket" in found[1].what
 
 
 def test_a_refused_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from seaweed import BUCKET, seaweed
+from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
 from raypp.data.loader import open_loader
 from raypp.data.sources import source_request
 from raypp.data.write_shards import Options, write_shards
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("in_seaweed")]
 OUT = f"s3://{BUCKET}/shards"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[SeaweedServer]:
-    with seaweed() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def here(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RAYPP_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def job(**data: Any) -> Job:
@@ -41,7 +27,8 @@ def rows(**data: Any) -> list[Any]:
     loader = open_loader(job(**data), 0, 1)
     steps = [loader.next_step() for _ in range(2)]
     loader.close()
-    return [row.tokens.tolist() for step in steps for microbatch in step for row in microbatch.rows]
+    found = [row for step in steps for microbatch in step for row in microbatch.rows]
+    return [(row.tokens.tolist(), row.labels.tolist()) for row in found]
 
 
 def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path) -> None:
@@ -58,3 +45,19 @@ def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path
     assert rows(kind="tokens", path=OUT) == rows(**text)
     blocks = sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file())
     assert 0 < blocks < 2 * manifest.tokens
+
+
+def test_loss_masks_are_read_by_ranges_too(tmp_path: Path) -> None:
+    source = tmp_path / "pairs.jsonl"
+    with source.open("w") as file:
+        for number in range(20_000):
+            pair = {"prompt": f"{number} and ", "completion": "so on " * (1 + number % 60)}
+            file.write(json.dumps(pair) + "\n")
+    data = {"kind": "chat", "path": str(source)}
+    out = f"s3://{BUCKET}/masked"
+    read, request = source_request(job(**data))
+    manifest = write_shards(read, request, open_store(out), Options(1, 2 << 20))
+    assert len(manifest.shards) > 3
+    assert rows(kind="tokens", path=out) == rows(**data)
+    names = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file()}
+    assert "loss" in names and "0" in names

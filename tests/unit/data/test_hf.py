@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,22 +131,46 @@ def test_damaged_files_are_errors(tmp_path: Path, kind: str) -> None:
             assert len(str(error)) < 3000
 
 
-def test_a_name_on_the_hub_is_resolved_or_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A hub that accepts connections and never answers, and the folder of what it gave earlier."""
+    from huggingface_hub import constants
 
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("raypp.data.hf._PATIENCE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        yield tmp_path / "hub"
+
+
+def downloaded(hub: Path, *texts: str) -> None:
+    """Lays out a dataset as Hugging Face's library keeps what it downloads."""
+    there = hub / "datasets--org--name"
+    parquet(there / "blobs" / "0123", *texts)
+    (there / "refs").mkdir()
+    (there / "refs" / "main").write_text("abc")
+    (there / "snapshots" / "abc" / "data").mkdir(parents=True)
+    (there / "snapshots" / "abc" / "data" / "train-0.parquet").symlink_to("../../../blobs/0123")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_on_the_hub_is_what_was_downloaded_or_an_answer_in_time(
+    hub: Path, offline: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     asked = job(kind="hf", path="org/name")
     assert check_spec(asked) == []
-    parquet(tmp_path / "data" / "train-0.parquet", "from the hub")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path))
-    assert texts_of(open_documents(asked).train) == ["from the hub"]
-
-    def offline(name: str, **_: Any) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    began = time.monotonic()
     said = refused("org/name")
+    assert time.monotonic() - began < 60
     assert "org/name is no folder on this node, and the hub does not give it: " in said
+    assert ("HF_HUB_OFFLINE" if offline else "Timeout") in said and "not among what was downloaded earlier" in said
     assert "hf download --repo-type dataset org/name --local-dir DIR" in said
+    downloaded(hub, "from the hub")
+    assert texts_of(open_documents(asked).train) == ["from the hub"]
+    assert "the hub does not answer; reading what was downloaded of org/name earlier" in caplog.text
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_jobs import as_lists, job, loading, rows_of
+from data_jobs import as_lists, job, loading, rows_of, texts_of
 
+from raypp.data.look import look_at
 from raypp.data.shard_format import MANIFEST, PLAN, Manifest
-from raypp.data.sources import data_identity, source_request
+from raypp.data.shard_jobs import outputs_of, section_of_shards
+from raypp.data.sources import data_identity, open_documents, source_request
 from raypp.data.token_blocks import BlockCache, Shard
 from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError
@@ -27,6 +29,19 @@ def text(tmp_path: Path) -> dict[str, Any]:
     return {"kind": "text", "path": str(path)}
 
 
+@pytest.fixture
+def chat(tmp_path: Path) -> dict[str, Any]:
+    path, template = tmp_path / "chats.jsonl", tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    with path.open("w") as file:
+        for i in range(800):
+            turns = [("user", f"question {i} " * (i % 13)), ("assistant", f"answer {i} " * (1 + i % 7))]
+            messages = [{"role": role, "content": content} for role, content in turns]
+            row = {"messages": messages} if i % 3 else {"prompt": "p", "completion": f"c{i}"}
+            file.write(json.dumps(row) + "\n")
+    return {"kind": "chat", "path": str(path), "chat_template": str(template)}
+
+
 def written(data: dict[str, Any], out: Path, **more: Any) -> Manifest:
     read, request = source_request(job(**data))
     return write_shards(read, request, open_store(str(out)), Options(1, SHARD, **more))
@@ -37,18 +52,22 @@ def rows(data: dict[str, Any]) -> list[Any]:
         return as_lists(rows_of(loader.next_step() for _ in range(40)))
 
 
-def test_the_rows_and_their_identity_are_those_of_the_source(text: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_the_rows_and_their_identity_are_those_of_the_source(kind: str, request: Any, tmp_path: Path) -> None:
+    text = request.getfixturevalue(kind)
     manifest = written(text, tmp_path / "out")
-    assert len(manifest.shards) > 20 and manifest.documents == 1500
+    assert len(manifest.shards) > 5 and manifest.documents in (800, 1500)
     shards = {"kind": "tokens", "path": str(tmp_path / "out")}
     assert data_identity(job(**shards)) == data_identity(job(**text))
     assert rows(shards) == rows(text)
     assert data_identity(job(**shards, eval={"fraction": 0.1})) == data_identity(job(**text, eval={"fraction": 0.1}))
 
 
-def test_a_run_of_the_source_goes_on_with_its_shards(text: dict[str, Any], tmp_path: Path) -> None:
-    written(text, tmp_path / "out")
-    with loading(job(**text)) as first, loading(job(kind="tokens", path=str(tmp_path / "out"))) as second:
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_run_of_the_source_goes_on_with_its_shards(kind: str, request: Any, tmp_path: Path) -> None:
+    data = request.getfixturevalue(kind)
+    written(data, tmp_path / "out")
+    with loading(job(**data)) as first, loading(job(kind="tokens", path=str(tmp_path / "out"))) as second:
         first.next_step()
         second.seek(first.position())
         assert as_lists(rows_of([first.next_step()])) == as_lists(rows_of([second.next_step()]))
@@ -74,8 +93,11 @@ class FailingStore:
         return getattr(self._store, name)
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4, 17, 61])
-def test_it_goes_on_wherever_it_ended(text: dict[str, Any], tmp_path: Path, writes: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "writes"), [*(("text", n) for n in (0, 1, 2, 3, 4, 17, 61)), *(("chat", n) for n in (3, 4, 5, 11))]
+)
+def test_it_goes_on_wherever_it_ended(kind: str, request: Any, tmp_path: Path, writes: int) -> None:
+    text, objects = request.getfixturevalue(kind), {"text": 3, "chat": 4}[kind]
     whole = written(text, tmp_path / "whole")
     read, request = source_request(job(**text))
     store: Any = FailingStore(open_store(str(tmp_path / "out")), writes)
@@ -86,7 +108,7 @@ def test_it_goes_on_wherever_it_ended(text: dict[str, Any], tmp_path: Path, writ
             data_identity(job(kind="tokens", path=str(tmp_path / "out")))
     kept: list[int] = []
     assert written(text, tmp_path / "out", found=kept.append) == whole
-    assert kept == [max(0, (writes - 1) // 3)]
+    assert kept == [max(0, (writes - 1) // objects)]
     files = sorted(path.name for path in (tmp_path / "whole").iterdir() if path.is_file())
     for name in files:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -109,8 +131,8 @@ def test_what_is_read_and_its_size_are_told(text: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize("data", [{"kind": "synthetic"}, {"kind": "mixture", "parts": [{"kind": "synthetic"}]}])
 def test_only_text_can_be_tokenised(data: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="has no text"):
-        source_request(job(**data))
+    with pytest.raises(DataError, match=r"has no text|no part has text"):
+        outputs_of(job(**data))
 
 
 def test_damage_is_named(text: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +171,117 @@ def test_damage_is_named(text: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     (out / "shard-000003.ids").unlink()
     assert "shard-000003.ids, which is missing" in said()
     assert (out / PLAN).exists() and manifest.plan.dtype == "uint16"
+
+
+def test_damaged_loss_masks_are_named(chat: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    written(chat, out)
+    bits = (out / "shard-000001.loss").read_bytes()
+    for number, (content, what) in enumerate(
+        [
+            (bytes([bits[0] ^ 4]) + bits[1:], "shard-000001.loss at byte 0 is damaged (its CRC-32 differs)"),
+            (bits[:-1], "shard-000001.loss, which has"),
+            (None, "shard-000001.loss, which is missing"),
+        ]
+    ):
+        monkeypatch.setenv("RAYPP_CACHE_DIR", str(tmp_path / f"cache-{number}"))
+        if content is None:
+            (out / "shard-000001.loss").unlink()
+        else:
+            (out / "shard-000001.loss").write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            rows({"kind": "tokens", "path": str(out)})
+        assert what in str(caught.value)
+    (out / MANIFEST).unlink()
+    with pytest.raises(DataError, match=r"shard-000001\.loss is missing\n  fix: remove shard-000001\.json"):
+        written(chat, out)
+
+
+def test_rows_that_cannot_be_used_end_it_with_the_first_and_their_number(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "completion": "b"}'] * 20 + ['{"prompt": 3}'] * 900
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        written({"kind": "chat", "path": str(tmp_path / "a.jsonl")}, tmp_path / "out")
+    assert "a.jsonl:21: " in str(caught.value) and "895 more rows cannot be used" in str(caught.value)
+
+
+OLD = {
+    "tokens.json": b'{"plan": {"format": 1, "source": "edcac7638edc6cbc1117cb8c22ab4a5b", "path": "/data/t.txt", '
+    b'"tokenizer": "bytes", "vocab_size": 257, "end_id": 256, "dtype": "uint16", "block": 65536, '
+    b'"shard_bytes": 20000}, "digest": "fb6b78ca443f8d77", "tokens": 8, "documents": 2, "shards": [{"tokens": 8, '
+    b'"documents": 2, "ids_sha256": "4a71c341cb87c81550acce3af3f174a5c24cab79f8fa958d0289c2f1388841ca", '
+    b'"index_sha256": "b8876a8723ac5b34b11ddf723553812b436aa4e25c88048452e7eb2d1b036adb"}]}',
+    "shard-000000.ids": np.array([111, 110, 101, 256, 116, 119, 111, 256], dtype="<u2").tobytes(),
+    "shard-000000.index": np.array([4, 8], dtype="<i8").tobytes() + bytes.fromhex("ca01a391"),
+}
+"""A folder as it was before there were loss masks."""
+
+
+def test_older_shards_are_read_and_those_of_text_are_still_written(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name, content in OLD.items():
+        (tmp_path / "old" / name).write_bytes(content)
+    train = open_documents(job(kind="tokens", path=str(tmp_path / "old"))).train
+    assert texts_of(train) == ["one", "two"] and train.loss is None
+    (tmp_path / "t.txt").write_text("one\n\ntwo")
+    text = {"kind": "text", "path": str(tmp_path / "t.txt")}
+    manifest = written(text, tmp_path / "new")
+    for name in ("shard-000000.ids", "shard-000000.index"):
+        assert (tmp_path / "new" / name).read_bytes() == OLD[name]
+    own = {"source": manifest.plan.source.encode(), "path": text["path"].encode()}
+    old = OLD["tokens.json"].replace(b"/data/t.txt", own["path"])
+    assert (tmp_path / "new" / MANIFEST).read_bytes() == old.replace(b"edcac7638edc6cbc1117cb8c22ab4a5b", own["source"])
+
+
+def test_a_mixture_is_tokenised_part_by_part(text: dict[str, Any], chat: dict[str, Any], tmp_path: Path) -> None:
+    template = {"chat_template": chat["chat_template"]}
+    parts = [
+        {**text, "weight": 3, "epochs": 2},
+        {"kind": "chat", "path": chat["path"]},
+        {"kind": "synthetic", "weight": 0.5},
+        {**text, "tokens": 900},
+    ]
+    source = job(kind="mixture", parts=parts, seq_len=64, eval={"fraction": 0.1}, **template)
+    urls = {}
+    for output in outputs_of(source):
+        urls[output.key] = str(tmp_path / "out" / output.name)
+        write_shards(output.read, output.request, open_store(urls[output.key]), Options(1, SHARD))
+    assert list(urls) == ["data.parts[0]", "data.parts[1]", "data.parts[3]"]
+    assert {Path(url).name for url in urls.values()} == {"source", "chats", "source-2"}
+    section = section_of_shards(source, urls)
+    assert section["parts"][0] == {
+        "kind": "tokens", "path": urls["data.parts[0]"], "name": "source", "weight": 3.0, "epochs": 2.0
+    }  # fmt: skip
+    with loading(source) as one, loading(job(**section)) as other:
+        assert one.identity == other.identity
+        assert as_lists(rows_of(one.next_step() for _ in range(30))) == as_lists(
+            rows_of(other.next_step() for _ in range(30))
+        )
+        assert one.position() == other.position() and one.used() == other.used()
+        assert as_lists(rows_of(one.held_out())) == as_lists(rows_of(other.held_out()))
+
+
+def test_held_out_data_of_its_own_are_tokenised_too(text: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("held\n\nout")
+    source = job(**text, eval={"path": str(tmp_path / "held.txt")}, seq_len=64)
+    urls = {}
+    for output in outputs_of(source):
+        urls[output.key] = str(tmp_path / "out" / output.name)
+        write_shards(output.read, output.request, open_store(urls[output.key]), Options(1, SHARD))
+    shards = job(**section_of_shards(source, urls))
+    assert data_identity(shards) == data_identity(source)
+    held_out = open_documents(shards).held_out
+    assert held_out is not None and texts_of(held_out) == ["held", "out"]
+
+
+@pytest.mark.parametrize("data", ["text", "chat"])
+def test_a_sample_of_all_documents_of_shards_is_that_of_the_source(data: str, request: Any, tmp_path: Path) -> None:
+    source = request.getfixturevalue(data)
+    written(source, tmp_path / "out")
+    one, other = look_at(job(**source), 3), look_at(job(kind="tokens", path=str(tmp_path / "out")), 3)
+    assert (one.tokens, one.loss_tokens, one.counts) == (other.tokens, other.loss_tokens, other.counts)
+    for first, second in zip(one.first, other.first, strict=True):
+        assert all((a.loss == b.loss).all() and (a.ids == b.ids).all() for a, b in zip(first, second, strict=True))
 
 
 def test_an_id_that_the_model_lacks_is_named(text: dict[str, Any], tmp_path: Path) -> None:
