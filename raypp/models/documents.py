@@ -81,6 +81,8 @@ class PackedDocuments:
         kernel: Computes attention over whole rows. None: the plain version.
         across: Computes attention over the cp group when this rank holds a share of every row, or
             to the tokens so far in decoding. None: this rank holds whole rows.
+        keys_S: The key of each token that this rank holds, for dropout of adapters
+            (`raypp.models.adapter_dropout`), int64 `[S]`. None: nothing is dropped.
     """
 
     lengths: tuple[int, ...]
@@ -88,6 +90,7 @@ class PackedDocuments:
     lengths_S: Tensor
     kernel: AttentionKernel | None = None
     across: AttentionAcross | None = None
+    keys_S: Tensor | None = None
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], *, kernel: AttentionKernel | None = None) -> PackedDocuments:
@@ -121,7 +124,8 @@ class PackedDocuments:
         """Returns the same documents with all tensors moved, always in the same order."""
         across = None if self.across is None else self.across.moved(move)
         cu_seqlens, lengths_S = move(self.cu_seqlens), move(self.lengths_S)
-        return replace(self, cu_seqlens=cu_seqlens, lengths_S=lengths_S, across=across)
+        keys_S = None if self.keys_S is None else move(self.keys_S)
+        return replace(self, cu_seqlens=cu_seqlens, lengths_S=lengths_S, across=across, keys_S=keys_S)
 
     @cached_property
     def uniform(self) -> int | None:

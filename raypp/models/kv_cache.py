@@ -1,10 +1,10 @@
 """Keys and values of the tokens so far, so that decoding computes only the newest token.
 
-Rows of different lengths begin at position 0 and are padded at their end. What padding leaves in
-the cache is overwritten by the row's next tokens before any of them can see it.
+Rows of different lengths begin at position 0 and are padded at their end. A layer with a window
+keeps only as many tokens as its window has: position p is in slot p mod R of each row.
 
 Legend: B rows, T tokens of a row in this forward, S = B · T, H query heads, K key/value heads (K
-divides H), G = H / K, D head width, N positions of the cache that are looked at.
+divides H), G = H / K, D head width, N positions that are looked at, R slots of a layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class KeyValueCache:
 
     Attributes:
         capacity: Tokens that each row may have.
-        layers: Keys and values of each layer, `[B, K, capacity, D]` each, in the order of layers.
+        layers: Keys and values of each layer, `[B, K, R, D]` each, in the order of layers. R is the
+            capacity, or the layer's window if that is shorter.
     """
 
     capacity: int
@@ -44,7 +45,8 @@ class KeyValueCache:
         target = max(lengths)
         whole = PackedDocuments.of_rows([[length] for length in lengths], target, kernel=kernel)
         whole = whole.moved(lambda tensor: tensor.to(device))
-        return replace(whole, across=_Cached(self, whole, None, ()))
+        ends = tuple(length - 1 for length in lengths)
+        return replace(whole, across=_Cached(self, whole, torch.tensor(ends, device=device), ends))
 
     def next_token(self, positions: Sequence[int], device: torch.device) -> PackedDocuments:
         """Returns the documents of a later forward: one token of each row, at its position."""
@@ -61,14 +63,14 @@ class _Cached:
     Attributes:
         cache: The cache.
         prompts: The documents of the first forward; None in later ones.
-        positions_B: The position of each row's token, int64 `[B]`; None in the first forward.
+        positions_B: The position of each row's last token, int64 `[B]`.
         positions: The same on the host.
         layer: The number of the next layer.
     """
 
     cache: KeyValueCache
     prompts: PackedDocuments | None
-    positions_B: Tensor | None
+    positions_B: Tensor
     positions: tuple[int, ...]
     layer: int = 0
 
@@ -79,26 +81,36 @@ class _Cached:
         index, self.layer = self.layer, self.layer + 1
         if self.prompts is None:
             return self._decode(index, q_SHD, k_SKD, v_SKD, rule, sinks_H)
-        rows = len(self.prompts.lengths)
-        self.cache.layers.append((self._with_room(k_SKD, rows), self._with_room(v_SKD, rows)))
+        self.cache.layers.append((self._kept(k_SKD, rule), self._kept(v_SKD, rule)))
         attend = (self.prompts.kernel or PLAIN).attend
         return attend(q_SHD, k_SKD, v_SKD, self.prompts, rule.within(self.prompts.max_len), sinks_H)
 
-    def _with_room(self, part_SKD: Tensor, rows: int) -> Tensor:
-        """Returns keys or values `[S, K, D]` with room for more tokens: `[B, K, capacity, D]`."""
-        part_BTKD = part_SKD.view(rows, -1, *part_SKD.shape[1:])
-        room = part_SKD.new_zeros(rows, part_SKD.shape[1], self.cache.capacity, part_SKD.shape[2])
-        room[:, :, : part_BTKD.shape[1]] = part_BTKD.transpose(1, 2)
-        return room
+    def _kept(self, part_SKD: Tensor, rule: AttentionRule) -> Tensor:
+        """Returns the slots `[B, K, R, D]` after the first forward, of keys or values `[S, K, D]`.
+
+        What padding leaves in a slot is overwritten before a query sees it.
+        """
+        rows, (_, heads, width) = len(self.positions), part_SKD.shape
+        part_BTKD = part_SKD.view(rows, -1, heads, width)
+        slots = self.cache.capacity if rule.window is None else min(rule.window, self.cache.capacity)
+        if part_BTKD.shape[1] <= slots:
+            room = part_SKD.new_zeros(rows, heads, slots, width)
+            room[:, :, : part_BTKD.shape[1]] = part_BTKD.transpose(1, 2)
+            return room
+        # The newest position of each row in each slot; where there is none yet, any.
+        ends_B1 = self.positions_B[:, None]
+        newest_BR = (ends_B1 - (ends_B1 - torch.arange(slots, device=part_SKD.device)) % slots).clamp(min=0)
+        rows_B1 = torch.arange(rows, device=part_SKD.device)[:, None]
+        return part_BTKD[rows_B1, newest_BR].transpose(1, 2).contiguous()
 
     def _decode(
         self, index: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
     ) -> Tensor:
-        assert self.positions_B is not None
         keys, values = self.cache.layers[index]
+        slots = keys.shape[2]
         rows_B = torch.arange(len(self.positions), device=keys.device)
-        keys[rows_B, :, self.positions_B] = k_BKD
-        values[rows_B, :, self.positions_B] = v_BKD
+        keys[rows_B, :, self.positions_B % slots] = k_BKD
+        values[rows_B, :, self.positions_B % slots] = v_BKD
         first, end = 0, max(self.positions) + 1
         if rule.window is not None:
             first = max(0, min(self.positions) + 1 - rule.window)
@@ -106,7 +118,11 @@ class _Cached:
         seen_BN = at_N <= self.positions_B[:, None]
         if rule.window is not None:
             seen_BN &= at_N > self.positions_B[:, None] - rule.window
-        return attend_one(q_BHD, keys[:, :, first:end], values[:, :, first:end], seen_BN, rule, sinks_H)
+        if end <= slots:
+            keys, values = keys[:, :, first:end], values[:, :, first:end]
+        else:  # in the order of positions, so that sums have the same order as without a window
+            keys, values = keys[:, :, at_N % slots], values[:, :, at_N % slots]
+        return attend_one(q_BHD, keys, values, seen_BN, rule, sinks_H)
 
     def moved(self, move: Move) -> _Cached:
         """Returns the same: a cache lies where its rank computes."""

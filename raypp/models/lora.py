@@ -1,27 +1,30 @@
 """Adapters around the matrices of a stage (LoRA, arXiv:2106.09685): W·x + s · B·(A·x), W frozen.
 
-An adapter changes neither the class nor the parameters of the module it belongs to: A and B become
-children of it, and its `forward` is replaced. So names do not change, and any module works that
-maps `[..., in]` to `[..., out]`. Experts' matrices are computed by `raypp.models.experts`, which
-takes an `AdaptedStack` where it takes a stack.
+An adapter does not change the parameters of the module it belongs to: A and B become children of
+it, and its class gets another `forward`. So names do not change, and any module works that maps
+`[..., in]` to `[..., out]`. Experts' matrices are computed by `raypp.models.experts`, which takes
+an `AdaptedStack` where it takes a stack.
 
 Legend: r rank, E experts, N rows sorted by expert, n rows of one expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
+from raypp.models.documents import PackedDocuments
 from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.quantised import quantised_base
 
 
@@ -46,25 +49,80 @@ def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> No
         layer = stage.get_submodule(f"model.layers.{index}")
         if base is not None and family is not None:
             quantise_layer(layer, family.weights(options, index), base)
-        for adapter in layer_adapters(options, index):
+        adapters = layer_adapters(options, index)
+        tokens = _tell_tokens(layer) if lora.dropout and adapters else None
+        for adapter in adapters:
             if adapter.stacked:
                 inside, _, name = adapter.module.rpartition(".")
                 _adapt_stack(layer.get_submodule(inside), name, adapter.a.shape, adapter.b.shape, lora.scale)
             else:
-                _adapt(layer.get_submodule(adapter.module), lora.rank, lora.scale)
+                name = f"model.layers.{index}.{adapter.module}"
+                dropout = None if tokens is None else AdapterDropout(lora.dropout, name, tokens)
+                _adapt(layer.get_submodule(adapter.module), lora, dropout)
 
 
-def _adapt(module: nn.Module, rank: int, scale: float) -> None:
+class _Adapted(nn.Module):
+    """Adds the adapter to what the class behind it maps `[..., in]` to `[..., out]`."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_scale: float
+    lora_dropout: AdapterDropout | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., in]` to `[..., out]`."""
+        taken = x if self.lora_dropout is None else self.lora_dropout(x)
+        out: Tensor = super().forward(x) + self.lora_B(self.lora_A(taken)) * self.lora_scale
+        return out
+
+
+class _Telling(nn.Module):
+    """Tells the adapters within which tokens they get, before the class behind it computes.
+
+    Both a layer and its attention do so: each may be what is recomputed in a backward.
+    """
+
+    lora_tokens: CurrentTokens
+
+    def forward(self, x_BTC: Tensor, rotary: Any, documents: PackedDocuments, *rest: Any) -> Tensor:
+        """Maps `[B, T, C]` to `[B, T, C]`."""
+        self.lora_tokens.keys_S = documents.keys_S
+        out: Tensor = super().forward(x_BTC, rotary, documents, *rest)
+        return out
+
+
+def _extend(module: nn.Module, mixin: Any) -> None:
+    """Gives a module the `forward` of a class, which calls that of the module's own class."""
+    kind: Any = type(module)
+    module.__class__ = _joined(mixin, kind)
+
+
+@cache
+def _joined(mixin: type[Any], kind: type[Any]) -> type[Any]:
+    """Returns the class of modules of a kind that have another `forward`.
+
+    One class for all modules of a kind: a `forward` of each module's own would make `torch.compile`
+    compile every layer again, and none after the eighth.
+    """
+    return type(f"{mixin.__name__.strip('_')}{kind.__name__}", (mixin, kind), {})
+
+
+def _tell_tokens(layer: nn.Module) -> CurrentTokens:
+    """Makes a layer tell what adapters within it get, and returns where."""
+    tokens = CurrentTokens()
+    for module in (layer, layer.get_submodule("self_attn")):
+        module.lora_tokens = tokens  # type: ignore[assignment]
+        _extend(module, _Telling)
+    return tokens
+
+
+def _adapt(module: nn.Module, lora: LoraOptions, dropout: AdapterDropout | None) -> None:
     """Adds A `[r, in]` and B `[out, r]` to a module that maps `[..., in]` to `[..., out]`."""
-    module.lora_A = nn.Linear(module.in_features, rank, bias=False)  # type: ignore[arg-type]
-    module.lora_B = nn.Linear(rank, module.out_features, bias=False)  # type: ignore[arg-type]
-    module.forward = partial(_adapted, module.forward, module.lora_A, module.lora_B, scale)
-
-
-def _adapted(base: Callable[[Tensor], Tensor], a: nn.Module, b: nn.Module, scale: float, x: Tensor) -> Tensor:
-    """Maps `[..., in]` to `[..., out]`."""
-    out: Tensor = base(x) + b(a(x)) * scale
-    return out
+    module.lora_A = nn.Linear(module.in_features, lora.rank, bias=False)  # type: ignore[arg-type]
+    module.lora_B = nn.Linear(lora.rank, module.out_features, bias=False)  # type: ignore[arg-type]
+    module.lora_dropout = dropout  # type: ignore[assignment]
+    module.lora_scale = lora.scale  # type: ignore[assignment]
+    _extend(module, _Adapted)
 
 
 def _adapt_stack(experts: nn.Module, name: str, a: tuple[int, ...], b: tuple[int, ...], scale: float) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lazily import Lazily
 from safetensors.torch import load_file
-from their_models import FAMILY_CASES, keys_of, loaded, options_in, run, their_config, their_instance
+from their_models import FAMILY_CASES, family_cases, keys_of, loaded, options_in, run, their_config, their_instance
 from told import Told
 from torch import nn
 from torch.distributed import TCPStore
@@ -35,8 +36,8 @@ from raypp.spec.job import OptimizerOptions
 from raypp.storage.directory import DirectoryStore
 from raypp.train.optimizer import build_optimizer
 
-transformers: Any = pytest.importorskip("transformers")
-every_case = pytest.mark.parametrize(("kind", "case"), FAMILY_CASES)
+transformers: Any = Lazily("transformers")
+every_case = family_cases()
 once_each = pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, marks=() if case == "plain" else pytest.mark.slow) for kind, case in FAMILY_CASES],
@@ -144,7 +145,7 @@ def test_logits_gradients_and_an_optimizer_step_are_those_of_transformers(kind: 
     assert not still, "every parameter affects the loss, so the comparison covers it"
 
 
-@every_case
+@family_cases(slow={"odd widths"})
 def test_two_stages_compute_the_bits_of_one(kind: str, case: str, theirs: Any) -> None:
     folder = theirs(kind, case).folder
     loss, gradients = trained(loaded(folder))

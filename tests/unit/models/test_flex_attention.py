@@ -18,7 +18,11 @@ RULES = [
     NO_RULE, AttentionRule(window=50), AttentionRule(window=130, soft_cap=3.0), AttentionRule(scale=0.3, sinks=True),
     AttentionRule(window=7, scale=0.1, sinks=True),
 ]  # fmt: skip
-LENGTHS = [[5], [128], [140, 77, 128, 3], [129, 127, 128]]
+LENGTHS = [
+    [5],
+    [140, 77, 128, 3],
+    *(pytest.param(lengths, marks=pytest.mark.slow) for lengths in ([128], [129, 127, 128])),
+]
 
 
 def blocks(mask: BlockMask) -> list[list[list[int]]]:

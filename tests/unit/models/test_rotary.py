@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from torch import Tensor
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.rotary import rotary_table, rotated
 from raypp.spec.rope import RopeOptions, Rotary, rope_problems
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 
 WIDTH, CONTEXT, THETA = 16, 32, 5e5
 SHORT, LONG = tuple(1 + 0.1 * i for i in range(8)), tuple(2.0 + i for i in range(8))

@@ -1,0 +1,111 @@
+"""Dropout of what adapters take, with masks that no mesh changes.
+
+Whether a number is dropped is a function of the run's seed, the step, the token's row in the step's
+batch and its place there, the matrix, and the feature. So every mesh, a recomputed forward and a
+resumed run drop the same numbers. There is no generator state.
+
+A token's part of this is one 64-bit hash, its key. Keys are computed with the microbatch
+(`pipeline.collate`), are cut with its rows, and reach a layer as `PackedDocuments.keys_S`.
+
+Legend: B rows, t this rank's tokens of each, S tokens of the microbatch on this rank, C width of
+what an adapter takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raypp.models.counter_hash import LANES, hash_key, lanes, splitmix
+
+_STEPS = 1 << 16
+"""A probability is a number of these."""
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """The keys of the tokens of one step.
+
+    Attributes:
+        seed: train.seed.
+        step: The step's number.
+        first_row: Number of the replica's first row, counted through all rows of the step.
+    """
+
+    seed: int
+    step: int
+    first_row: int
+
+    def of(self, first: int, rows: int, columns: NDArray[np.int64]) -> Tensor:
+        """Returns the keys of some rows of the replica, int64 `[B * t]`, on the host.
+
+        Args:
+            first: Number of the first of them, counted through the replica's rows.
+            rows: B.
+            columns: The places of this rank's tokens in a whole row, int64 `[t]`.
+        """
+        numbers = np.arange(self.first_row + first, self.first_row + first + rows, dtype=np.int64)
+        places = (numbers[:, None] << 32) + columns
+        return splitmix(torch.from_numpy(places.reshape(-1)), hash_key(f"dropout:{self.seed}:{self.step}"))
+
+
+class CurrentTokens:
+    """The tokens that a layer computes now.
+
+    Attributes:
+        keys_S: Their keys, int64 `[S]`. None: nothing is dropped.
+    """
+
+    keys_S: Tensor | None = None
+
+
+@torch.library.custom_op("raypp::kept", mutates_args=())
+def _kept(keys_S: Tensor, key: Tensor, width: int, lowest: int) -> Tensor:
+    """Returns what is not dropped, bool `[S, C]`.
+
+    An operator: the compiler does not look inside. Code that it fused with the hash would round
+    other functions otherwise, depending on what is recomputed.
+
+    Args:
+        keys_S: The tokens' keys, int64 `[S]`.
+        key: The matrix's key, int64 `[]`.
+        width: C.
+        lowest: The lowest of the signed 16-bit numbers that are kept.
+    """
+    words = torch.arange(-(-width // LANES), device=keys_S.device)
+    return lanes(splitmix(keys_S[:, None] + words, key))[:, :width] >= lowest
+
+
+@_kept.register_fake
+def _(keys_S: Tensor, key: Tensor, width: int, lowest: int) -> Tensor:
+    return keys_S.new_empty((keys_S.shape[0], width), dtype=torch.bool)
+
+
+class AdapterDropout(nn.Module):
+    """Drops numbers of what the adapter of one matrix takes, and scales the others.
+
+    Args:
+        probability: That of a number to be dropped.
+        matrix: The global name of the matrix.
+        tokens: The tokens of its layer.
+    """
+
+    def __init__(self, probability: float, matrix: str, tokens: CurrentTokens) -> None:
+        super().__init__()
+        dropped = min(max(round(probability * _STEPS), 1), _STEPS - 1)
+        self.lowest, self.factor = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
+        self.tokens = tokens
+        # Not an int: compiled code would be compiled again for that of every layer.
+        self.key = torch.tensor(hash_key(f"dropout:{matrix}"), device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `[..., C]` for `[..., C]`, of S tokens in the order of their keys."""
+        keys_S = self.tokens.keys_S
+        if keys_S is None:
+            return x
+        kept = _kept(keys_S, self.key, x.shape[-1], self.lowest).view(x.shape)
+        return torch.where(kept, x * self.factor, 0)

@@ -1,0 +1,113 @@
+"""Dropout of adapters: no mesh, schedule or recomputation changes what is dropped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from comparison import assert_close, assert_identical, assert_same_sums
+from test_lora import document as adapters
+from test_recompute_and_compile import COMPILED, needs_compiler
+from training import Batch, InBothTypes, train_steps
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""Targets that are no matrices of experts."""
+
+
+def document(dropout: float = 0.25, kind: str = "llama", **sections: Any) -> dict[str, Any]:
+    targets = DENSE if kind == "qwen3_moe" else ["all-linear"]
+    found = adapters(targets, kind=kind, **sections)
+    found["model"]["lora"]["dropout"] = dropout
+    return found
+
+
+def with_recomputation(extent: str, compiled: bool = False, **sections: Any) -> dict[str, Any]:
+    return document(train={"activation_checkpointing": extent, "compile": compiled}, **sections)
+
+
+ONE = Batch(
+    1,
+    {
+        "llama": document(),
+        "qwen3_moe": document(kind="qwen3_moe"),
+        "none": document(0.0),
+        "full": with_recomputation("full"),
+        "selective": with_recomputation("selective"),
+        "offload": with_recomputation("offload"),
+    },
+    STEPS,
+)
+PIPELINES = Batch(
+    2,
+    {
+        "llama": document(mesh={"pp": 2}, train={"activation_checkpointing": "full"}),
+        "llama, split": document(mesh={"pp": 2}, schedule="zbv", pipeline={"stages_per_rank": 2}),
+        "qwen3_moe": document(mesh={"pp": 2}, kind="qwen3_moe"),
+    },
+    STEPS,
+)
+MESHES = {
+    ("llama", "fsdp"): document(mesh={"fsdp": 2}),
+    ("llama", "dp_replicate"): document(mesh={"dp_replicate": 2}),
+    ("llama", "ring"): document(mesh={"cp": 2, "cp_style": "ring"}),
+    ("llama", "ulysses"): document(mesh={"cp": 2, "cp_style": "ulysses"}),
+    ("qwen3_moe", "ep, selective"): with_recomputation("selective", kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
+}
+SUMS_OF_ONE = InBothTypes(1, {kind: document(kind=kind) for kind in ("llama", "qwen3_moe")}, STEPS)
+SUMS = InBothTypes(2, MESHES, STEPS)
+
+
+@pytest.mark.parametrize("extent", ["full", "selective", "offload"])
+def test_a_recomputed_forward_drops_the_same(extent: str) -> None:
+    assert_identical(ONE[extent], ONE["llama"])
+
+
+def test_dropout_changes_the_numbers_as_soon_as_adapters_do_something() -> None:
+    ours, theirs = ONE["llama"]["loss"], ONE["none"]["loss"]
+    assert ours[0] == theirs[0] and ours[1:] != theirs[1:]
+
+
+@pytest.mark.parametrize("case", list(PIPELINES._jobs))
+def test_a_pipeline_gives_the_bits_of_one_process(case: str) -> None:
+    assert_identical(PIPELINES[case], ONE[case.partition(",")[0]])
+
+
+@pytest.mark.parametrize("case", list(MESHES), ids=" ".join)
+def test_ranks_that_share_a_step_add_the_same_gradients(case: tuple[str, str]) -> None:
+    assert_same_sums(SUMS.numbers(case), SUMS_OF_ONE.numbers(case[0]))
+
+
+def warned(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
+    """Trains as `train_steps` does and returns the compiler's warnings, too."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    for name in ("torch", *logging.root.manager.loggerDict):  # not all of torch's pass records on
+        if name.startswith("torch"):
+            logging.getLogger(name).addHandler(Keep(logging.WARNING))
+    found = train_steps(rank, world, port, *arguments)
+    return {**found, "warnings": lines}
+
+
+COMPILED_JOBS = {extent: with_recomputation(extent, True) for extent in ("none", "full", "selective")}
+EAGER = with_recomputation("none")
+for layers in (*COMPILED_JOBS.values(), EAGER):
+    layers["model"]["num_layers"] = 10
+COMPILED_ALONE = Batch(1, {**COMPILED_JOBS, "eager": EAGER}, 2, train=warned)
+
+
+@needs_compiler
+@pytest.mark.parametrize("extent", list(COMPILED_JOBS))
+def test_compiled_layers_drop_the_same_and_all_are_compiled(extent: str) -> None:
+    """torch gives up with a warning when layer after layer needs code of its own."""
+    found = COMPILED_ALONE[extent]
+    assert_close(found, COMPILED_ALONE["eager"], COMPILED)
+    assert_identical(found, COMPILED_ALONE["none"])
+    assert not [line for line in found["warnings"] if "recompile_limit" in line]
