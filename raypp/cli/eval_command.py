@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
+from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.console import Console, Table
+from raypp.cli.eval_progress import evaluation_progress
+from raypp.cli.mesh_option import mesh_option
 from raypp.cli.output import echo, echo_json
 from raypp.cli.torch_process import ask
+from raypp.clusters.find import Cluster
+from raypp.control.inference_client import use_on_cluster
 from raypp.environment import need
-from raypp.errors import JobError, Problem, RayppError
+from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.inference.source import Source, find_source
+from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.untrusted.paths import expand_home
 
 _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 
@@ -30,7 +36,8 @@ _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job. Can be repeated."
 )
-@click.option("--mesh", default="pp=1", show_default=True, help="Processes of this machine that share the model.")
+@mesh_option
+@cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def eval_command(
     model: str,
@@ -39,60 +46,77 @@ def eval_command(
     tasks: str | None,
     limit: int | None,
     overrides: tuple[str, ...],
-    mesh: str,
+    pp: int,
+    on_cluster: bool,
+    address: str | None,
     as_json: bool,
 ) -> None:
     """Evaluate a trained model: a run, a checkpoint of it, or a Hugging Face folder.
 
     Computes the loss on text with the rows, lengths and precision of the run's own evaluation. Or,
     with --tasks, runs tasks of lm-evaluation-harness. Needs no cluster: the model runs on this
-    machine.
+    machine, unless you ask for a cluster.
     """
     if tasks is not None:
+        if on_cluster or address is not None:
+            what = "run on this machine only"
+            raise JobError(Problem("--tasks", what, "leave out --on-cluster and --address"))
         need("lm_eval", "eval", "--tasks")
         if data is not None:
             raise JobError(Problem(DATA, "tasks bring their own data", f"leave out {DATA} or --tasks"))
     elif limit is not None:
         raise JobError(Problem("--limit", "belongs to --tasks", "give --tasks, too"))
-    pp = _pipeline_ranks(mesh)
+    cluster = chosen_cluster(on_cluster, address)
     source = find_source(model, step)
     for remark in source.remarks:
         echo(f"note: {remark}", err=True)
     request: dict[str, Any] = {"source": asdict(source)}
     if tasks is None:
-        request["job"] = job_document(data_job(source, data, pp, overrides))
+        job = data_job(source, data, pp, overrides)
         try:
-            answer = _asked(request)
+            if cluster is None:
+                answer = _asked(request | {"job": job_document(job)}, as_json)
+            else:
+                answer = _asked_cluster(cluster, source, job, as_json)
         except RayppError as error:
-            raise type(error)(as_asked(error.problems, data)) from error
+            told = type(error)(as_asked(error.problems, data))
+            told.exit_code = error.exit_code
+            raise told from error
         _show_loss(source, answer, as_json)
         return
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
     request["job"] = job_document(task_job(source, pp, overrides))
-    answer = _asked(request | {"tasks": [_absolute(name) for name in names], "limit": limit})
+    answer = _asked(request | {"tasks": [_absolute(name) for name in names], "limit": limit}, as_json)
     if as_json:
         echo_json(answer)
     else:
         _show_tasks(source, answer)
 
 
-def _asked(request: dict[str, Any]) -> dict[str, Any]:
-    with Console(stderr=True).status("evaluating …"):
-        return ask("raypp.inference.evaluate", request, "the evaluation")
+def _asked(request: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    with evaluation_progress(quiet=as_json) as progress:
+        return ask("raypp.inference.evaluate", request, "the evaluation", progress)
 
 
-def _pipeline_ranks(mesh: str) -> int:
-    """Returns N of `pp=N`."""
-    found = re.fullmatch(r"pp=([1-9]\d{0,3})", mesh.strip())
-    if found is None:
-        raise JobError(Problem("--mesh", f"is {mesh!r}", "give the pipeline's ranks, as in --mesh pp=2"))
-    return int(found[1])
+def _asked_cluster(cluster: Cluster, source: Source, job: Job, as_json: bool) -> dict[str, Any]:
+    note_paths(cluster, source, job)
+    answer: dict[str, Any] = {}
+    with (
+        evaluation_progress(quiet=as_json) as progress,
+        closing(use_on_cluster(cluster, "eval", source, job, {})) as reports,
+    ):
+        for answer in reports:
+            if "progress" in answer:
+                progress(answer["progress"])
+    if not answer.keys() >= {*_KEYS, "seconds"}:
+        raise RunFailedError("the evaluation on the cluster ended without a result")
+    return answer
 
 
 def _absolute(name: str) -> str:
-    return str(Path(name).expanduser().absolute()) if name.endswith((".yaml", ".yml")) else name
+    return str(expand_home(name).absolute()) if name.endswith((".yaml", ".yml")) else name
 
 
 def _show_loss(source: Source, answer: dict[str, Any], as_json: bool) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
+from raypp.cli.mesh_option import mesh_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, RunFailedError
 
 if TYPE_CHECKING:
     from raypp.data.tokenizer import PromptTokenizer
@@ -62,7 +64,7 @@ _LARGEST_SEED = 2**63 - 1
     show_default=True,
     help="Seed of the draws.",
 )
-@click.option("--mesh", metavar="pp=N", default="pp=1", show_default=True, help="Ranks that the layers are split over.")
+@mesh_option
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
@@ -72,6 +74,7 @@ _LARGEST_SEED = 2**63 - 1
     help="Prompts that are decoded together.",
 )
 @click.option("--tokenizer", metavar="bytes|FILE", help="Tokenizer of a model that has none.  [default: the model's]")
+@cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 def generate_command(
     run: str,
@@ -83,23 +86,25 @@ def generate_command(
     temperature: float,
     top_p: float,
     seed: int,
-    mesh: str,
+    pp: int,
     batch_size: int,
     tokenizer: str | None,
+    on_cluster: bool,
+    address: str | None,
     as_json: bool,
 ) -> None:
-    """Continue prompts with a trained model, on this machine.
+    """Continue prompts with a trained model, on this machine or on a cluster.
 
     The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or S3 URL of a
     Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
     from raypp.cli.chat import converse
-    from raypp.inference.processes import Generators
+    from raypp.control.inference_client import use_on_cluster
+    from raypp.inference.processes import Generators, NewToken
     from raypp.inference.prompts import Answer, encode_prompts, end_ids, read_prompts
     from raypp.inference.source import find_source
 
-    pp = _pipeline_ranks(mesh)
     if (count := bool(given) + (file is not None) + chat) != 1:
         what = "none is given" if count == 0 else "only one of them can be given"
         fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
@@ -108,13 +113,17 @@ def generate_command(
         raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
         raise JobError(Problem("--top-p", "nothing is drawn with temperature 0", "add --temperature 1"))
+    if chat and (on_cluster or address is not None):
+        what = "a conversation runs on this machine only"
+        raise JobError(Problem("--chat", what, "leave out --on-cluster and --address, or use --prompt"))
+    cluster = chosen_cluster(on_cluster, address)
     texts = list(given) if file is None else read_prompts(file)
     source = find_source(run, step)
     if tokenizer is not None:
         source = replace(source, tokenizer=tokenizer)
     for remark in source.remarks:
         echo(f"note: {remark}", err=True)
-    source.job(pp)
+    job = source.job(pp)
     codec = source.open_tokenizer()
     choice: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if chat:
@@ -125,22 +134,26 @@ def generate_command(
     prompts = encode_prompts(source, codec, texts, max_new_tokens)
     answers = [Answer(prompt) for prompt in prompts]
     printer = _Printer(answers, codec, as_json)
-    with Generators(source, pp, end_ids(source, codec), batch_size) as generators:
-        for new in generators.generate(prompts, **choice):
-            answers[new.prompt].add(new.token, new.finish)
-            printer.update()
 
+    def take(new: NewToken) -> None:
+        answers[new.prompt].add(new.token, new.finish)
+        printer.update()
 
-def _pipeline_ranks(mesh: str) -> int:
-    """Returns N of `pp=N`.
-
-    Raises:
-        JobError: It is something else.
-    """
-    found = re.fullmatch(r"pp=([1-9][0-9]{0,4})", mesh)
-    if found is None:
-        raise JobError(Problem("--mesh", f"{mesh!r} is not pp=N", "give the number of pipeline ranks, such as pp=4"))
-    return int(found[1])
+    ends = end_ids(source, codec)
+    if cluster is None:
+        with Generators(source, pp, ends, batch_size) as generators:
+            for new in generators.generate(prompts, **choice):
+                take(new)
+        return
+    note_paths(cluster, source)
+    asked = [[prompt.tokens, prompt.limit] for prompt in prompts]
+    request = {"prompts": asked, "choice": choice, "ends": list(ends), "rows": batch_size}
+    with closing(use_on_cluster(cluster, "generate", source, job, request)) as reports:
+        for report in reports:
+            if "token" in report and report["token"][0] < len(answers):
+                take(NewToken(*report["token"]))
+    if any(answer.finish is None for answer in answers):
+        raise RunFailedError("the generation on the cluster ended before all texts did")
 
 
 class _Printer:

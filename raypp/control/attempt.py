@@ -18,12 +18,11 @@ from raypp.control.postmortem import cause_of_worker_death, death_during_control
 from raypp.control.protocol import ReportBatch, WorkerInfo, WorkerStatus
 from raypp.control.rank_ends import RankEnds
 from raypp.control.ray_nodes import all_nodes
-from raypp.control.seats import Rank, plan_facts, seats_for
+from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
-from raypp.mesh.seating import seat_order
 from raypp.records import Event, RankFailure
 from raypp.spec.job import Job
 
@@ -170,15 +169,11 @@ class Attempt:
                 return [NoResources(reason)]
             time.sleep(min(timeout_s, 0.05))
             return []
-        facts = plan_facts(nodes, all_nodes())
-        for bundle, number in enumerate(seat_order(self.mesh, facts)):
-            coordinates = self.mesh.coordinates(number)
-            label = coordinates.label(self.mesh.sizes)
-            self.ranks.append(Rank(number, label, coordinates, bundle, nodes[bundle], facts[bundle].ip))
-        self.workers.fill(nodes, [rank.label for rank in self.ranks], self.number, self.placement)
+        self.ranks += planned_ranks(self.mesh, nodes, all_nodes())
+        labels = [rank.label for rank in sorted(self.ranks, key=lambda rank: rank.bundle)]
+        self.workers.fill(nodes, labels, self.number, self.placement)
         for rank in self.ranks:
             self._ask_info(rank)
-        self.ranks.sort(key=lambda rank: rank.rank)
         self._to(AttemptPhase.STARTING)
         return []
 

@@ -30,6 +30,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
+from raypp.spec.trackers import missing_for_trackers, tracker_variables
 from raypp.untrusted.text import shell_word
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,26 @@ def check_resources(job: Job, cluster: Cluster) -> str:
     return device_for(job, cluster.dashboard.nodes(), embedded=cluster.embedded is not None)
 
 
-def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False) -> str:
+def check_trackers(job: Job, cluster: Cluster) -> None:
+    """Checks that the job's trackers have what they need, as far as this machine can know.
+
+    Raises:
+        JobError: One lacks its key or its address. On the embedded cluster also: its library.
+    """
+    embedded = cluster.embedded
+    here = embedded is not None and embedded.python == sys.executable
+    if problems := missing_for_trackers(job, os.environ, here=here):
+        raise JobError(problems)
+
+
+def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False, training: bool = True) -> str:
     """Does what `check_resources` does, for the nodes of a cluster.
 
     Args:
         job: The job.
         nodes: The live nodes.
         embedded: Whether `raypp local up` started the cluster.
+        training: Whether the job is trained. If not, its memory is not checked.
     """
     world, cpus = job.mesh.world, job.resources.cpus_per_rank
     device, elastic = job.resources.device, job.recovery.elastic_options
@@ -72,6 +86,8 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
         device = "cuda" if sum(node.gpus for node in nodes) >= least else "cpu"
     free = {node.node_id: _places(node, device, cpus) for node in nodes}
     total = sum(free.values())
+    if total >= world and not training:
+        return device
     if total >= world or best_for(job, total) is not None:
         largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
         memory = {node.ip: node.free_bytes for node in nodes if free[node.node_id]}
@@ -153,13 +169,13 @@ def submit_run(
         UnreachableError: The cluster does not answer, or refuses the job.
     """
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    settings = collect(SETTINGS, dict(os.environ))
-    if cluster.embedded is not None:
-        settings |= collect(PROFILE, dict(os.environ))
+    settings = collect_settings(cluster)
     request = RunRequest(
         job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays_from_ranks
     )
-    private = collect_secrets(here=cluster.embedded is not None) | secrets_of(job)
+    tracking, tracking_secrets = tracker_variables(job, os.environ)
+    settings |= tracking
+    private = collect_secrets(here=cluster.embedded is not None) | tracking_secrets | secrets_of(job)
     name, content = build_package(request, private, own_files(job))
     environment = {
         **settings,
@@ -177,6 +193,11 @@ def submit_run(
     except DashboardError as error:
         raise UnreachableError(Problem("address", f"the cluster refused the job: {error}")) from None
     return Submission(accepted, cluster.address)
+
+
+def collect_settings(cluster: Cluster) -> dict[str, str]:
+    """Returns the submitter's settings without secrets, for the processes of a job."""
+    return collect(SETTINGS + (PROFILE if cluster.embedded is not None else ()), dict(os.environ))
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:

@@ -332,6 +332,7 @@ class Leader:
             record.event(run_events.end_event(finish, self.machine.attempt, record.step))
             record.flush()
         self._end_processes()
+        record.end_trackers(state)
         if state is RunState.FAILED:
             with contextlib.suppress(Exception):  # ranks that end normally remove theirs themselves
                 remove_snapshots(run)

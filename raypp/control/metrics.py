@@ -15,6 +15,7 @@ class RunGauges:
 
     def __init__(self, run: str) -> None:
         self._run = run
+        self._parts: set[str] = set()
         self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
 
     def step(self, report: StepReport) -> None:
@@ -30,8 +31,9 @@ class RunGauges:
         for metric in (names.AUX_LOSS, names.Z_LOSS):
             if (name := metric.name.removeprefix("raypp_")) in report.extras:
                 self._set(metric, report.extras[name])
-        for part, seconds in report.parts_s.items():
-            self._set(names.STEP_PART_SECONDS, seconds, part=part)
+        self._parts |= report.parts_s.keys()
+        for part in self._parts:  # a part that this step lacks, such as a save, took no time
+            self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)
 
     def status(self, status: RunStatus, committed_step: int | None) -> None:
         """Sets the gauges of the run's status."""

@@ -16,6 +16,8 @@ from raypp.control.credentials import FILE as PRIVATE_FILE
 from raypp.control.driver import REQUEST_FILE
 from raypp.control.protocol import RunRequest
 
+INFERENCE_FILE = "raypp-inference.json"
+"""The request of `raypp.control.inference_driver`."""
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 
 

@@ -122,6 +122,7 @@ class Placement:
         bundle: Resources of one bundle.
         spare_count: Spare bundles. They are released when the group waits for room.
         extra_wait_s: How much longer than usual to wait for room.
+        lifetime: `detached`; None: Ray removes the group with the job that requests it.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Placement:
     bundle: dict[str, float]
     spare_count: int = 0
     extra_wait_s: float = 0.0
+    lifetime: str | None = "detached"
     group: PlacementGroup | None = None
     excluded: frozenset[str] = frozenset()
     """Nodes that must not be used, by id."""
@@ -168,7 +170,7 @@ class Placement:
         self._infeasible_since = None
         if self.group is None:
             avoided = self.excluded | self.lost_nodes.unreachable()
-            self.group = make_group(self.name, self.world, self.bundle, avoided)
+            self.group = make_group(self.name, self.world, self.bundle, avoided, self.lifetime)
 
     def hold_spares(self) -> None:
         """Requests the spares unless they are held or requested already."""
@@ -245,11 +247,18 @@ def choose_device(job: Job, chosen: str | None, record_event: Callable[[Event], 
     return device
 
 
-def make_group(name: str, bundles: int, bundle: Mapping[str, float], avoided: Collection[str] = ()) -> PlacementGroup:
-    """Requests a detached placement group of equal bundles; removes an existing one of that name.
+def make_group(
+    name: str,
+    bundles: int,
+    bundle: Mapping[str, float],
+    avoided: Collection[str] = (),
+    lifetime: str | None = "detached",
+) -> PlacementGroup:
+    """Requests a placement group of equal bundles; removes an existing one of that name.
 
     Args:
         avoided: Nodes that none of it may be on, by id.
+        lifetime: `detached`; None: Ray removes the group with the job that requests it.
     """
     existing = existing_group(name)
     if existing is not None:
@@ -258,7 +267,7 @@ def make_group(name: str, bundles: int, bundle: Mapping[str, float], avoided: Co
     if avoided:
         options["bundle_label_selector"] = [{_NODE_LABEL: f"!in({','.join(sorted(avoided))})"}] * bundles
     made: PlacementGroup = placement_group(
-        [dict(bundle)] * bundles, strategy="PACK", name=name, lifetime="detached", **options
+        [dict(bundle)] * bundles, strategy="PACK", name=name, lifetime=lifetime, **options
     )
     return made
 

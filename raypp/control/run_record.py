@@ -13,6 +13,7 @@ from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.extra import read_extra
 from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
+from raypp.control.credentials import scrubbed
 from raypp.control.machine import Machine
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
@@ -20,6 +21,7 @@ from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.tracking import Trackers
 from raypp.records import Event, RunState, StepReport
 from raypp.spec.job import Job, MeshSection
 from raypp.storage import ObjectStore, StoreError
@@ -40,6 +42,7 @@ class RunRecord:
         self._store = store
         self._job = job
         self._recorder = RunRecorder(store, job.name, writer)
+        self._trackers = Trackers(job, self._of_tracker)
         self._lines: list[str] = []
         self._dropped = 0
         self._changed = threading.Condition()
@@ -169,6 +172,8 @@ class RunRecord:
             self._set_step(report)
         if self._is_new((report.step, report.attempt)):
             self._recorder.step(report)
+            if newest:  # an older one, told again, would look like a run that went back
+                self._trackers.step(report)
             self._say(
                 f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "
                 f"{report.tokens_per_s:.0f} tokens/s  {report.step_s:.3f} s"
@@ -180,6 +185,7 @@ class RunRecord:
         if not self._is_new(_key(event)):
             return
         self._recorder.event(event)
+        self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")
 
     def log(self, line: LogLine) -> None:
@@ -209,6 +215,10 @@ class RunRecord:
             error=error or machine.error,
         )
         self._recorder.status(self._status)
+
+    def end_trackers(self, state: RunState) -> None:
+        """Ends the trackers, which may take some seconds."""
+        self._trackers.close(str(state))
 
     def flush(self) -> bool:
         """Writes everything to the store; returns whether that worked."""
@@ -255,6 +265,9 @@ class RunRecord:
                 self._dropped += len(self._lines) - _LINES_KEPT
                 del self._lines[:-_LINES_KEPT]
             self._changed.notify_all()
+
+    def _of_tracker(self, event: Event) -> None:
+        self.event(dataclasses.replace(event, message=scrubbed(event.message), attempt=self._status.attempt))
 
     def _url_of(self, step: int | None) -> str | None:
         return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"

@@ -10,6 +10,7 @@ from typing import Any
 from raypp.control.protocol import WorkerInfo
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
+from raypp.mesh.seating import seat_order
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 
 
@@ -67,6 +68,22 @@ def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]
     return [
         NodeFacts(node, by_id[node]["NodeManagerAddress"], by_id[node]["NodeManagerHostname"], 0, "") for node in nodes
     ]
+
+
+def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]]) -> list[Rank]:
+    """Returns the ranks of a placement in order, seated by their nodes; none has a process yet.
+
+    Args:
+        mesh: The mesh.
+        nodes: The node of each bundle.
+        known: The cluster's nodes, as Ray lists them.
+    """
+    facts = plan_facts(nodes, known)
+    ranks = []
+    for bundle, number in enumerate(seat_order(mesh, facts)):
+        coordinates = mesh.coordinates(number)
+        ranks.append(Rank(number, coordinates.label(mesh.sizes), coordinates, bundle, nodes[bundle], facts[bundle].ip))
+    return sorted(ranks, key=lambda rank: rank.rank)
 
 
 def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:

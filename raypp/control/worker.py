@@ -1,5 +1,4 @@
-"""The actor of one rank, which takes one seat after the other. The only module of `control` that
-reaches torch."""
+"""The actor of one rank, which takes one seat after the other. Reaches the runtime by one line."""
 
 from __future__ import annotations
 
@@ -27,15 +26,13 @@ from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment
 from raypp.control.report.reporter import ControllerReporter, LogTail
-from raypp.control.visible_devices import device_position
+from raypp.control.worker_info import worker_info
 from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
-from raypp.ports import free_port
-from raypp.records import Event, NodeFacts, RankFailure, RankResult, Reporter, Seat
+from raypp.records import Event, RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.cause_of_death import DeathEvidence, within_rank_frame
 from raypp.spec.job import Job
 from raypp.spec.secret import HIDDEN
-from raypp.train.network import interface_with
 
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 
@@ -110,18 +107,7 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Returns where this process runs, and a port of its node that is free now."""
-        context = ray.get_runtime_context()
-        ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        devices = context.get_accelerator_ids().get("GPU", [])
-        facts = NodeFacts(
-            node_id=context.get_node_id(),
-            ip=ip,
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-            interface=interface_with(ip).name,
-            device_index=device_position(str(devices[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if devices else 0,
-        )
-        return WorkerInfo(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
+        return worker_info()
 
     def status(self) -> WorkerStatus:
         """Returns what a restarted controller needs to take this worker over."""

@@ -21,7 +21,7 @@ from raypp.spec.job import Job
 
 # Every device stays visible and each rank sets its own: one visible device per process cripples
 # NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
-_ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _THREADS = 16
 
 
@@ -183,7 +183,7 @@ class WorkerGroup:
                 lifetime="detached",
                 max_concurrency=_THREADS,
                 max_restarts=0,
-                runtime_env={"env_vars": _ACTOR_ENVIRONMENT},
+                runtime_env={"env_vars": ACTOR_ENVIRONMENT},
                 **options,
             )
             .remote(*arguments)

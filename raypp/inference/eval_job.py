@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from raypp.data.sources import check_data
 from raypp.errors import JobError, Problem
-from raypp.inference.source import Source
+from raypp.inference.source import Source, section_of
 from raypp.kinds import SOURCES, SourceKind
 from raypp.planning.check import check_plan
 from raypp.spec.checks import check_spec
@@ -47,8 +47,7 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
         DataError: A file is missing, or the tokenizer does not fit the model.
     """
     document = _document(source, pp)
-    known = (source.document or {}).get("data")
-    section = dict(known) if isinstance(known, dict) else {}
+    section = dict(section_of(source.document, "data"))
     if data is not None:
         section = _other_data(section, data, source, overrides)
     elif not section:
@@ -86,6 +85,7 @@ def task_job(source: Source, pp: int, overrides: Sequence[str] = ()) -> Job:
     document = _document(source, pp)
     document["data"] = {"kind": "synthetic", "num_documents": 1, "document_len": [2, 2], "seq_len": source.context}
     document["pipeline"]["microbatches"] = max(1, 2 * pp - 1)
+    document["train"].pop("compile", None)  # texts have another length with every token
     job = _checked(document, overrides)
     if problems := check_plan(job):
         raise JobError(problems)
@@ -95,8 +95,7 @@ def task_job(source: Source, pp: int, overrides: Sequence[str] = ()) -> Job:
 def _document(source: Source, pp: int) -> dict[str, Any]:
     """Returns the job without `data`, on `pp` ranks with one stage each."""
     source.job(pp)  # names a mesh that does not fit the model
-    known = dict(source.document or {})
-    train, pipeline, mesh = (_section(known, name) for name in ("train", "pipeline", "mesh"))
+    train, pipeline, mesh = (section_of(source.document, name) for name in ("train", "pipeline", "mesh"))
     replicas = _number(mesh, "dp_replicate") * _number(mesh, "fsdp")
     count = _number(pipeline, "microbatches", 8) * replicas if source.run else _HF_ROWS
     kept = {key: pipeline[key] for key in _PIPELINE if key in pipeline}
@@ -148,11 +147,6 @@ def _kind_of(path: str, usual: str) -> str:
     return known[0]
 
 
-def _section(document: dict[str, Any], name: str) -> dict[str, Any]:
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _number(section: dict[str, Any], name: str, default: int = 1) -> int:
+def _number(section: Mapping[str, Any], name: str, default: int = 1) -> int:
     found = section.get(name)
     return found if isinstance(found, int) else default

@@ -1,7 +1,8 @@
 """Evaluates a trained model: its loss on text, or tasks of lm-evaluation-harness.
 
-`main` reads one request as JSON from standard input and prints the answer as one JSON object. Ranks
-are processes of this machine: one for each stage of the pipeline.
+`main` reads one request as JSON from standard input and prints the answer as one JSON object, after
+lines `{"progress": {"done", "total", "unit"}}`. Ranks are processes of this machine: one for each
+stage of the pipeline.
 """
 
 from __future__ import annotations
@@ -10,35 +11,33 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
-from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.corpus import Corpus
-from raypp.data.sources import open_documents
 from raypp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError
-from raypp.hf.initial_weights import load_from_hf
 from raypp.inference.eval_job import DATA
 from raypp.inference.source import Source
+from raypp.inference.stages import load_weights
 from raypp.measure.local_ranks import run_ranks
 from raypp.ports import free_port
+from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
-from raypp.storage import open_store
 from raypp.train.assemble import AssembledRank, assemble
-from raypp.train.build import draw_weights
 from raypp.train.evaluate import Evaluator
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
 
 _HANG_S = 86_400.0
 """Ranks wait for each other this long: rank 0 may read large data, or generate."""
+Tell = Callable[[Mapping[str, Any]], None]
+"""Takes what a rank reports while it computes: one JSON object."""
 _MOST_DECODED = 4_000_000
 """Tokens of which the bytes of text are counted."""
 
@@ -56,18 +55,19 @@ def evaluate(source: Source, job: Job) -> dict[str, Any]:
         JobError: No token of the data has a label.
         RunFailedError: A rank failed.
     """
-    documents = open_documents(job)
-    corpus = documents.train if documents.held_out is None else documents.held_out
-    size = bytes_per_token(corpus, documents.tokenizer)
-    found = on_ranks(_loss_on_rank, source, job)
+    return checked(on_ranks(_loss_on_rank, source, job))
+
+
+def checked(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `loss_on_seat` found on rank 0.
+
+    Raises:
+        JobError: No token of the data has a label.
+    """
     if not found["tokens"]:
         what = "has no token that follows another one: there is nothing to predict"
         raise JobError(Problem(DATA, what, "give longer documents"))
-    loss = found["loss"]
-    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else None
-    return {"loss": loss, "perplexity": perplexity, "tokens": found["tokens"], "bytes_per_token": size} | {
-        "seconds": found["seconds"]
-    }
+    return found
 
 
 def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
@@ -100,43 +100,53 @@ def on_ranks(function: Any, source: Source, job: Job, *arguments: Any) -> Any:
 
 
 @contextmanager
-def loaded(
-    rank: int, port: int, source: Mapping[str, Any], document: Mapping[str, Any], device: str
-) -> Iterator[tuple[AssembledRank, StepRunner]]:
+def loaded(source: Source, job: Job, seat: Seat) -> Iterator[tuple[AssembledRank, StepRunner]]:
     """Assembles a rank with the trained weights. Collective over the ranks of the job."""
-    job = parse_job(document)
-    seat = local_seat(rank, job.mesh.world, port, job, device=device)
     with assemble(job, seat, hang_timeout_s=_HANG_S, draw=False) as assembled:
-        load_weights(Source(**source), job, assembled.built.modules)
+        load_weights(source, job, assembled.built.modules)
         yield assembled, StepRunner(assembled)
-
-
-def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
-    """Sets every weight of this rank's stages. No communication.
-
-    Raises:
-        CheckpointError: A tensor is missing, or has another shape.
-    """
-    base = job.model.from_hf
-    if source.store is None:
-        assert base is not None
-        load_from_hf(base, stages)
-        return
-    if not all(weight.requires_grad for stage in stages for weight in stage.parameters()):
-        if base is None:
-            draw_weights(stages, job, frozen=True)
-        else:
-            load_from_hf(base, stages, frozen=True)
-    load_checkpoint(open_store(source.store), source.run, source.step, stages, None)
 
 
 def _loss_on_rank(
     rank: int, port: int, source: Mapping[str, Any], document: Mapping[str, Any], device: str
 ) -> dict[str, Any]:
-    with loaded(rank, port, source, document, device) as (assembled, runner):
-        held_out = assembled.job.data.eval is not None
-        found = Evaluator(assembled.job, runner).run(None if held_out else runner.loader.once())
-        return {"loss": found.loss, "tokens": found.tokens, "seconds": found.seconds}
+    job = parse_job(document)
+    return loss_on_seat(Source(**source), job, local_seat(rank, job.mesh.world, port, job, device=device), print_report)
+
+
+def loss_on_seat(source: Source, job: Job, seat: Seat, tell: Tell) -> dict[str, Any]:
+    """Computes what `evaluate` returns, on one rank. Collective over the ranks of the job.
+
+    Args:
+        source: The model.
+        job: From `data_job`.
+        seat: This rank's seat.
+        tell: On rank 0, called with the progress after each step of the evaluation.
+
+    Returns:
+        On rank 0, the answer. On other ranks, without `bytes_per_token`.
+    """
+    with loaded(source, job, seat) as (_, runner):
+        held_out = job.data.eval is not None
+        total = runner.loader.tokens_once(held_out=held_out)
+
+        def progress(tokens: int) -> None:
+            tell({"progress": {"done": min(tokens, total), "total": total, "unit": "tokens"}})
+
+        steps = None if held_out else runner.loader.once()
+        found = Evaluator(job, runner).run(steps, *[progress] if seat.rank == 0 else [])
+        documents = runner.loader.documents
+    perplexity = math.exp(found.loss) if found.loss < math.log(sys.float_info.max) else None
+    answer = {"loss": found.loss, "perplexity": perplexity, "tokens": found.tokens, "seconds": found.seconds}
+    if seat.rank == 0:
+        corpus = documents.train if documents.held_out is None else documents.held_out
+        answer["bytes_per_token"] = bytes_per_token(corpus, documents.tokenizer)
+    return answer
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Prints a report for the process that reads this one's standard output."""
+    print(json.dumps(report), flush=True)  # noqa: T201
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

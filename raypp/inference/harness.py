@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
-from raypp.inference.evaluate import loaded, on_ranks
-from raypp.inference.processes import Generators
+from raypp.inference.evaluate import loaded, on_ranks, print_report
 from raypp.inference.prompts import Answer, Encoded, end_ids
-from raypp.inference.scoring import Score, Scored, Scorer
+from raypp.inference.scoring import Scored
 from raypp.inference.source import Source
+from raypp.inference.task_model import TaskModel
+from raypp.pipeline.next_token import Choice
 from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+from raypp.train.own_seat import local_seat
 
 TASKS = "--tasks"
 _NETWORK = ("httpx", "requests", "urllib3", "huggingface_hub", "aiohttp")
@@ -30,9 +33,6 @@ _SHOWN = 300
 _SEED = 1234
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _NEW_TOKENS = 256
-_ROWS = 8
-
-Ask = Callable[[Sequence[Scored]], Sequence[Score]]
 
 
 class PipelineLM(TemplateLM):  # type: ignore[misc]
@@ -40,13 +40,12 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
 
     Args:
         source: The model.
-        ask: Scores rows.
-        pp: Pipeline ranks, for generating.
+        model: Rank 0's part of it.
     """
 
-    def __init__(self, source: Source, ask: Ask, pp: int = 1) -> None:
+    def __init__(self, source: Source, model: TaskModel) -> None:
         super().__init__()
-        self._source, self._ask, self._pp, self._max_length = source, ask, pp, source.context
+        self._source, self._model, self._max_length = source, model, source.context
         self._tokenizer = source.open_tokenizer()
 
     @property
@@ -68,7 +67,7 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         """Scores continuations. What is too long loses its first tokens."""
         most = self._max_length + 1
         rows = [Scored((context + rest)[-most:], len(rest)) for _, context, rest in requests]
-        return [(score.logprob, score.greedy) for score in self._ask(rows)]
+        return [(score.logprob, score.greedy) for score in self._model.score(rows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of whole texts, in windows of the model's context."""
@@ -85,7 +84,7 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         return [sum(next(scores)[0] for _ in windows) for windows in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues texts up to a stop sequence, in processes that hold the model a second time.
+        """Continues texts up to a stop sequence.
 
         A context that leaves no room for the new tokens loses its first tokens.
         """
@@ -104,9 +103,10 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         if len(choices) > 1:
             raise JobError(Problem(TASKS, "samples with several temperatures at once", "run the tasks one by one"))
         for temperature, top_p in choices:
-            with Generators(self._source, self._pp, end_ids(self._source, self._tokenizer), _ROWS) as generators:
-                for token in generators.generate(prompts, temperature=temperature, top_p=top_p, seed=_SEED):
-                    answers[token.prompt].add(token.token, token.finish)
+            found = self._model.generate(prompts, Choice(temperature, top_p, _SEED))
+            for answer, (tokens, finish) in zip(answers, found, strict=True):
+                for index, token in enumerate(tokens, start=1):
+                    answer.add(token, finish if index == len(tokens) else None)
         texts = [answer.text(self._tokenizer) for answer in answers]
         return [before_first(text, stop) for text, stop in zip(texts, stops, strict=True)]
 
@@ -186,15 +186,18 @@ def _tasks_on_rank(
     tasks: list[str],
     limit: int | None,
 ) -> dict[str, Any]:
-    with loaded(rank, port, source, document, device) as (_, runner):
-        scorer = Scorer(runner)
+    job, trained = parse_job(document), Source(**source)
+    seat = local_seat(rank, job.mesh.world, port, job, device=device)
+    ends = end_ids(trained, trained.open_tokenizer())
+    with loaded(trained, job, seat) as (assembled, runner):
+        model = TaskModel(assembled, runner, ends, lambda report: print_report({"progress": report}))
         if rank != 0:
-            scorer.serve()
+            model.serve()
             return {}
         try:
-            return {"tasks": _results(PipelineLM(Source(**source), scorer.score, runner.job.mesh.pp), tasks, limit)}
+            return {"tasks": _results(PipelineLM(trained, model), tasks, limit)}
         finally:
-            scorer.end()
+            model.end()
 
 
 def _results(model: PipelineLM, tasks: list[str], limit: int | None) -> dict[str, dict[str, Any]]:

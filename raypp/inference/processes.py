@@ -13,25 +13,15 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from raypp.environment import need
-from raypp.errors import Problem, RayppError, RunFailedError
+from raypp.errors import RayppError
 from raypp.inference.prompts import Encoded
+from raypp.inference.rank_error import died, first_error
 from raypp.inference.source import Source
 from raypp.ports import free_port
 
 _PROGRAM = "import sys; from raypp.inference.rank import main; sys.exit(main())"
 _END_S = 5.0
 _SHOWN = 2000
-
-
-class GenerationError(RunFailedError):
-    """A process that generates has failed; has its exit code."""
-
-    def __init__(self, problems: Any, exit_code: int = RunFailedError.exit_code) -> None:
-        super().__init__(problems)
-        self.exit_code = exit_code
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.problems, self.exit_code)
 
 
 @dataclass(frozen=True)
@@ -133,21 +123,16 @@ class Generators:
     def _failure(self) -> RayppError:
         """Ends all processes, and returns the error of the one that failed first."""
         self._end(_END_S)
-        found = []
+        found = {}
         for rank in range(len(self._ranks)):
             text = self._log(2 * rank + 1)
             lines = text.strip().splitlines()
             try:
-                error = json.loads(lines[-1])["error"]
-                found.append((error["peer"], rank, error["problems"], error["exit_code"]))
+                found[rank] = json.loads(lines[-1])["error"]
             except (ValueError, KeyError, TypeError, IndexError):
                 if code := self._ranks[rank].returncode:
-                    what = f"the process of rank {rank} ended with exit code {code}: {text[-_SHOWN:].strip()}"
-                    found.append((False, rank, [["", what, ""]], RunFailedError.exit_code))
-        if not found:
-            return GenerationError("the processes ended without an answer")
-        _, _, problems, code = min(found, key=lambda entry: entry[:2])
-        return GenerationError([Problem(*problem) for problem in problems], code)
+                    found[rank] = died(rank, f"ended with exit code {code}: {text[-_SHOWN:].strip()}")
+        return first_error(found)
 
     def _log(self, index: int) -> str:
         self._logs[index].seek(0)

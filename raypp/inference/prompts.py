@@ -59,12 +59,15 @@ def read_prompts(path: Path) -> list[str]:
         except DataError as error:
             problems.extend(error.problems[:1])
     if problems:
-        left = len(problems) - _SHOWN
-        more = [Problem("--prompts", f"and {left} more lines")] if left > 0 else []
-        raise DataError([*problems[:_SHOWN], *more])
+        raise DataError(_first(problems, Problem("--prompts", f"and {len(problems) - _SHOWN} more lines")))
     if not found:
         raise DataError(Problem("--prompts", f"{path} has no prompts", 'write lines such as {"prompt": "Hello"}'))
     return found
+
+
+def _first(problems: list[Problem], more: Problem) -> list[Problem]:
+    """Returns the first problems, and `more` if there are others."""
+    return problems if len(problems) <= _SHOWN else [*problems[:_SHOWN], more]
 
 
 def encode_prompts(
@@ -104,9 +107,7 @@ def encode_prompts(
             problems.append(Problem(place, what, f"use --max-new-tokens {room} or less"))
         found.append(Encoded(text, tokens, limit))
     if problems:
-        left = len(problems) - _SHOWN
-        more = [Problem("", f"and {left} more prompts")] if left > 0 else []
-        raise JobError([*problems[:_SHOWN], *more])
+        raise JobError(_first(problems, Problem("", f"and {len(problems) - _SHOWN} more prompts")))
     return found
 
 

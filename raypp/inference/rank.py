@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, RayppError, ResourcesError
+from raypp.errors import EXIT_OK, Problem, ResourcesError
+from raypp.inference.rank_error import error_document
 from raypp.inference.source import Source
 from raypp.inference.stages import load_stages
 from raypp.parallel.apply import compute_dtype
@@ -24,6 +24,7 @@ from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
+from raypp.records import Seat
 from raypp.train.cuda_settings import set_product_precision
 from raypp.train.lost_peer import lost_peer
 from raypp.train.own_seat import local_seat
@@ -38,51 +39,60 @@ def main() -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     try:
         setup = json.loads(sys.stdin.readline())
-        with open_decoder(_source(setup["source"]), setup["pp"], setup["rank"], setup["port"]) as decoder:
+        source = Source(**setup["source"])
+        seat = _seat_here(source, setup["pp"], setup["rank"], setup["port"])
+        with open_decoder(source, seat) as decoder:
+
+            def tell(answer: Mapping[str, Any]) -> None:
+                out.write(json.dumps(answer) + "\n")
+
             for line in sys.stdin:
-                _answer(decoder, setup, json.loads(line), out)
+                request = json.loads(line)
+                answer_request(decoder, setup, request, tell)
+                if seat.rank == 0:
+                    tell({"done": len(request["prompts"])})
     except Exception as error:  # noqa: BLE001 - the parent shows it
-        known = isinstance(error, RayppError)
-        problems = error.problems if isinstance(error, RayppError) else [Problem("", traceback.format_exc())]
-        code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
-        document = {
-            "problems": [[problem.key, problem.what, problem.fix] for problem in problems],
-            "exit_code": code,
-            "peer": not known and lost_peer(error),
-        }
+        document = error_document(error, peer=lost_peer(error))
         sys.stderr.write("\n" + json.dumps({"error": document}) + "\n")
         sys.stderr.flush()
-        os._exit(code)  # a peer may be gone, and leaving the groups would wait for it
+        os._exit(document["exit_code"])  # a peer may be gone, and leaving the groups would wait for it
     return EXIT_OK
 
 
-@contextmanager
-def open_decoder(source: Source, pp: int, rank: int, port: int) -> Iterator[PipelineDecoder]:
-    """Loads a rank's stages and joins the others. Collective over the pipeline.
-
-    Each rank computes on the GPU of its number, or on the CPU where there is no GPU.
-
-    Args:
-        source: The model.
-        pp: Number of pipeline ranks.
-        rank: This pipeline rank.
-        port: The loopback port where the ranks meet.
+def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
+    """Returns the seat of a rank on this machine: on the GPU of its number, or on the CPU where
+    there is no GPU.
 
     Raises:
         ResourcesError: There are GPUs, but fewer than ranks.
-        JobError: See `Source.job` and `load_stages`.
-        CheckpointError: See `load_stages`.
+        JobError: See `Source.job`.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < pp:
         what = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
         raise ResourcesError(Problem("--mesh", what, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU"))
-    # CPUs have no fast products in bf16, and fp32 holds every number of it.
-    job = source.job(pp, precision="bf16_pure" if kind == "cuda" and source.precision == "bf16" else "fp32")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    seat = local_seat(rank, pp, port, job, device=kind)
+    return local_seat(rank, pp, port, source.job(pp), device=kind)
+
+
+@contextmanager
+def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
+    """Loads a rank's stages and joins the others. Collective over the pipeline.
+
+    Args:
+        source: The model.
+        seat: This rank's seat, on a mesh that has only pipeline ranks.
+
+    Raises:
+        JobError: See `Source.job` and `load_stages`.
+        CheckpointError: See `load_stages`.
+    """
+    rank, pp = seat.rank, seat.world_size
+    # CPUs have no fast products in bf16, and fp32 holds every number of it.
+    half = seat.device == "cuda" and source.precision == "bf16"
+    job = source.job(pp, precision="bf16_pure" if half else "fp32")
     device = pick_device(seat)
-    if kind == "cuda":
+    if seat.device == "cuda":
         set_product_precision(job)
     kernel = choose_attention(job, device).kernel
     loaded = load_stages(source, job, rank, device)
@@ -104,19 +114,25 @@ def open_decoder(source: Source, pp: int, rank: int, port: int) -> Iterator[Pipe
         yield PipelineDecoder(**place, group=groups.forward, world=range(pp))
 
 
-def _source(values: dict[str, Any]) -> Source:
-    return Source(**{**values, "eos_ids": tuple(values["eos_ids"]), "remarks": tuple(values["remarks"])})
+def answer_request(
+    decoder: PipelineDecoder,
+    setup: Mapping[str, Any],
+    request: Mapping[str, Any],
+    tell: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Decodes the prompts of a request. Rank 0 tells the tokens. Collective over the pipeline.
 
-
-def _answer(decoder: PipelineDecoder, setup: dict[str, Any], request: dict[str, Any], out: IO[str]) -> None:
-    """Decodes the prompts of a request. Rank 0 writes the tokens."""
+    Args:
+        decoder: This rank's decoder.
+        setup: `ends`, the ids that end a text, and `rows`, prompts that are decoded together.
+        request: `prompts`, as ids and limit each, and `choice`.
+        tell: Called on rank 0 with `{"token": [prompt, token, finish]}`.
+    """
     prompts = [Prompt(tuple(tokens), limit) for tokens, limit in request["prompts"]]
     tells = decoder.rank == 0
 
     def emit(prompt: int, token: int, finish: str | None) -> None:
         if tells:
-            out.write(json.dumps({"token": [prompt, token, finish]}) + "\n")
+            tell({"token": [prompt, token, finish]})
 
     decoder.run(prompts, Choice(**request["choice"]), setup["ends"], emit, rows=setup["rows"])
-    if tells:
-        out.write(json.dumps({"done": len(prompts)}) + "\n")

@@ -1,13 +1,13 @@
 """Log-probabilities of the last tokens of rows, by a forward-only program on a pipeline.
 
-Rank 0 asks, the other ranks serve. Every row is a document of its own.
+Every row is a document of its own.
 
 Legend: B rows of a microbatch, T tokens, V vocabulary, R rows of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypp.data.packing import NO_LABEL, Row
-from raypp.memory.fetch import from_rank_zero
 from raypp.models.loss import IGNORED
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Requests
@@ -91,22 +90,14 @@ class Scorer:
             backward=False,
         )
 
-    def score(self, rows: Sequence[Scored]) -> list[Score]:
-        """Scores rows. Only rank 0 calls it; the others `serve`."""
-        from_rank_zero([[list(map(int, row.tokens)), row.scored] for row in rows])
-        return self._scores(rows)
-
-    def end(self) -> None:
-        """Makes `serve` return. Only rank 0 calls it, once."""
-        from_rank_zero(None)
-
-    def serve(self) -> None:
-        """Computes what rank 0 asks for, until it calls `end`."""
-        while (asked := from_rank_zero(None)) is not None:
-            self._scores([Scored(tokens, scored) for tokens, scored in asked])
-
     @torch.no_grad()
-    def _scores(self, rows: Sequence[Scored]) -> list[Score]:
+    def scores(self, rows: Sequence[Scored], progress: Callable[[int], None] = lambda done: None) -> list[Score]:
+        """Scores rows. Collective over the pipeline: all ranks give the same rows.
+
+        Args:
+            rows: The rows.
+            progress: Called with the number of rows that are done, after each step.
+        """
         # Rows of similar length share a microbatch, which is as long as its longest row.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         found_R2 = torch.zeros((len(rows), 2), dtype=torch.float64)
@@ -116,6 +107,7 @@ class Scorer:
             scores = self._step([_row(rows[index]) for index in chosen])
             if scores is not None:
                 found_R2[torch.tensor(chosen)] = scores[: len(chosen)]
+            progress(start + len(chosen))
         dist.all_reduce(found_R2)  # ranks without the last stage add zeros
         return [Score(logprob, wrong == 0) for logprob, wrong in found_R2.tolist()]
 

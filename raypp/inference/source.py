@@ -31,6 +31,7 @@ from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import BOUNDS
 from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.documents import Bounds, parse_json
+from raypp.untrusted.paths import expand_home
 
 KEY = "RUN"
 _TOKENIZER = "tokenizer.json"
@@ -81,7 +82,7 @@ class Source:
         Raises:
             JobError: The model has fewer layers than there are ranks, or is one of the user's own.
         """
-        train = _section(self.document, "train")
+        train = section_of(self.document, "train")
         sections = {"model": dict(self.model), "mesh": {"pp": pp}, "pipeline": {"microbatches": pp}}
         chosen = {"precision": precision, "seed": train.get("seed", 0)}
         job = parse_job({"name": self.run or "model", **sections, "train": chosen})
@@ -121,7 +122,7 @@ class Source:
             JobError: There is none, or it is in a store.
             DataError: It cannot be read.
         """
-        tokenizer, known = self.tokenizer or "bytes", _section(self.document, "data")
+        tokenizer, known = self.tokenizer or "bytes", section_of(self.document, "data")
         if is_remote(tokenizer):
             what = f"{self.place} is in a store, where no chat template is looked for"
             raise JobError(Problem("--chat", what, "copy the model into a folder of this machine"))
@@ -160,6 +161,12 @@ def find_source(argument: str, step: int | None = None) -> Source:
     return _of_run(store, commit, skipped)
 
 
+def section_of(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Returns a section of a stored job; empty if it has none."""
+    found = (document or {}).get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def newest_checkpoint(
     store: ObjectStore, run: str, step: int | None = None
 ) -> tuple[Commit, SavedTensors, list[Problem]]:
@@ -194,17 +201,11 @@ def newest_checkpoint(
     raise CheckpointError(unusable[:_SHOWN])
 
 
-def _section(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
-    """Returns a section of a stored job; empty if it has none."""
-    found = (document or {}).get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
 def _is_hf_folder(argument: str) -> bool:
     """Whether the argument is a folder with config.json."""
     if is_remote(argument):
         return open_store(argument).head("config.json") is not None
-    return os.path.lexists(os.path.join(os.path.expanduser(argument), "config.json"))  # noqa: PTH111, PTH118
+    return os.path.lexists(expand_home(argument) / "config.json")
 
 
 def _run_at(argument: str) -> tuple[ObjectStore, str, int | None]:
@@ -214,8 +215,8 @@ def _run_at(argument: str) -> tuple[ObjectStore, str, int | None]:
         JobError: There is no such run.
     """
     local = not is_remote(argument) and ("/" in argument or argument in (".", "~"))
-    folder = Path(argument).expanduser().absolute() if local else None
-    if folder is not None and folder.is_dir() and not _holds_run(folder):
+    folder = expand_home(argument).absolute() if local else None
+    if folder is not None and os.path.isdir(folder) and not _holds_run(folder):  # noqa: PTH112 - raises for no name
         raise _neither(argument, folder)
     url, run, step = split_location(argument if folder is None else str(folder))
     place = locate_run(run if url is None else f"{url}/{run}")
@@ -250,7 +251,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
     except CheckpointError:
         document = dict(commit.job)
     options = parse_job({"name": commit.run, "model": model}).model
-    data, train = _section(document, "data"), _section(document, "train")
+    data, train = section_of(document, "data"), section_of(document, "train")
     tokenizer, length = data.get("tokenizer"), data.get("seq_len")
     context = length if isinstance(length, int) and length > 0 else _CONTEXT
     if options.lora is not None and options.from_hf is not None:
@@ -271,7 +272,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
 
 
 def _of_folder(argument: str) -> Source:
-    url = argument.rstrip("/") if is_remote(argument) else str(Path(argument).expanduser().absolute())
+    url = argument.rstrip("/") if is_remote(argument) else str(expand_home(argument).absolute())
     files = HfFiles(url)
     config = files.config()
     options = options_from_config(config, DecoderOptions(from_hf=url), files.place("config.json"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.hf.base_identity import with_base_id
@@ -57,17 +59,28 @@ def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> Lo
         assert isinstance(prepared, DecoderStage)
         modules[index] = prepared
     stages = list(modules.values())
+    load_weights(source, job, stages)
+    for stage in stages:
+        stage.requires_grad_(False).eval()
+    return LoadedStages(pipeline, modules)
+
+
+def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
+    """Sets every weight of a rank's stages. No communication.
+
+    Raises:
+        JobError: `model.from_hf` names another base than the one the adapters belong to.
+        CheckpointError: Weights are missing, torn, or have other shapes.
+        StoreError: The store does not answer.
+    """
     model = job.model
     if source.store is None:
         assert model.from_hf is not None
         load_from_hf(model.from_hf, stages)
-    else:
-        if model.lora is not None and model.from_hf is not None:
-            with_base_id(model, HfFiles(model.from_hf))
-            load_from_hf(model.from_hf, stages, frozen=True)
-        elif model.lora is not None:
-            draw_weights(stages, job, frozen=True)
-        load_checkpoint(open_store(source.store), source.run, source.step, stages, None)
-    for stage in stages:
-        stage.requires_grad_(False).eval()
-    return LoadedStages(pipeline, modules)
+        return
+    if model.lora is not None and model.from_hf is not None:
+        with_base_id(model, HfFiles(model.from_hf))
+        load_from_hf(model.from_hf, stages, frozen=True)
+    elif model.lora is not None:
+        draw_weights(stages, job, frozen=True)
+    load_checkpoint(open_store(source.store), source.run, source.step, stages, None)

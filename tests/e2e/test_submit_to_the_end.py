@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, copy_run, numbers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
 
 SUBMIT_KEYS = ["run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint"]
 STATUS_KEYS = [

@@ -24,7 +24,7 @@ from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from tests.ray.extra_nodes import ExtraNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:

@@ -38,15 +38,24 @@ _CALLS = {
 }  # fmt: skip
 
 
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _offences(path: Path) -> Iterator[str]:
+    file = path.relative_to(_ROOT)
     for node in ast.walk(ast.parse(path.read_text())):
-        place = f"{path.relative_to(_ROOT)}:{getattr(node, 'lineno', 0)}"
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Call):
+            continue
+        place = f"{file}:{node.lineno}"
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + ([node.module] if isinstance(node, ast.ImportFrom) else [])
             yield from (f"{place} imports {name}" for name in names if name and name.split(".")[0] in _MODULES)
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            name = _dotted(node.func)
+            given = {one.arg: ast.unparse(one.value) for one in node.keywords if one.arg in ("shell", "allow_pickle")}
             if name in _CALLS:
                 yield f"{place} calls {name}"
             if given.get("shell", "False") != "False":

@@ -1,0 +1,54 @@
+"""The options of commands that run on this machine unless a cluster is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from raypp.cli.output import echo
+from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.inference.source import Source
+from raypp.spec.job import Job
+from raypp.spec.paths import is_remote
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--on-cluster` and `--address` to a command."""
+    on_cluster = click.option(
+        "--on-cluster", is_flag=True, help="Run on the cluster that submit would use: one rank per GPU, or CPU."
+    )
+    address = click.option(
+        "--address", metavar="A", help="Run on this cluster: URL of its dashboard, http://host:8265."
+    )
+    return on_cluster(address(command))
+
+
+def chosen_cluster(on_cluster: bool, address: str | None) -> Cluster | None:
+    """Returns the cluster that was asked for; None: this machine computes.
+
+    RAYPP_ADDRESS alone does not ask for one.
+
+    Raises:
+        UnreachableError: It does not answer, or there is none.
+    """
+    if not on_cluster and address is None:
+        return None
+    cluster = find_cluster(address)
+    lend_store_settings(cluster.embedded)
+    cluster.dashboard.check_versions()
+    return cluster
+
+
+def note_paths(cluster: Cluster, source: Source, job: Job | None = None) -> None:
+    """Says which paths every node must have, unless all ranks run on this machine."""
+    if cluster.embedded is not None:
+        return
+    named = [source.store, source.model.get("from_hf")]
+    if job is not None:
+        named += [job.data.path, job.data.tokenizer if job.data.tokenizer != "bytes" else None]
+    paths = [str(path).removeprefix("file://") for path in named if path]
+    here = [path for path in paths if not is_remote(path)]
+    if here:
+        echo(f"note: every node of the cluster must have {', '.join(dict.fromkeys(here))}", err=True)

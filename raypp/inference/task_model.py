@@ -1,0 +1,81 @@
+"""A model on a pipeline that answers what tasks ask: log-probabilities of rows, and new texts.
+
+Rank 0 asks, the other ranks serve. Scores and texts are computed by the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from raypp.inference.prompts import Encoded
+from raypp.inference.scoring import Score, Scored, Scorer
+from raypp.memory.fetch import from_rank_zero
+from raypp.pipeline.decode import Prompt
+from raypp.pipeline.next_token import Choice
+from raypp.train.assemble import AssembledRank
+from raypp.train.sample import decoder_on
+from raypp.train.step import StepRunner
+
+_ROWS = 8
+"""Prompts that are decoded together."""
+
+
+class TaskModel:
+    """The model of a rank. All ranks construct it; then rank 0 asks, and the others `serve`.
+
+    Args:
+        rank: The assembled rank of a job from `task_job`.
+        runner: Its step runner.
+        ends: The ids that end a text.
+        progress: Called on rank 0 with what is done of a request: `done`, `total`, `unit`.
+    """
+
+    def __init__(
+        self,
+        rank: AssembledRank,
+        runner: StepRunner,
+        ends: Sequence[int],
+        progress: Callable[[Mapping[str, Any]], None] = lambda _report: None,
+    ) -> None:
+        self._scorer = Scorer(runner)
+        self._decoder = decoder_on(rank)
+        self._ends, self._progress = list(ends), progress
+
+    def score(self, rows: Sequence[Scored]) -> list[Score]:
+        """Scores rows. Only rank 0 calls it."""
+        from_rank_zero({"score": [[list(map(int, row.tokens)), row.scored] for row in rows]})
+        return self._scorer.scores(rows, lambda done: self._tell(done, len(rows)))
+
+    def generate(self, prompts: Sequence[Encoded], choice: Choice) -> list[tuple[list[int], str]]:
+        """Returns the new tokens of each prompt, and why its text ended. Only rank 0 calls it."""
+        asked = [Prompt(tuple(prompt.tokens), prompt.limit) for prompt in prompts]
+        from_rank_zero({"generate": [[prompt.tokens, prompt.limit] for prompt in asked], "choice": asdict(choice)})
+        tokens: list[list[int]] = [[] for _ in prompts]
+        finishes = [""] * len(prompts)
+
+        def emit(prompt: int, token: int, finish: str | None) -> None:
+            tokens[prompt].append(token)
+            if finish is not None:
+                finishes[prompt] = finish
+                self._tell(sum(map(bool, finishes)), len(prompts))
+
+        self._decoder.run(asked, choice, self._ends, emit, rows=_ROWS)
+        return list(zip(tokens, finishes, strict=True))
+
+    def end(self) -> None:
+        """Makes `serve` return. Only rank 0 calls it, once."""
+        from_rank_zero(None)
+
+    def serve(self) -> None:
+        """Computes what rank 0 asks for, until it calls `end`."""
+        while (asked := from_rank_zero(None)) is not None:
+            if "score" in asked:
+                self._scorer.scores([Scored(tokens, scored) for tokens, scored in asked["score"]])
+                continue
+            prompts = [Prompt(tuple(tokens), limit) for tokens, limit in asked["generate"]]
+            self._decoder.run(prompts, Choice(**asked["choice"]), self._ends, lambda *_: None, rows=_ROWS)
+
+    def _tell(self, done: int, total: int) -> None:
+        self._progress({"done": done, "total": total, "unit": "rows"})

@@ -1,0 +1,66 @@
+"""A model is used by ranks on several nodes, placed by the mesh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.clusters.find import Cluster
+from raypp.control.inference_client import use_on_cluster
+from raypp.inference.processes import Generators, NewToken
+from raypp.inference.prompts import Encoded
+from raypp.inference.rank_error import GenerationError
+from raypp.inference.source import find_source
+from tests.ray.extra_nodes import CPUS, ExtraNodes
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
+CHOICE: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[ExtraNodes]:
+    with ExtraNodes(cluster) as extra:
+        yield extra
+
+
+def wait_for_two_free(cluster: Cluster) -> None:
+    """Waits until the dashboard lists two free nodes: seconds after Ray knows them."""
+    end = time.monotonic() + 120
+    while sum(node.free_cpus >= CPUS for node in cluster.dashboard.nodes()) < 2:
+        assert time.monotonic() < end, cluster.dashboard.nodes()
+        time.sleep(0.5)
+
+
+def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_is_named(
+    cluster: Cluster, nodes: ExtraNodes
+) -> None:
+    two = nodes.add(51, 52)
+    wait_for_two_free(cluster)
+    source = find_source(str(TINY))
+    prompts = [Encoded("", [7 + number, 3, 11], 9) for number in range(5)]
+    with Generators(source, 1, [], 2) as generators:
+        alone = list(generators.generate(prompts, **CHOICE))
+    job = source.job(2)
+    # A rank fills a node, and none fits on the head. Threads would change how sums are rounded.
+    resources = job.resources.model_copy(update={"cpus_per_rank": CPUS, "env": {"OMP_NUM_THREADS": "1"}})
+    job = job.model_copy(update={"resources": resources})
+
+    def asked(prompts: list[Encoded]) -> dict[str, object]:
+        return {"prompts": [[one.tokens, one.limit] for one in prompts], "choice": CHOICE, "ends": [], "rows": 2}
+
+    reports = list(use_on_cluster(cluster, "generate", source, job, asked(prompts)))
+    found = [NewToken(*report["token"]) for report in reports if "token" in report]
+    assert sorted(found, key=lambda one: one.prompt) == sorted(alone, key=lambda one: one.prompt)
+
+    wait_for_two_free(cluster)
+    many = use_on_cluster(cluster, "generate", source, job, asked([Encoded("", [1, 2], 60)] * 4000))
+    assert "token" in next(many)
+    two[1].kill()
+    with pytest.raises(GenerationError, match=r"the process of rank \d on 127\.0\.0\.52 \(pid \d+\) ended: "):
+        for _ in many:
+            pass
