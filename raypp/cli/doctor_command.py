@@ -19,9 +19,6 @@ from raypp.doctor.client import examine
 from raypp.doctor.driver import ProbeOptions
 from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
-from raypp.kinds import SOURCES
-from raypp.spec.job import Job
-from raypp.spec.paths import is_remote
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
 
@@ -50,7 +47,8 @@ def doctor_command(
 ) -> None:
     """Check every node of a cluster, each link between two nodes, and the store.
 
-    With JOB, check what it needs.
+    With JOB, check what it needs: also that each node can read its data, every part of a mixture,
+    and its tokenizer.
 
     Exits with code 0 if all is fine, 1 if something will break a run, 3 if there is no cluster.
     """
@@ -63,7 +61,8 @@ def doctor_command(
     url = store_url or (checked.checkpoint.url if checked else "")
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(expand_home(url).absolute())
-    options = ProbeOptions(url, _paths(checked), max(0.05, min(seconds, 60.0)), not no_devices)
+    examined = checked.model_dump(mode="json") if checked else None
+    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices)
     report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
     found = findings(report)
     if checked is not None:
@@ -79,15 +78,6 @@ def doctor_command(
     else:
         _show(report, found, bool(url))
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
-
-
-def _paths(job: Job | None) -> list[str]:
-    """Returns the files that every node must have."""
-    if job is None or not SOURCES.get(job.data.kind).endings or not job.data.path or is_remote(job.data.path):
-        return []
-    named = (job.data.tokenizer, job.data.chat_template or "")
-    more = [path for path in named if "/" in path and not is_remote(path)]
-    return [str(expand_home(path).absolute()) for path in (job.data.path, *more)]
 
 
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:

@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
-from rich.live import Live
 
 from raypp.cli.console import Console
 from raypp.cli.find_run import find_run, open_reader, present_status
-from raypp.cli.output import echo, echo_json, echo_lines, json_text
+from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled
 from raypp.cli.render import (
     log_text,
     loss_text,
@@ -49,7 +48,8 @@ _FOLLOW_S = 0.5
 def status_command(run: str, watch: bool, as_json: bool) -> None:
     """Show the state of RUN: progress, speed, mesh, ranks and errors.
 
-    RUN is a run's name, or URL/NAME.
+    RUN is a run's name, or URL/NAME. With --watch, a terminal shows a live screen: s saves a
+    checkpoint, x stops the run (it asks first), q leaves.
     """
     place, reader = find_run(run)
     if watch:
@@ -94,10 +94,14 @@ def history_command(run: str) -> None:
 
 @click.command("events")
 @click.argument("run")
+@click.option("--samples", is_flag=True, help="Print the samples of train.sample instead, in full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list of objects.")
-def events_command(run: str, as_json: bool) -> None:
+def events_command(run: str, samples: bool, as_json: bool) -> None:
     """Print the events of RUN, oldest first: time, kind, cause, step, rank, node."""
-    _, reader = find_run(run)
+    place, reader = find_run(run)
+    if samples:
+        _show_samples(place, reader, as_json)
+        return
     events = reader.events()
     if as_json:
         echo_json([_event_json(event) for event in events])
@@ -135,6 +139,20 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     _warn_of_damage(reader)
 
 
+def _show_samples(place: RunPlace, reader: RunReader, as_json: bool) -> None:
+    found = reader.samples()
+    if as_json:
+        echo_json(found)
+    elif not found:
+        echo(f"{place.name} has no samples yet: train.sample of its job takes them", err=True)
+    for taken in () if as_json else found:
+        echo(styled(f"step {taken['step']}", bold=True))
+        for sample in taken["samples"]:
+            echo_lines(styled(sample.get("prompt", ""), dim=True), sample.get("text", ""))
+        echo()
+    _warn_of_damage(reader)
+
+
 class _LogPrinter:
     """Prints log lines with tags of equal width."""
 
@@ -160,13 +178,12 @@ class _LogPrinter:
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
     console = _console()
     if console.is_terminal and not as_json:
-        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-            while True:
-                status = present_status(place, reader)
-                live.update(status_view(status, reader.history(), console), refresh=True)
-                if is_final(status):
-                    return
-                time.sleep(_WATCH_S)
+        from raypp.cli.run_commands import command_of
+        from raypp.cli.watch import watch
+
+        last = watch(place, reader, command_of(place), console)
+        console.print(status_view(last.status, last.rows, console))
+        return
     told = ""
     while True:
         status = present_status(place, reader)

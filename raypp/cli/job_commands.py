@@ -41,7 +41,7 @@ def schema_command() -> None:
 @click.argument("key", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_kinds_command(key: str | None, as_json: bool) -> None:
-    """List the models, data sources, schedules, optimizers, policies and stores.
+    """List the models, data sources, schedules, optimizers, policies, trackers and stores.
 
     With KEY (model.kind), list only the kinds of that key.
     """

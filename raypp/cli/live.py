@@ -12,9 +12,19 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 
-from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.console import Console, Table, Text
 from raypp.cli.find_run import recorded_status
-from raypp.cli.render import curve, date_and_clock, duration, facts, loss_text, quantity, show_event, state_text
+from raypp.cli.render import (
+    curve,
+    date_and_clock,
+    duration,
+    error_facts,
+    facts,
+    loss_text,
+    quantity,
+    show_event,
+    state_text,
+)
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RayppError
 from raypp.observe.reader import RunReader
@@ -168,15 +178,9 @@ class LiveView:
             f"loss {loss_text(row['loss'])}",
             f"{quantity(row['tokens_per_s'])} tokens/s",
         ]
-        if (left := self._seconds_left()) is not None:
+        if self._status is not None and (left := seconds_left(self._status, self._rows)) is not None:
             figures.append(f"ETA {duration(left)}")
         return figures
-
-    def _seconds_left(self) -> float | None:
-        if self._status is None or not self._rows or not self._status["steps"]:
-            return None
-        per_step = statistics.median(float(row["step_s"]) for row in self._rows[-_ETA_STEPS:])
-        return per_step * max(0, int(self._status["steps"]) - self._step())
 
     def _moving_line(self) -> RenderableType:
         status = self._status
@@ -221,6 +225,14 @@ class LiveView:
         self.console.print(summary_view(place, status, rows, events, self.console))
 
 
+def seconds_left(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the time that the remaining steps take, from the last ones; None if unknown."""
+    if not rows or not status["steps"]:
+        return None
+    per_step = statistics.median(float(row["step_s"]) for row in rows[-_ETA_STEPS:])
+    return per_step * max(0, int(status["steps"]) - int(rows[-1]["step"]))
+
+
 def summary_view(
     place: RunPlace,
     status: Mapping[str, Any],
@@ -240,9 +252,8 @@ def summary_view(
         ("wall time", _wall_time(status, events)),
         ("restarts", str(status["restarts"])),
         ("checkpoint", status["checkpoint"] or "none"),
+        *error_facts(status),
     ]
-    if status["error"]:
-        pairs.append(("error", Lines(status["error"], style="red")))
     parts: list[RenderableType] = [
         Text.assemble(("run ", ""), (status["run"], "bold"), "  ", state_text(status["state"])),
         facts(pairs),

@@ -70,7 +70,7 @@ def _row_problems(job: Job) -> list[Problem]:
         from raypp.data.loader import check_budgets
 
         return check_budgets(job)
-    if not source.checks_rows and not any(SOURCES.get(part.kind).checks_rows for part in parts):
+    if not source.check and not any(SOURCES.get(part.kind).check for part in parts):
         return []
     from raypp.data.sources import check_data
 

@@ -33,6 +33,7 @@ _EVENT_STYLES = {
     "restarting": "yellow",
     "stop_requested": "yellow",
     "stopped": "bold yellow",
+    "tracker_stopped": "yellow",
     "committed": "green",
     "succeeded": "bold green",
 }
@@ -102,11 +103,14 @@ def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
-def curve(rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60) -> RenderableType | None:
+def curve(
+    rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60, height: int = 8
+) -> RenderableType | None:
     """Draws the loss of a run's history; None if there is nothing to draw yet."""
     lines = loss_curve(
         [(row["step"], row["loss"]) for row in rows],
         width=min(width, console.width - 4),
+        height=height,
         ascii_only="utf" not in console.encoding.lower(),
     )
     return Padding(Lines("\n".join(lines), no_wrap=True), (0, 0, 0, 2), expand=False) if lines else None
@@ -140,14 +144,26 @@ def status_view(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], co
     if status.get("updated_at"):
         age = time.time() - status["updated_at"]
         pairs.append(("as of", f"{date_and_clock(status['updated_at'])}  ({duration(age)} ago)"))
-    if status["error"]:
-        pairs.append(("error", Lines(status["error"], style="red")))
+    pairs += error_facts(status)
     parts: list[RenderableType] = [head, facts(pairs)]
     if status["ranks"]:
         parts += [Text(""), Padding(ranks_table(status), (0, 0, 0, 2), expand=False)]
     if (picture := curve(rows, console)) is not None:
         parts += [Text(""), Text("  loss", style="dim"), picture]
     return Group(*parts)
+
+
+def error_facts(status: Mapping[str, Any]) -> list[tuple[str, RenderableType]]:
+    """Returns why the run ended, or what it recovered from; nothing if nothing failed."""
+    if not status["error"]:
+        return []
+    name, style = ("last failure", "yellow") if survived(status) else ("error", "red")
+    return [(name, Lines(status["error"], style=style))]
+
+
+def survived(status: Mapping[str, Any]) -> bool:
+    """Returns whether the error of a status, if it has one, did not end the run."""
+    return status["state"] not in ("FAILED", None)
 
 
 def ranks_table(status: Mapping[str, Any]) -> Table:
@@ -188,7 +204,10 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> 
             place,
         )
     errors = [
-        Text.assemble((f"{status['run']}: ", "bold"), (status["error"].partition("\n")[0], "red"))
+        Text.assemble(
+            (f"{status['run']}: ", "bold"),
+            (status["error"].partition("\n")[0], "yellow" if survived(status) else "red"),
+        )
         for status in statuses
         if status["error"]
     ]
@@ -201,17 +220,22 @@ def show_event(console: Console, event: Event, *, date: bool = False) -> None:
     Without a terminal it is a single line, for grep.
     """
     when = date_and_clock(event.time) if date else clock(event.time)
-    kind = Text(f"{event.kind:<15}", style=_EVENT_STYLES.get(event.kind, "cyan"))
+    kind = Text(f"{event.kind:<15}", style=event_style(event))
     if console.is_terminal:
         grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_row(Text(when, style="dim"), kind, Lines.assemble(*_event_words(event)))
+        grid.add_row(Text(when, style="dim"), kind, Lines.assemble(*event_words(event)))
         console.print(grid)
     else:
-        message, place = _event_words(event)
+        message, place = event_words(event)
         console.print(Text.assemble(when, "  ", kind, "  ", one_line(message), place), soft_wrap=True)
 
 
-def _event_words(event: Event) -> tuple[str, tuple[str, str]]:
+def event_style(event: Event) -> str:
+    """Returns the colour of an event's kind."""
+    return _EVENT_STYLES.get(event.kind, "cyan")
+
+
+def event_words(event: Event) -> tuple[str, tuple[str, str]]:
     """Returns the message with its cause, and the place with its style."""
     place = [f"step {event.step}"] if event.step is not None else []
     place += [f"rank {event.rank}"] if event.rank is not None else []

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
+from raypp.cli.checkpoint_place import size_text
 from raypp.cli.output import echo, write_file
 from raypp.cli.report.collect import collect
-from raypp.cli.report.page import page, size_text
+from raypp.cli.report.page import page
 from raypp.errors import JobError, Problem
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import raypp
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
-from raypp.cli.find_run import find_run, present_status, runs_below
+from raypp.cli.find_run import find_run, open_reader, present_status, runs_below
 from raypp.cli.live import LiveView
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo, echo_json, echo_lines
@@ -72,6 +73,10 @@ def submit_command(
     if not resume:
         check_hf_weights(file.job)
     cluster = find_cluster(address)
+    try:
+        client.check_trackers(file.job, cluster)
+    except JobError as error:
+        raise JobError(file.locate(problem) for problem in error.problems) from None
     lent = lend_store_settings(cluster.embedded)
     if lent and store_kind(file.job.checkpoint.url).embedded:
         echo(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)", err=True)
@@ -107,15 +112,7 @@ def submit_command(
 @click.argument("run")
 def save_command(run: str) -> None:
     """Save a checkpoint of RUN now. Returns when it is committed."""
-    place, reader, cluster = _active_run(run)
-    answer = client.command_run(cluster, place.name, "save")
-    if not answer["found"]:
-        raise _not_active(place, reader)
-    if answer["committed"] is None:
-        raise CheckpointError(
-            Problem("RUN", answer["what"], f"see `raypp events {shell_word(place.name)}` for the cause")
-        )
-    echo(f"{place.name}: step {answer['committed']} is committed: {answer['what']}")
+    echo(_save(*_active_run(run)))
 
 
 @click.command("stop")
@@ -123,7 +120,26 @@ def save_command(run: str) -> None:
 @click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
-    place, reader, cluster = _active_run(run)
+    echo(_stop(*_active_run(run), no_save=no_save))
+
+
+def command_of(place: RunPlace) -> Callable[[str], str]:
+    """Returns a function that saves or stops a run, and says what came of it."""
+    return lambda name: {"save": _save, "stop": _stop}[name](*_active(place, open_reader(place)))
+
+
+def _save(place: RunPlace, reader: RunReader, cluster: Cluster) -> str:
+    answer = client.command_run(cluster, place.name, "save")
+    if not answer["found"]:
+        raise _not_active(place, reader)
+    if answer["committed"] is None:
+        raise CheckpointError(
+            Problem("RUN", answer["what"], f"see `raypp events {shell_word(place.name)}` for the cause")
+        )
+    return f"{place.name}: step {answer['committed']} is committed: {answer['what']}"
+
+
+def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool = False) -> str:
     answer = client.command_run(cluster, place.name, "stop-now" if no_save else "stop")
     if not answer["found"]:
         raise _not_active(place, reader)
@@ -132,7 +148,7 @@ def stop_command(run: str, no_save: bool) -> None:
             Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
         )
     checkpoint = answer["checkpoint"] or "none"
-    echo(f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}")
+    return f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}"
 
 
 def _sides(versions: dict[str, str]) -> str:
@@ -333,7 +349,10 @@ def _print_json(status: dict[str, Any]) -> None:
 
 
 def _active_run(run: str) -> tuple[RunPlace, RunReader, Cluster]:
-    place, reader = find_run(run)
+    return _active(*find_run(run))
+
+
+def _active(place: RunPlace, reader: RunReader) -> tuple[RunPlace, RunReader, Cluster]:
     status = reader.status()
     if is_final(status):
         raise _not_active(place, reader)

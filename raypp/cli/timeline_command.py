@@ -15,6 +15,7 @@ from raypp.cli.find_run import find_run, present_status
 from raypp.cli.output import echo, write_file
 from raypp.cli.timeline_view import timeline_view
 from raypp.clusters import known_runs
+from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.errors import JobError, Problem, UnreachableError
@@ -28,8 +29,11 @@ from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.text import shell_word
 
 _POLL_S = 0.5
+_ASK_EVERY_S = 2.0
 _PARTS_PATIENCE_S = 30.0
 """How long the parts of the other ranks may take after the first one."""
+_LATE_PARTS_S = 5.0
+"""The same, after the attempt has ended."""
 
 
 @click.command("timeline")
@@ -85,18 +89,61 @@ def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[
 
 
 def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:
-    """Asks the run's controller for a trace, and waits until all ranks have written their parts."""
+    """Asks the run's controller for a trace, and waits until all ranks have written their parts.
+
+    An attempt that ends before that takes its trace with it; then the next one is asked.
+    """
     cluster = known_runs.cluster_of(place)
-    before = set(list_traces(store, place.name))
-    answer = client.command_run(cluster, place.name, f"timeline-{steps}")
-    if not answer["found"]:
-        state = present_status(place, reader)["state"]
-        raise client.no_such_controller(place.name, f"{state} according to its records")
-    if not answer["traced"]:
-        fix = f"wait until it trains: `raypp status {shell_word(place.name)} --watch`"
-        raise JobError(Problem("RUN", str(answer["what"]), fix))
-    echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
-    attempt, since = present_status(place, reader)["attempt"], None
+    patient = False
+    while True:
+        before = set(list_traces(store, place.name))
+        attempt = _asked(place, reader, cluster, steps, patient=patient)
+        trace = _parts_of(place, reader, store, before, attempt)
+        if trace is not None:
+            return trace
+        echo(f"{place.name}: attempt {attempt} ended before its steps were traced; asking the next attempt", err=True)
+        patient = True
+
+
+def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, patient: bool) -> int:
+    """Asks for a trace. Returns the attempt that was asked.
+
+    Args:
+        patient: Wait until the run trains.
+
+    Raises:
+        JobError: The run does not train, or has ended.
+    """
+    while True:
+        status = present_status(place, reader)
+        answer = client.command_run(cluster, place.name, f"timeline-{steps}")
+        if not answer["found"]:
+            if patient and not is_final(status):
+                time.sleep(_ASK_EVERY_S)  # Ray starts the controller again
+                continue
+            state = present_status(place, reader)["state"]
+            raise client.no_such_controller(place.name, f"{state} according to its records")
+        if answer["traced"]:
+            echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
+            return int(present_status(place, reader)["attempt"])
+        if not patient:
+            fix = f"wait until it trains: `raypp status {shell_word(place.name)} --watch`"
+            raise JobError(Problem("RUN", str(answer["what"]), fix))
+        if is_final(status):
+            raise _not_traced(place, status)
+        time.sleep(_ASK_EVERY_S)
+
+
+def _parts_of(
+    place: RunPlace, reader: RunReader, store: ObjectStore, before: set[TracePlace], attempt: int
+) -> list[RankTrace] | None:
+    """Waits for the parts of all ranks; None if the attempt ends before they are written.
+
+    Raises:
+        JobError: The run has ended without them.
+        UnreachableError: Some ranks of a living attempt have not written theirs.
+    """
+    since = over = None
     while True:
         status = present_status(place, reader)  # before the look at the store: what ended has written its parts
         found = {key: ranks for key, ranks in list_traces(store, place.name).items() if key not in before}
@@ -104,17 +151,21 @@ def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: i
             since = since or time.monotonic()
             if len(ranks) == read_trace(store, place.name, key, ranks[:1])[0].world:
                 return read_trace(store, place.name, key, ranks)
+        if is_final(status) or status["attempt"] != attempt:
+            over = over or time.monotonic()
+        # The ranks that are left of an attempt write within seconds, if at all.
+        if over is not None and (since is None or time.monotonic() - over > _LATE_PARTS_S):
+            if is_final(status):
+                raise _not_traced(place, status)
+            return None
         if since is not None and time.monotonic() - since > _PARTS_PATIENCE_S:
             raise _incomplete(place, found)
-        if since is None and _is_over(status, attempt):
-            fix = "ask again once it trains" if not is_final(status) else "trace it earlier, or trace fewer steps"
-            what = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
-            raise JobError(Problem("RUN", what, fix))
         time.sleep(_POLL_S)
 
 
-def _is_over(status: dict[str, Any], attempt: int) -> bool:
-    return is_final(status) or status["attempt"] != attempt
+def _not_traced(place: RunPlace, status: dict[str, Any]) -> JobError:
+    what = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
+    return JobError(Problem("RUN", what, "trace it earlier, or trace fewer steps"))
 
 
 def _none_recorded(place: RunPlace, *, ended: bool) -> JobError:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import Any
 
 from raypp.cli.output import echo_lines
@@ -28,7 +31,12 @@ _KINDS: dict[int, type[RayppError]] = {
 }
 
 
-def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
+def ask(
+    module: str,
+    request: dict[str, Any],
+    name: str,
+    progress: Callable[[Mapping[str, Any]], None] = lambda _report: None,
+) -> dict[str, Any]:
     """Calls a module's `main` in a new process and returns its answer.
 
     `main` reads one JSON object and prints another as its last line. An answer with `error`, or
@@ -38,6 +46,7 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
         module: For example `raypp.measure.parity`.
         request: The object it reads.
         name: Name of its task in error messages: "the comparison".
+        progress: Called with the value of each line `{"progress": {…}}` when it is printed.
 
     Raises:
         JobError: torch is not installed here.
@@ -48,16 +57,39 @@ def ask(module: str, request: dict[str, Any], name: str) -> dict[str, Any]:
     # module twice.
     program = f"import sys; from {module} import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(
-        command, input=json.dumps(request), capture_output=True, text=True, errors="replace", check=False
-    )
-    echo_lines(done.stderr, err=True, nl=False)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RunFailedError(f"{name} ended with exit code {done.returncode} and without a result")
-    answer: dict[str, Any] = json.loads(lines[-1])
+    last = ""
+    with (
+        TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, errors="replace"
+        ) as process,
+    ):
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it has ended; its output says why
+                process.stdin.write(json.dumps(request))
+                process.stdin.close()
+            for line in process.stdout:
+                if line.startswith('{"progress": '):
+                    progress(json.loads(line)["progress"])
+                elif line.strip():
+                    last = line
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        said.seek(0)
+        echo_lines(said.read(), err=True, nl=False)
+    if not last:
+        raise RunFailedError(f"{name} ended with exit code {code} and without a result")
+    answer: dict[str, Any] = json.loads(last)
     if "problems" in answer:
-        raise _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])
+        raise error_of(answer)
     if "error" in answer:
         raise RunFailedError(answer["error"])
     return answer
+
+
+def error_of(answer: Mapping[str, Any]) -> RayppError:
+    """Returns the error of an answer with `problems` and `exit_code`."""
+    return _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])

@@ -6,12 +6,13 @@ without that file fails the tests that are parametrised by `FAMILY_CASES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -40,6 +41,19 @@ def described(kind: str) -> dict[str, Any]:
 
 
 FAMILY_CASES = [(kind, case) for kind in FAMILIES for case in described(kind).get("cases", {"no file of cases": None})]
+
+
+def family_cases(slow: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrises a test by `kind` and `case`.
+
+    Args:
+        slow: Names of cases that are slow tests for every family but Llama.
+    """
+    marked = [
+        pytest.param(kind, case, marks=pytest.mark.slow if case in slow and kind != "llama" else ())
+        for kind, case in FAMILY_CASES
+    ]
+    return pytest.mark.parametrize(("kind", "case"), marked)
 
 
 def keys_of(kind: str, case: str) -> dict[str, Any]:

@@ -217,6 +217,7 @@ _QUANTITIES: Sequence[tuple[str, str, Callable[[StepReport], float]]] = (
     ("Step time", "s", lambda r: r.step_s),
     ("Longest row", "tokens", lambda r: float(r.seq_len)),
 )
+_MEMORY = ("Memory", "GB, peak of a rank so far")
 _MOST_EXTRAS = 12
 _EXTRAS = {"aux_loss": ("Balance loss", "aux_loss, unweighted"), "z_loss": ("Router z-loss", "z_loss, unweighted")}
 
@@ -233,6 +234,7 @@ def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
         if name == "Longest row" and len({value for one in series for _, value in one.points}) < 2:
             continue
         found.append(chart(name, unit, series, axis, marks, named=name == "Loss" and len(runs) == 1))
+    found.append(chart(*_MEMORY, _memory(runs), axis, marks, named=len(runs) == 1))
     for name in extras:
         series = [
             Series(_label(run, runs), style, [(t.report.step, t.report.extras.get(name, math.nan)) for t in run.steps])
@@ -240,6 +242,24 @@ def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
         ]
         found.append(chart(*_EXTRAS.get(name, (name, "")), series, axis, marks))
     return [one for one in found if one is not None]
+
+
+def _memory(runs: Sequence[RunData]) -> list[Series]:
+    """Returns the curve of the fullest pipeline rank of each run; for one run also of the
+    emptiest."""
+    found = []
+    for style, run in zip("ab", runs, strict=False):
+        peaks = [(timed.report.step, timed.report.peak_bytes) for timed in run.steps if timed.report.peak_bytes]
+        if not peaks:
+            continue
+        last = peaks[-1][1]
+        fullest, emptiest = last.index(max(last)), last.index(min(last))
+        ranks = [(style, fullest)] + ([("b", emptiest)] if len(runs) == 1 and emptiest != fullest else [])
+        for look, rank in ranks:
+            points = [(step, there[rank] / 1e9) for step, there in peaks if rank < len(there)]
+            label = f"{run.title}, fullest stage" if len(runs) > 1 else f"pp{rank}"
+            found.append(Series(label, look, points))
+    return found
 
 
 def legend(runs: Sequence[RunData]) -> Html | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from raypp.cli.render import mesh_text, rank_label
@@ -27,11 +28,12 @@ def mesh_picture(run: RunData) -> Html:
         rows.setdefault((at["dp_replicate"], at["fsdp"], at["cp"]), {})[at["pp"]] = rank
     columns = sorted({rank["coordinates"]["pp"] for rank in ranks})[:_MOST_COLUMNS]
     cells: list[Html] = [_stages(run, pp) for pp in columns]
-    head = _line(run, cells, columns, links=False)
+    head = _line(cells, [tag("span")] * len(columns), "line head")
+    links = _links(run, columns)
     lines = [head]
     for place in sorted(rows)[:_MOST_ROWS]:
         found = [_rank(rows[place].get(pp), mesh, nodes) for pp in columns]
-        lines.append(_line(run, found, columns, links=True))
+        lines.append(_line(found, links))
     left_out = len(ranks) - sum(len(rows[place].keys() & set(columns)) for place in sorted(rows)[:_MOST_ROWS])
     notes = [f"{mesh_text(mesh)}, {len(ranks)} ranks on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"]
     notes += [f"{left_out} more ranks are not shown"] if left_out else []
@@ -39,14 +41,10 @@ def mesh_picture(run: RunData) -> Html:
     return joined(tag("p", "; ".join(notes), cls="quiet"), tag("div", grid, cls="scroll"))
 
 
-def _line(run: RunData, cells: Sequence[Html], columns: Sequence[int], *, links: bool) -> Html:
-    """Returns a row of cells, with the links between them."""
-    found: list[Html] = []
-    for index, cell in enumerate(cells):
-        if index:
-            found.append(_link(run, columns[index]) if links else tag("span"))
-        found.append(cell)
-    return tag("div", *found, cls="line" if links else "line head")
+def _line(cells: Sequence[Html], links: Sequence[Html], cls: str = "line") -> Html:
+    """Returns a row of cells, each but the first after its link to the one before."""
+    found = [part for pair in zip(links, cells, strict=True) for part in pair]
+    return tag("div", *found[1:], cls=cls)
 
 
 def _stages(run: RunData, pp: int) -> Html:
@@ -77,13 +75,13 @@ def _rank(rank: Mapping[str, Any] | None, mesh: Mapping[str, int], nodes: Mappin
     )
 
 
-def _link(run: RunData, pp: int) -> Html:
-    """Returns the link to a pipeline rank from the one before."""
-    links = measured_links(run.events)
-    pipeline = run.pipeline
-    told = ""
+def _links(run: RunData, columns: Sequence[int]) -> list[Html]:
+    """Returns the link to each pipeline rank from the one before."""
+    links, pipeline = measured_links(run.events), run.pipeline
+    slowest: dict[int, float] = {}
     if pipeline is not None and len(links) == len(pipeline.rank_of_stage) - 1:
-        ends = [{pipeline.rank_of_stage[s], pipeline.rank_of_stage[s + 1]} for s in range(len(links))]
-        here = [seconds for seconds, joined_ in zip(links, ends, strict=True) if joined_ == {pp - 1, pp}]
-        told = seconds_text(max(here)) if here else ""
-    return tag("span", tag("small", told) if told else None, cls="link", title="a message between these stages")
+        for (one, other), seconds in zip(pairwise(pipeline.rank_of_stage), links, strict=True):
+            if abs(one - other) == 1:
+                slowest[max(one, other)] = max(seconds, slowest.get(max(one, other), 0.0))
+    told = [tag("small", seconds_text(slowest[pp])) if pp in slowest else None for pp in columns]
+    return [tag("span", one, cls="link", title="a message between these stages") for one in told]

@@ -81,7 +81,9 @@ def _head(run: RunData, style: str, count: int) -> Html:
     key = tag("b", cls=f"key {style}") if count > 1 else None
     parts = [tag("h1", key, tag("span", run.title), state), tag("p", status["checkpoint"] or run.url, cls="quiet url")]
     if status["error"]:
-        parts.append(tag("p", status["error"], cls="error"))
+        ended = status["state"] == "FAILED"
+        text = status["error"] if ended else f"last failure: {status['error']}"
+        parts.append(tag("p", text, cls="error" if ended else "note"))
     parts += [tag("p", note, cls="note") for note in run.notes]
     return tag("div", *parts, tables.figures(run), cls="run")
 
@@ -96,7 +98,3 @@ def _mark_legend(runs: Sequence[RunData]) -> Html:
     there = {event.kind for run in runs for event in run.events}
     names = [name for name, kinds in CLASSES.items() if there & set(kinds)]
     return tag("p", *(tag("span", tag("i", cls=f"mark {name}"), name) for name in names), cls="legend marks")
-
-
-def size_text(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"

@@ -82,3 +82,16 @@ def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "4 more rows cannot be used" in said
     assert run(["plan", "jobs/chat.yaml", "--set", "data.chat_template=none.jinja"]) == 2
     assert "data.chat_template=none.jinja: there is no none.jinja" in capsys.readouterr().err
+
+
+def test_each_part_of_a_mixture_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "b.txt").write_text("three")
+    parts = "[{kind: text, path: a.txt}, {kind: text, path: b.txt, name: others}]"
+    (tmp_path / "job.yaml").write_text(f"name: mixed\ndata: {{kind: mixture, parts: {parts}}}\n")
+    assert run(["data", "show", str(tmp_path / "job.yaml")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a 2 documents, 8 tokens others 1 documents, 6 tokens" in said
+    assert run(["data", "show", str(tmp_path / "job.yaml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["parts"]
+    assert found == [{"name": "a", "documents": 2, "tokens": 8}, {"name": "others", "documents": 1, "tokens": 6}]

@@ -111,6 +111,29 @@ def test_a_loss_that_is_no_number_does_not_break_history_or_status(store, capsys
     assert run(["status", f"{store.url}/kjv"]) == 0
 
 
+def test_samples_are_printed_in_full_each_step_once(store, capsys):
+    def sampled(step, text, attempt):
+        samples = [{"prompt": "In the ", "text": text, "tokens": [1], "finish": "length"}, "no sample"]
+        return Event("sampled", "In the |beg", 1.0, attempt, step, details={"samples": samples})
+
+    events = [sampled(2, "be" + "g" * 300, 1), sampled(4, "old", 1), sampled(4, "a\n\x1b[2Jb", 2)]
+    record(store, events=[*events, Event("sampled", "", step=5, details={"samples": "none"})])
+    place = f"{store.url}/{STATUS.run}"
+    assert run(["events", place, "--samples"]) == 0
+    assert capsys.readouterr().out == f"step 2\nIn the be{'g' * 300}\n\nstep 4\nIn the a\n\\x1b[2Jb\n\n"
+    assert run(["events", place, "--samples", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["step"], one["attempt"], one["samples"][0]["text"][:3]) for one in found] == [
+        (2, 1, "beg"), (4, 2, "a\n\x1b"),
+    ]  # fmt: skip
+
+
+def test_a_run_without_samples_says_so(kjv, capsys):
+    assert run(["events", kjv, "--samples"]) == 0
+    told = capsys.readouterr()
+    assert not told.out and "no samples yet: train.sample" in told.err
+
+
 def test_events_tell_time_rank_node_and_cause(kjv, capsys):
     assert run(["events", kjv]) == 0
     lines = capsys.readouterr().out.splitlines()

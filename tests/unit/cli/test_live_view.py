@@ -4,11 +4,13 @@ import dataclasses
 import io
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from raypp.cli.live import LiveView, next_commands, summary_view
+from raypp.cli.render import status_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
@@ -38,7 +40,11 @@ def console(terminal: bool = False, width: int = 80) -> Console:
     return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None)
 
 
-def train(store, end: RunState = RunState.SUCCEEDED, first: int = 1, last: int = 100) -> threading.Thread:
+def train(
+    store, end: RunState = RunState.SUCCEEDED, first: int = 1, last: int = 100, seen: Callable[[], bool] = lambda: True
+) -> threading.Thread:
+    """Records a run; waits at step 50 until `seen` says that it was looked at, for 60 s at most."""
+
     def life():
         with RunRecorder(store, "r", f"t{first}", interval_s=0.05) as recorder:
             recorder.event(Event("seated", f"from step {first}"))
@@ -48,6 +54,9 @@ def train(store, end: RunState = RunState.SUCCEEDED, first: int = 1, last: int =
                 if step % 50 == 0:
                     recorder.event(Event("committed", f"step {step} is durable", step=step))
                 time.sleep(0.01)
+                until = time.monotonic() + 60 * (step == 50)
+                while not seen() and time.monotonic() < until:
+                    time.sleep(0.01)
             recorder.status(dataclasses.replace(STATUS, state=end, step=last))
 
     thread = threading.Thread(target=life)
@@ -56,7 +65,8 @@ def train(store, end: RunState = RunState.SUCCEEDED, first: int = 1, last: int =
 
 
 def test_without_a_terminal_a_whole_run_is_about_twenty_lines_and_its_events(store):
-    screen, thread = console(), train(store)
+    screen = console()
+    thread = train(store, seen=lambda: "\nstep " in screen.file.getvalue())
     status = LiveView(screen, poll_s=0.01).follow(place_of(store), RunReader(store, "r"))
     thread.join()
     assert status["state"] == "SUCCEEDED"
@@ -158,3 +168,19 @@ def test_a_run_that_goes_on_offers_to_watch_and_to_stop_it():
     commands = [command for command, _ in next_commands(RunPlace("s3://bucket", "r", None), STATUS.as_dict())]
     assert "raypp status r --watch" in commands
     assert "raypp stop r" in commands
+
+
+@pytest.mark.parametrize(
+    ("state", "label"),
+    [(RunState.FAILED, "error"), (RunState.SUCCEEDED, "last failure"), (RunState.RUNNING, "last failure")],
+)
+def test_what_a_run_survived_is_not_called_its_error(state, label):
+    status = dataclasses.replace(STATUS, state=state, error="rank 2 died").as_dict()
+    for view in (
+        summary_view(RunPlace("s3://bucket", "r", None), status, [], [], console()),
+        status_view(status, [], console()),
+    ):
+        screen = console()
+        screen.print(view)
+        (line,) = [line for line in screen.file.getvalue().splitlines() if "rank 2 died" in line]
+        assert line.split("  ")[1] == label

@@ -89,6 +89,7 @@ def write(store: ObjectStore, name: str = "r", lr: float = 0.001) -> None:
         recorder.status(RunStatus(name, RunState.SUCCEEDED, 8, 8, 2.5, 1e4, 2, 1, None, MESH, RANKS))
         for step in range(1, 9):
             report = StepReport(step, 4 / step, 0.5, 1000, 64, 0.1, 1e4, 1 + step // 5, lr, extras={"aux_loss": 1.0})
+            report = replace(report, peak_bytes=[step * 10**9, 2 * 10**9] if step > 1 else [])
             recorder.step(replace(report, loss=math.nan) if step == 3 else report)
         details = {"bytes": 5_000_000, "seconds": 1.5, "stall_s": 0.012}
         recorder.event(Event("committed", "step 4", 100.0, 1, 4, 0, details=details))
@@ -112,6 +113,7 @@ def test_the_page_of_a_run_shows_all_that_it_recorded(store: ObjectStore) -> Non
     shown = page.text()
     for words in (
         "SUCCEEDED", "Loss", "held out", "Gradient norm", "Learning rate", "Throughput", "Step time", "Balance loss",
+        "Memory", "pp0", "pp1",
         "attempts", "failures", "checkpoints", "5.0 MB", "1.50 s", "12 ms", "pp1 was killed", "beginning <i>",
         "predicted: ", "pp 2, 2 ranks on 2 nodes", "layers 0–", "10.0.0.2", "num_layers: 4", "clocks agree within",
     ):  # fmt: skip
@@ -119,6 +121,8 @@ def test_the_page_of_a_run_shows_all_that_it_recorded(store: ObjectStore) -> Non
     curves = [given for name, given in page.tags if name == "path" and "curve" in str(given["class"])]
     (losses, *_) = (str(given["data-points"]).split() for given in curves)
     assert [pair.split(":")[0] for pair in losses] == ["1", "2", "4", "5", "6", "7", "8"]  # the third is no number
+    most, least = (str(given["data-points"]) for given in curves if "2:2" in str(given["data-points"]).split()[:1])
+    assert (most.split()[-1], least.split()[-1]) == ("8:8", "8:2"), "GB of the fullest and the emptiest pipeline rank"
     attempts = [given["title"] for name, given in page.tags if given.get("class") == "attempt"]
     assert attempts == ["attempt 1: steps 1 to 4", "attempt 2: steps 5 to 8"]
 
@@ -190,16 +194,17 @@ def test_text_of_others_stays_text(store: ObjectStore, name: str) -> None:
     )
 
 
-def test_a_history_of_100_000_steps_makes_a_small_page(store: ObjectStore) -> None:
-    reports = (StepReport(step, 2 + math.sin(step), 0.5, 100, 64, 0.1, 1e4, 1) for step in range(1, 100_001))
+@pytest.mark.parametrize(("steps", "each"), [(20_000, 34), pytest.param(100_000, 167, marks=pytest.mark.slow)], ids=str)
+def test_a_long_history_makes_a_small_page(store: ObjectStore, steps: int, each: int) -> None:
+    reports = (StepReport(step, 2 + math.sin(step), 0.5, 100, 64, 0.1, 1e4, 1) for step in range(1, steps + 1))
     store.put("r/history/a1-00001.jsonl", b"".join(step_line(one, 1e9 + one.step) for one in reports))
     with RunRecorder(store, "r", "a1", interval_s=60) as recorder:
         for number_ in range(2_000):
             recorder.event(Event("rank_failed", "x" * 50, 1e9 + number_, 1, 50 * number_))
-    store.put("r/status.json", document(RunStatus("r", RunState.FAILED, 100_000, 100_000, updated_at=1e9).as_dict()))
+    store.put("r/status.json", document(RunStatus("r", RunState.FAILED, steps, steps, updated_at=1e9).as_dict()))
     page = report(store, "r")
     assert Path("r.html").stat().st_size < 1_500_000
-    assert "every 167 of 100,000 steps" in page.text() and "1,700 older events are not listed" in page.text()
+    assert f"every {each} of {steps:,} steps" in page.text() and "1,700 older events are not listed" in page.text()
 
 
 def test_a_thinned_curve_keeps_every_extreme() -> None:

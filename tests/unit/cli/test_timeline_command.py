@@ -10,10 +10,13 @@ import pytest
 from traces import chrome_faults, two_ranks
 
 from raypp.cli.main import run
-from raypp.cli.timeline_command import measured_links, newest_trace
+from raypp.cli.timeline_command import _parts_of, measured_links, newest_trace
+from raypp.clusters.known_runs import RunPlace
+from raypp.errors import JobError
+from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
-from raypp.observe.trace import RankTrace
+from raypp.observe.trace import RankTrace, TracePlace
 from raypp.observe.trace_analysis import analyse
 from raypp.records import Event, RunState
 from raypp.storage import ObjectStore, open_store
@@ -97,3 +100,17 @@ def test_links_are_those_of_the_attempt_or_the_newest() -> None:
     assert measured_links([LINKS, later]) == [0.5]
     assert measured_links([LINKS], 7) == measured_links([]) == []
     assert measured_links([replace(LINKS, details={"link_s": ["x", -1.0, 1e300]})]) == []
+
+
+def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore) -> None:
+    place, reader = RunPlace(store.url, "r", ""), RunReader(store, "r")
+    write(store, [], RunState.RUNNING)
+    assert _parts_of(place, reader, store, set(), attempt=0) is None, "attempt 1 has followed"
+    write(store, two_ranks()[:1], RunState.RUNNING)
+    assert _parts_of(place, reader, store, set(), attempt=0) is None, "a rank died before it wrote its part"
+    write(store, two_ranks(), RunState.RUNNING)
+    found = _parts_of(place, reader, store, set(), attempt=1)
+    assert found is not None and len(found) == 2
+    write(store, [], RunState.FAILED)
+    with pytest.raises(JobError, match="r is FAILED in attempt 1; the steps were not traced"):
+        _parts_of(place, reader, store, {TracePlace(1, 4)}, attempt=1)

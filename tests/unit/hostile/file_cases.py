@@ -69,6 +69,7 @@ STATE = {
     "ray": {"pid": 4194303, "started": 1.0}, "ray_dir": "/tmp/raypp-none", "python": "python",
     "s3": {"endpoint": "http://127.0.0.1:1", "access_key": "a", "secret_key": "b", "pid": 4194303, "started": 1.0,
            "ports": [1], "directory": "/tmp/none"},
+    "prometheus_port": 2, "prometheus": {"pid": 4194303, "started": 1.0},
 }  # fmt: skip
 
 ODD: list[Any] = [
@@ -383,6 +384,7 @@ def data_cases() -> Iterator[tuple[str, Case]]:
     for number, content in enumerate((b"", b"\xff" * 4096)):
         yield f"an index of shards {number}", _shards_with("shard-000000.index", content)
         yield f"ids of shards {number}", _shards_with("shard-000000.ids", content)
+        yield f"loss masks of shards {number}", _shards_with("shard-000000.loss", content)
     yield "a path with a NUL", lambda folder: use_data("text", f"{folder}/a\0b")
     yield "a long path", lambda folder: use_data("text", f"{folder}/{'x' * 2500}")
     yield "nobody's home", lambda _: use_data("text", "~nobody-has-this-name/x")
@@ -396,11 +398,13 @@ def _shards_with(name: str, content: bytes) -> Case:
     """Returns a case that reads token shards of which one file has another content."""
 
     def case(folder: Path) -> None:
-        (folder / "a.txt").write_text("one\n\ntwo")
-        read, request = source_request(job(kind="text", path=f"{folder}/a.txt"))
+        (folder / "a.jsonl").write_text('{"prompt": "one", "completion": "two"}')
+        read, request = source_request(job(kind="chat", path=f"{folder}/a.jsonl"))
         write_shards(read, request, open_store(f"{folder}/out"), Options(1))
         (folder / "out" / name).write_bytes(content)
         use_data("tokens", f"{folder}/out")
+        train = open_documents(job(kind="tokens", path=f"{folder}/out")).train
+        train.ids(0), train.carries_loss(0)
 
     return case
 

@@ -26,6 +26,9 @@ COMMANDS = {
     "links": ["plan", "job.yaml", "--links", "NAME"],
     "device": ["plan", "job.yaml", "--device", "NAME"],
     "set": ["plan", "job.yaml", "--set", "NAME"],
+    "generate": ["generate", "NAME", "--prompt", "a"],
+    "prompts": ["generate", "hf", "--prompts", "NAME"],
+    "eval": ["eval", "NAME"],
 }
 
 

@@ -158,6 +158,19 @@ def test_a_thousand_silent_connections_take_no_thread_and_keep_nobody_out(listen
     assert eventually(lambda: listener.refused == 1000)
 
 
+def test_a_lack_of_descriptors_fails_where_a_listener_is_made() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as last, ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(20)]
+        last.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1].fileno() + 1, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                Listener(HERE, SECRET, echo, "tests")  # one descriptor is free
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_listener_outlives_a_lack_of_descriptors(listener: Listener) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:

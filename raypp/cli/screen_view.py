@@ -1,0 +1,165 @@
+"""Draws the screen of `raypp status --watch`: progress, mesh, loss curve, events, keys."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.progress_bar import ProgressBar
+
+from raypp.cli.console import Console, Table, Text
+from raypp.cli.live import seconds_left
+from raypp.cli.render import (
+    clock,
+    curve,
+    duration,
+    event_style,
+    event_words,
+    loss_text,
+    mesh_text,
+    one_line,
+    quantity,
+    state_text,
+)
+from raypp.records import Event
+
+_CELL = 13
+_EVENTS = 6
+_AXES = ("dp_replicate", "fsdp", "cp")
+_RANK_STYLES = {
+    "running": "green",
+    "step": "green",
+    "saving": "cyan",
+    "done": "bold green",
+    "dead": "bold red",
+    "failed": "bold red",
+    "gone": "bold red",
+}
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the run's records said last."""
+
+    status: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
+
+
+def screen_view(records: Records, footer: Text, console: Console) -> RenderableType:
+    """Draws a whole screen, of the console's present size.
+
+    Args:
+        records: The run's records.
+        footer: The last line: the keys, a question, or an answer.
+        console: Where it is shown.
+    """
+    status, height = records.status, console.size.height
+    mesh = mesh_view(status, console.size.width - 4, max(2, height // 3))
+    mesh_rows = len(mesh) + 1
+    event_rows = min(_EVENTS, max(1, len(records.events)), max(1, height // 4))
+    curve_rows = height - 5 - mesh_rows - event_rows - 4
+    parts = [
+        Layout(_head(records), size=5),
+        Layout(_titled("mesh", f"  {mesh_text(status['mesh'])}" if status["mesh"] else "", *mesh), size=mesh_rows),
+    ]
+    if curve_rows >= 4:
+        picture = curve(records.rows, console, console.size.width - 4, curve_rows) or Text("  no steps yet", "dim")
+        parts.append(Layout(_titled("loss", "", picture)))
+    parts.append(Layout(_titled("events", "", *_events(records.events[-event_rows:])), size=event_rows + 2))
+    parts.append(Layout(footer, size=1))
+    screen = Layout()
+    screen.split_column(*parts)
+    return screen
+
+
+def _titled(name: str, rest: str, *lines: RenderableType) -> RenderableType:
+    return Group(Text.assemble((name, "bold"), (rest, "dim")), *lines)
+
+
+def _head(records: Records) -> RenderableType:
+    status, rows = records.status, records.rows
+    step, steps = int(rows[-1]["step"] if rows else status["step"]), int(status["steps"])
+    left = seconds_left(status, rows)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    remaining = f"ETA {duration(left)}" if left is not None else ""
+    grid.add_row(
+        f"step {step}/{steps}" if steps else f"step {step}", ProgressBar(total=max(1, steps), completed=step), remaining
+    )
+    row = rows[-1] if rows else {}
+    figures = [
+        f"loss {loss_text(row.get('loss', status['loss']))}",
+        *(f"held-out loss {loss_text(one.number('loss'))}" for one in _last(records.events, "evaluated")),
+        f"{quantity(row.get('tokens_per_s', status['tokens_per_s']))} tokens/s",
+        *([f"{row['step_s']:.3g} s/step", f"grad norm {row['grad_norm']:.3g}"] if row else []),
+        f"attempt {status['attempt']} (restarts: {status['restarts']})",
+    ]
+    age = time.time() - float(status["updated_at"])
+    title = Text.assemble((status["run"], "bold"), "  ", state_text(status["state"]), (f"  {duration(age)} ago", "dim"))
+    place = Text(f"checkpoint {status['checkpoint'] or 'none yet'}", style="dim", no_wrap=True, overflow="ellipsis")
+    error = Text(one_line(status["error"] or ""), style="red", no_wrap=True, overflow="ellipsis")
+    return Group(title, grid, Text("  ".join(figures), no_wrap=True, overflow="ellipsis"), place, error)
+
+
+def _last(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind][-1:]
+
+
+def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[RenderableType]:
+    """Draws the ranks, a column for each place of pp; where they do not fit, their number by state.
+
+    Returns:
+        Its lines.
+    """
+    ranks = status["ranks"]
+    if not ranks:
+        return [Text("  no ranks now", style="dim")]
+    stages = sorted({rank["coordinates"]["pp"] for rank in ranks})
+    rows: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for rank in ranks:
+        place = rank["coordinates"]
+        axes = [axis for axis in _AXES if status["mesh"].get(axis, 1) > 1]
+        name = " ".join(f"{'dp' if axis == 'dp_replicate' else axis}{place[axis]}" for axis in axes)
+        rows.setdefault(name, {})[place["pp"]] = rank
+    margin = max(map(len, rows)) + 2
+    if len(rows) + 1 > height or margin + _CELL * len(stages) > width:
+        return _counts(ranks)
+    lines: list[RenderableType] = [Text("  " + " " * margin + "".join(f"{f'pp{stage}':<{_CELL}}" for stage in stages))]
+    for name, cells in rows.items():
+        line = Text(f"  {name:<{margin}}")
+        for stage in stages:
+            rank = cells.get(stage)
+            state = str(rank["state"]) if rank else ""
+            words = f"{rank['rank']} {state}"[: _CELL - 1] if rank else ""
+            line.append(f"{words:<{_CELL}}", _RANK_STYLES.get(state, "yellow"))
+        lines.append(line)
+    return lines
+
+
+def _counts(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    counts = Counter(str(rank["state"]) for rank in ranks).most_common()
+    usual = counts[0][0]
+    lines: list[RenderableType] = [Text("  " + ", ".join(f"{count} {state}" for state, count in counts))]
+    others = [f"{rank['rank']} {rank['state']} on {rank['node']}" for rank in ranks if rank["state"] != usual]
+    if others:
+        lines.append(Text("  " + "; ".join(others[:8]), style="yellow", no_wrap=True, overflow="ellipsis"))
+    return lines
+
+
+def _events(events: Sequence[Event]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for event in events:
+        words, (place, style) = event_words(event)
+        kind = (f"  {event.kind:<15}  ", event_style(event))
+        line = Text.assemble(("  " + clock(event.time), "dim"), kind, one_line(words), (place, style))
+        line.no_wrap, line.overflow = True, "ellipsis"
+        lines.append(line)
+    return lines or [Text("  none yet", style="dim")]

@@ -1,0 +1,109 @@
+"""Starts the Ray head of the embedded cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from raypp.clusters.dashboard import Dashboard
+from raypp.errors import Problem, RayppError, UnreachableError
+
+# Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
+# addresses.
+NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
+_OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
+_RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
+
+
+def start_ray_head(
+    home: Path,
+    ray_dir: str,
+    num_cpus: int,
+    gcs_port: int,
+    client_port: int,
+    dashboard_port: int,
+    prometheus_url: str,
+) -> subprocess.Popen[bytes]:
+    """Starts a head that outlives this process.
+
+    Args:
+        home: Contains `token`; gets `ray.log`.
+        ray_dir: Ray's folder, with a short path.
+        num_cpus: Number of logical CPU slots.
+        gcs_port: On NODE_IP.
+        client_port: Of Ray Client, on NODE_IP.
+        dashboard_port: On 127.0.0.1.
+        prometheus_url: Where the dashboard looks for Prometheus.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+        *("start", "--head", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+        f"--node-ip-address={NODE_IP}",
+        f"--port={gcs_port}",
+        f"--ray-client-server-port={client_port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+        "--dashboard-agent-listen-port=0",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={num_cpus}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        "--include-log-monitor=false",
+        f"--temp-dir={ray_dir}",
+    ]
+    # The operator's keys and Ray settings do not belong to the cluster: a job carries what it
+    # needs.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_", "RAYPP_"))}
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(home / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_PROMETHEUS_HOST": prometheus_url,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    with (home / "ray.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=ray_dir,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+class SlowStartError(UnreachableError):
+    """Ray's own start-up timeout of 30 s expired: an overloaded machine may need longer."""
+
+
+def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits until a node is alive and the Jobs service answers.
+
+    Raises:
+        SlowStartError: Ray gave up; a second start may succeed.
+        UnreachableError: It ended, or does not answer; the message contains the end of `log`.
+    """
+    end = time.monotonic() + _RAY_PATIENCE_S
+    while True:
+        try:
+            if client.nodes():
+                client.jobs()
+                return
+        except (RayppError, KeyError, TypeError):
+            pass
+        if head.poll() is not None or time.monotonic() > end:
+            what = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            error = SlowStartError if any(text in tail for text in _RAY_GAVE_UP) else UnreachableError
+            raise error(
+                Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "run `raypp doctor`")
+            )
+        time.sleep(0.1)

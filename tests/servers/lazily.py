@@ -1,0 +1,22 @@
+"""A module that is imported where a test uses it, not when tests are collected."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazily:
+    """Stands for a module until one of its attributes is needed.
+
+    transformers puts another object into `sys.modules` while it is imported, so
+    `importlib.util.LazyLoader` cannot load it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks every object of a test module for some
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
