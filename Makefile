@@ -4,9 +4,10 @@
 # make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
+# make screenshots the pictures of docs/pictures; needs chromium and prometheus
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 # make fuzz        damaged input for every parser, for MINUTES=10
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs bench chaos fuzz clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs screenshots bench chaos fuzz clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -113,6 +114,9 @@ docs: $(DOCS_STAMP)
 $(DOCS_STAMP): $(STAMP)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
+
+screenshots: venv
+	@PYTHONPATH=tests/servers $(BIN)/python docs/pictures/screens/make.py
 
 bench: venv
 	$(BIN)/python -m benchmarks.run

@@ -17,9 +17,9 @@ import statistics
 from functools import partial
 from typing import Any
 
+from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.turns import Held
-from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
 
 WARM = 2
@@ -63,7 +63,7 @@ def main() -> None:
     names = ("steps", "microbatches", "cable_mbps")
     kept = Kept("fsdp_overlap", {name: getattr(options, name) for name in names}, resume=options.resume)
     found: dict[tuple[str, bool, bool], list[dict[str, Any]]] = {}
-    with two_hosts("fs") as hosts:
+    with some_hosts("fs") as hosts:
         hosts.set_cable(None)
         held = {one: begin(hosts, ranks, one[1], options.microbatches) for one, ranks in VARIANTS.items()}
         for number in range(options.rounds):

@@ -1,11 +1,13 @@
 """The cost of a slow cable, and how much of it raypp hides.
 
 Run it with `python -m benchmarks.link_hiding`. It needs root and 20 minutes. Two hosts (network
-namespaces) with one core each are connected by a cable. Its rate is set so that a message takes
-0.5, 1.0 and 1.5 times a forward: real compute, real packets. On each cable, the benchmark runs
+namespaces) with one core each, or four with `--hosts 4`, are connected by cables and a switch. The
+rate of a cable is set so that a message takes 0.5, 1.0 and 1.5 times a forward (four hosts: 1.0 and
+2.0): real compute, real packets. A host between two others sends an activation and a gradient for
+each microbatch, both through its one cable. On each cable, the benchmark runs
 raypp with `lookahead: auto`, with the classic warm-up, and with int8 messages; torch's own
 Schedule1F1B (a bare script with the same model and cut); and the same job with its weights sharded
-over both hosts instead (FSDP only). raypp on a cable without a limit is the reference.
+over all hosts instead (FSDP only). raypp on a cable without a limit is the reference.
 
 All programs run at the same time and train in turns of two steps, round after round, every second
 round in reverse order. So the values that are compared were measured within half a minute, and the
@@ -20,24 +22,27 @@ The table for more ranks comes from the simulator.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
 from benchmarks.turns import Held, Turn
-from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import StageTimes, simulate
 
-MICROBATCHES, CUT = 16, "5,3"
-GOALS = {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}
-"""By message ÷ forward: the lowest speed relative to an unlimited cable, and to torch's
-Schedule1F1B on the same cable."""
+MICROBATCHES = 16
+CUTS = {2: "5,3", 4: "2,2,2,2"}
+"""By number of hosts: the layers of each."""
+GOALS = {2: {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}, 4: {1.0: (0.88, 1.6), 2.0: (0.75, 1.8)}}
+"""By number of hosts and message ÷ forward: the lowest speed relative to an unlimited cable, and to
+torch's Schedule1F1B on the same cable."""
 UNTIL_CHOSEN = 4
 """raypp times steps 2 and 3 and uses the chosen lookahead from step 4 on."""
 
@@ -45,18 +50,18 @@ AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
 INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
 NO_LIMIT, TORCH_FREE = "raypp, no limit", "torch, no limit"
 ALONE = ["--set", "checkpoint.memory_tier=false"]
-RAYPP = ["benchmarks.timed_rank", "--cut", CUT, *ALONE]
-SHARDED = ["benchmarks.timed_rank", *ALONE, "--set", "mesh={pp: 1, fsdp: 2}", "--set", "pipeline.lookahead=0"]
+RAYPP = ["benchmarks.timed_rank", "--cut", "CUT", *ALONE]
+SHARDED = ["benchmarks.timed_rank", *ALONE, "--set", "mesh={pp: 1, fsdp: HOSTS}", "--set", "pipeline.lookahead=0"]
 VARIANTS: dict[str, tuple[list[str], int]] = {
     AUTO: (RAYPP, UNTIL_CHOSEN),
-    TORCH: (["benchmarks.bare_1f1b", "--cut", CUT], 2),
+    TORCH: (["benchmarks.bare_1f1b", "--cut", "CUT"], 2),
     INT8: ([*RAYPP, "--set", "pipeline.wire={compression: int8}"], UNTIL_CHOSEN),
     "raypp, lookahead 0": ([*RAYPP, "--set", "pipeline.lookahead=0"], 2),
     FSDP: (SHARDED, 1),
     "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 2),
     SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
 }
-"""The variants, and how many steps of each are not counted."""
+"""The variants, and how many steps of each are not counted. CUT and HOSTS are filled in."""
 CHOOSE = (AUTO, INT8, SNAPSHOTS)
 """The variants that measure the cable at the start, so they restart for each cable."""
 USUAL = list(VARIANTS)[:5]
@@ -65,19 +70,20 @@ Figures = dict[str, Any]
 """Results of one turn: `step_s`, `mb` that a host sends per step, and the cable's `mbit`."""
 
 
-def count_of(variant: str, microbatches: int) -> list[str]:
-    """Returns the arguments for the number of microbatches; FSDP's two replicas take half each."""
+def arguments_of(variant: str, hosts: int, microbatches: int) -> list[str]:
+    """Returns the module and the arguments of a variant. FSDP's replicas share the microbatches."""
+    words = [word.replace("CUT", CUTS[hosts]).replace("HOSTS", str(hosts)) for word in VARIANTS[variant][0]]
     if variant == TORCH:
-        return ["--microbatches", str(microbatches)]
-    return ["--set", f"pipeline.microbatches={microbatches // 2 if variant == FSDP else microbatches}"]
+        return [*words, "--microbatches", str(microbatches)]
+    return [*words, "--set", f"pipeline.microbatches={microbatches // hosts if variant == FSDP else microbatches}"]
 
 
 def begin(hosts: Hosts, variant: str, mbit: float | None, microbatches: int) -> tuple[Held, list[Turn]]:
     """Starts a program on a cable; returns it and its first steps."""
-    (module, *arguments), uncounted = VARIANTS[variant]
+    module, *arguments = arguments_of(variant, hosts.count, microbatches)
     hosts.set_cable(mbit)
-    held = hosts.hold(module, [*arguments, *count_of(variant, microbatches)])
-    return held, held.steps(uncounted)
+    held = hosts.hold(module, arguments)
+    return held, held.steps(VARIANTS[variant][1])
 
 
 def chosen(first: Sequence[Turn]) -> dict[str, Any]:
@@ -180,8 +186,8 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float
 def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
     """Prints the tables of seconds and ratios with the goals, and the simulated one."""
     print(f"\n{begun}")
-    print(f"\nP = 2, m = {options.microbatches}, fp32, one core each; a message {message_bits() / 8 / 1024:.0f} KiB; "
-          f"rounds: {options.rounds}, of {options.steps} steps each; "
+    print(f"\nP = {options.hosts}, m = {options.microbatches}, fp32, one core each; "
+          f"a message {message_bits() / 8 / 1024:.0f} KiB; rounds: {options.rounds}, of {options.steps} steps each; "
           f"cores {'as the machine has them' if options.sleeping_cores else 'kept awake'}")  # fmt: skip
     print("\n| message ÷ forward | cable | variant | s per step | no limit ÷ it (goal) | torch ÷ it (goal) "
           "| MB per step that a host sends |")  # fmt: skip
@@ -191,7 +197,7 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
         for variant in [NO_LIMIT, *options.only, *([TORCH_FREE] if TORCH in options.only else [])]:
             goal = [""] * 2
             if variant == AUTO:
-                goal = [f" (≥ {value})" for value in GOALS.get(share, ())] or goal
+                goal = [f" (≥ {value})" for value in GOALS[options.hosts].get(share, ())] or goal
             against = f"{_ratios(rounds, TORCH, variant)}{goal[1]}" if TORCH in options.only else ""
             seconds, size = (statistics.median(one[variant][key] for one in rounds) for key in ("step_s", "mb"))
             rates = [one[variant]["mbit"] for one in rounds]
@@ -226,22 +232,25 @@ def simulated() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, choices=list(CUTS), help="hosts, with a core each")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every variant on every cable")
     parser.add_argument("--only", nargs="*", default=USUAL, choices=list(VARIANTS), help="some of the variants")
-    parser.add_argument("--shares", nargs="*", type=float, default=list(GOALS), help="message ÷ forward of the cables")
+    parser.add_argument("--shares", nargs="*", type=float, help="message ÷ forward of the cables")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     add_resume(parser)
     options = parser.parse_args()
-    if reason := why_not():
+    options.shares = options.shares or list(GOALS[options.hosts])
+    cores = len(os.sched_getaffinity(0))
+    if reason := why_not() or (f"{cores} cores for {options.hosts} hosts" if cores < options.hosts else None):
         print(f"skipped: {reason}")
         simulated()
         return
     started = time.perf_counter()
-    names = ("steps", "microbatches", "only", "sleeping_cores")
+    names = ("hosts", "steps", "microbatches", "only", "sleeping_cores")
     kept = Kept("link_hiding", {name: getattr(options, name) for name in names}, resume=options.resume)
-    with two_hosts("lk", awake=not options.sleeping_cores) as hosts:
+    with some_hosts("lk", options.hosts, awake=not options.sleeping_cores) as hosts:
         found = measure(hosts, kept, options)
     report(found, options, kept.begun)
     print(f"\n{time.perf_counter() - started:.0f} s")

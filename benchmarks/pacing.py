@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
-from benchmarks.two_hosts import Hosts, spread, two_hosts
 from cluster.testbed import why_not
 from raypp.clusters.seaweed import SeaweedServer
 
@@ -91,7 +91,7 @@ def main() -> None:
     kept = Kept("pacing", {name: getattr(options, name) for name in names}, resume=options.resume)
     wanted = [variant for variant in VARIANTS if variant in {NO_SAVE, *options.only}]
     found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in wanted}
-    with two_hosts("up") as hosts, tempfile.TemporaryDirectory() as folder:
+    with some_hosts("up") as hosts, tempfile.TemporaryDirectory() as folder:
         server = SeaweedServer.start(Path(folder) / "s3", buckets=(BUCKET,), host=hosts.network.switch)
         try:
             for number in range(options.rounds):

@@ -20,10 +20,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks.hosts import Hosts, pinned, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Held
-from benchmarks.two_hosts import Hosts, pinned, spread, two_hosts
 from cluster.testbed import why_not
 from raypp.planning.costs import NUMBERS, Costs, Part
 from raypp.planning.forecast import Forecast, forecast
@@ -186,7 +186,7 @@ def main() -> None:
     if why := why_not():
         raise SystemExit(why)
     kept = Kept("prediction", {"steps": options.steps, "set": options.set}, resume=options.resume)
-    with two_hosts("pr") as hosts:
+    with some_hosts("pr") as hosts:
         found = measure(hosts, kept, options)
     print(f"\n{kept.begun}; rounds: {options.rounds}, of {options.steps} steps each\n")
     titles = ("configuration", "cable", "measured, s", "predicted, s", "predicted ÷ measured", "the schedule alone")

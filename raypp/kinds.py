@@ -1,4 +1,5 @@
-"""What a file of a schedule, store, data source, optimizer or policy declares; the registries.
+"""What a file of a schedule, store, data source, optimizer, policy or tracker declares; the
+registries.
 
 A new kind is one file in the package given below. Its `KIND` answers every question that other
 parts of raypp ask about it; no other file lists it. The model families are in
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
@@ -88,8 +90,8 @@ class SourceKind(Kind):
         mixes: Its documents are those of `data.parts`, whose kinds read them.
         hub: `data.path` may be a name on Hugging Face's hub.
         compressed: Its files may also end in .gz or .zst after one of the endings.
-        checks_rows: Beside `read` there is `check(request: Request) -> list[Problem]`, which looks
-            at the first rows before a run.
+        check: `package.module:function` of a function `(request: Request) -> list[Problem]`, which
+            looks at the first rows before a run; empty: none.
     """
 
     endings: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ class SourceKind(Kind):
     mixes: bool = False
     hub: bool = False
     compressed: bool = False
-    checks_rows: bool = False
+    check: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,32 @@ class PolicyKind(Kind):
     """A recovery policy: `build(recovery) -> Policy`, see `raypp.recovery.policy`."""
 
 
+@dataclass(frozen=True)
+class TrackerKind(Kind):
+    """A tracker: `open_tracker(run: TrackedRun) -> Tracker`, see `raypp.observe.tracked`.
+
+    Attributes:
+        library: The module that it imports; empty: none.
+        install: What installs it.
+        settings: Its options in the job, each with its help.
+        variables: Environment variables of the submitter that travel with a job that names it.
+        checks: Beside `open_tracker` there is `check(options, environment) -> list[Problem]`, which
+            says before a run what is missing. It must not import the library.
+    """
+
+    library: str = ""
+    install: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    variables: tuple[str, ...] = ()
+    checks: bool = False
+
+
 SCHEDULES = Registry("schedule", ScheduleKind, "raypp.schedules", "build", "raypp.schedules")
 SOURCES = Registry("data source", SourceKind, "raypp.data", "read", "raypp.data_sources")
 STORES = Registry("store", StoreKind, "raypp.storage", "open_url", "raypp.stores")
 OPTIMIZERS = Registry("optimizer", OptimizerKind, "raypp.train", "build", "raypp.optimizers")
 POLICIES = Registry("recovery policy", PolicyKind, "raypp.recovery.policies", "build", "raypp.recovery_policies")
+TRACKERS = Registry("tracker", TrackerKind, "raypp.observe.trackers", "open_tracker", "raypp.trackers")
 
 
 def store_kind(url: str, *, key: str = "") -> StoreKind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -25,11 +26,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that runs tests in the background ignores SIGINT, and so would the commands they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Imports and collection leave many objects and next to no garbage. To look through them again and
+# again took 1.6 of the 11 s of a collection.
+gc.disable()
+
 for folder in ("e2e", "servers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 if TYPE_CHECKING:
     from laptop import Laptop, Run
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -19,15 +19,15 @@ from typing_extensions import TypedDict
 
 from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
-from raypp.untrusted.safetensors_header import ELEMENT_BYTES
+from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, parse_header
 
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
 _DIGITS = 8
 """Hex digits of a CRC-32. Blocks use CRC-32 instead of SHA-256 because it is 2.5 times as fast and
 only has to detect accidents."""
-BOUNDS = Bounds(size=128 << 20, values=1_000_000)
-"""Of a header: about 60,000 tensors, and the checksums of 1 TB."""
+BOUNDS = Bounds(MOST_BYTES, values=1_000_000)
+"""Of a header: about 60,000 tensors, and the checksums of 800 GB."""
 _ADVICE = "use an older checkpoint (a resume does so by itself)"
 Shape = tuple[Count, ...]
 _PYTHON = ("", "int", "float", "bool")
@@ -213,16 +213,6 @@ def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> b
     return len(header).to_bytes(8, "little") + header
 
 
-class _Saved(TypedDict, total=False):
-    """A tensor, or `__metadata__`, as safetensors describes them."""
-
-    dtype: str
-    shape: Shape
-    data_offsets: tuple[Count, Count]
-    format: str
-    raypp: str
-
-
 class _Place(TypedDict):
     """Where a tensor lies in its global one."""
 
@@ -253,12 +243,11 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     def refuse(what: str) -> NoReturn:
         raise CheckpointError(Problem(key, f"has no valid header: {what}", _ADVICE))
 
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or len(data) - 8 != length:
-        refuse(f"it says that it has {length} bytes; it has {max(0, len(data) - 8)}")
-    saved = parse_as(dict[str, _Saved], data[8:], key, BOUNDS, fix=_ADVICE, kind="a valid header", unknown="ignore")
-    metadata = saved.pop("__metadata__", {}).get("raypp")
-    if metadata is None:
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if len(data) < LENGTH_BYTES or len(data) - LENGTH_BYTES != length:
+        refuse(f"it says that it has {length} bytes; it has {max(0, len(data) - LENGTH_BYTES)}")
+    header = parse_header(data[LENGTH_BYTES:], object_size - len(data), key, fix=_ADVICE)
+    if (metadata := header.metadata.get("raypp")) is None:
         refuse("__metadata__.raypp is missing")
     about = parse_as(
         _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=_ADVICE, kind="valid", unknown="allow"
@@ -266,14 +255,10 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     block_bytes, blocks, places = about["block_bytes"], about["blocks"], about["tensors"]
     writer = {name: value for name, value in about.items() if name not in _Metadata.__annotations__}
     entries = []
-    for name, tensor in saved.items():
-        place = places.get(name)
-        if place is None or "dtype" not in tensor or "shape" not in tensor or "data_offsets" not in tensor:
-            refuse(f"{shown(name)} has no {'place' if place is None else 'dtype, shape and data_offsets'}")
-        begin, end = tensor["data_offsets"]
-        entry = TensorEntry(
-            name, tensor["dtype"], tensor["shape"], begin, end, place["shape"], place["offset"], place.get("python", "")
-        )
+    for name, tensor in header.tensors.items():
+        if (place := places.get(name)) is None:
+            refuse(f"{shown(name)} has no place")
+        entry = TensorEntry(name, *tensor, place["shape"], place["offset"], place.get("python", ""))
         if fault := entry.fault():
             refuse(f"{shown(name)}: {fault}")
         entries.append(entry)

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, load_private_environment
@@ -36,7 +36,7 @@ class ProbeOptions:
 
     Attributes:
         store_url: The store that every node tries; empty: none.
-        paths: Files that every node needs.
+        job: The job whose data every node needs; None: none.
         seconds: Duration of each bandwidth measurement.
         devices: Whether to run a matrix product on every device.
         share_environment: Whether every node uses the store settings and keys of the driver's
@@ -44,7 +44,7 @@ class ProbeOptions:
     """
 
     store_url: str = ""
-    paths: list[str] = field(default_factory=list)
+    job: dict[str, Any] | None = None
     seconds: float = 0.6
     devices: bool = True
     share_environment: bool = False
@@ -99,6 +99,13 @@ class Examination:
         """Runs all measurements and returns the report. Failures become `error` entries."""
         self._look_around()
         working = [index for index, one in enumerate(self._report) if "error" not in one]
+        if self._options.job is not None:
+            _print_progress("data: looking for the job's files on every node")
+            asked = {index: self._actors[index].data_problems.remote(self._options.job) for index in working}
+            for index, answer in self._gather(asked, _STORE_S).items():
+                if isinstance(answer, dict):
+                    answer = [["data", f"cannot be examined: {answer['error']}", "read Ray's logs on that node"]]
+                self._report[index]["data"] = answer
         if self._options.devices:
             _print_progress("devices: running a matrix product on each")
             asked = {index: self._actors[index].devices.remote() for index in working}
@@ -127,8 +134,6 @@ class Examination:
                 "gpus": has.get("GPU", 0),
             }
             self._report.append(basis | answers[index])
-            for path in self._gather({0: self._actors[index].missing.remote(self._options.paths)}, _START_S).values():
-                self._report[index]["missing"] = path if isinstance(path, list) else []
 
     def _links(self, working: list[int]) -> list[dict[str, Any]]:
         if len(working) < 2:

@@ -39,13 +39,14 @@ class Finding:
 
     def as_dict(self) -> dict[str, str]:
         """Returns the finding as `raypp doctor --json` prints it."""
-        return {"severity": str(self.severity), "what": self.problem.what, "fix": self.problem.fix}
+        problem = self.problem
+        return {"severity": str(self.severity), "key": problem.key, "what": problem.what, "fix": problem.fix}
 
 
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Returns all findings of a report, the most severe first."""
     found: list[Finding] = []
-    for look in (_silent_nodes, _versions, _missing, _links, _rates, _clocks, _machines, _store, _devices, _cards):
+    for look in (_silent_nodes, _versions, _data, _links, _rates, _clocks, _machines, _store, _devices, _cards):
         found += look(report)
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
@@ -100,14 +101,16 @@ def _version_of(node: dict[str, Any], name: str) -> str | None:
     return ".".join(node["python"].split(".")[:2]) if name == "python" else node["packages"].get(name)
 
 
-def _missing(report: dict[str, Any]) -> Iterator[Finding]:
-    by_path: dict[str, list[str]] = defaultdict(list)
+def _data(report: dict[str, Any]) -> Iterator[Finding]:
+    by_problem: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for node in _working(report):
-        for path in node.get("missing", ()):
-            by_path[path].append(node["ip"])
-    for path, nodes in by_path.items():
-        fix = "copy it to the same path on every node, share the directory, or put it into the store (s3://…)"
-        yield _found(Severity.BREAKS, f"the training data {path} is missing on {_some(nodes)}", fix)
+        for key, what, fix in node.get("data", ()):
+            by_problem[key, what, fix].append(node["ip"])
+    working = len(_working(report))
+    for (key, what, fix), nodes in by_problem.items():
+        if len(nodes) < working:
+            fix = "make it the same on every node: copy it, share the directory, or put it into the store (s3://…)"
+        yield Finding(Severity.BREAKS, Problem(key, f"on {_some(nodes)}: {what}", fix))
 
 
 def _links(report: dict[str, Any]) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.metadata
 import json
 import os
@@ -23,7 +22,9 @@ from typing import Any
 import psutil
 
 from raypp.control.credentials import load_private_environment
+from raypp.data.sources import check_data
 from raypp.errors import RayppError, in_words
+from raypp.spec.job import Job
 from raypp.storage import open_store
 from raypp.train.network import interface_to, interfaces
 from raypp.untrusted.sockets import Listener, connect, receive
@@ -98,9 +99,16 @@ class NodeProbe:
             last = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
             return {"error": last[0] if last else f"{type(error).__name__}: {error}", "devices": []}
 
-    def missing(self, paths: list[str]) -> list[str]:
-        """Returns the files (or patterns) that do not exist on this node."""
-        return [path for path in paths if not (Path(path).exists() or glob.glob(path, recursive=True))]  # noqa: PTH207
+    def data_problems(self, job: dict[str, Any]) -> list[list[str]]:
+        """Returns what is wrong with a job's data, seen from this node: key, what and fix of each.
+
+        Sources of the user's own are not examined, because their code is not here.
+        """
+        try:
+            found = check_data(Job.model_validate(job), stores=True)
+        except RayppError as error:
+            found = list(error.problems)
+        return [[one.key, one.what, one.fix] for one in found if not one.key.endswith(".kind")]
 
     # Links ----------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
             runner, sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
         )
         read = runner.read(Requests(), Stopwatch())
-        yield Meter(small, rank.groups, rank.device, runner.batches(read), outside | copies)
+        yield Meter(small, rank.groups, rank.device, runner.batches(read, 1), outside | copies)
 
 
 class Meter:

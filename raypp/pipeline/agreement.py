@@ -9,7 +9,7 @@ about shapes is exchanged, so no rank can wait for a message that another rank d
 Only `pack` and `unpack` know the layout of the vector. A minimum is sent as the maximum of its
 negation.
 
-Legend: M microbatches, W ranks of the world.
+Legend: M microbatches, P pipeline ranks, W ranks of the world.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class StepProposal:
         snapshots: State of the memory tier; None, on every rank, if there is none.
         compute_us: W compute times of the last step in microseconds: its own in its place, zeros in
             the others'. Empty, on every rank, if that step was not timed.
+        peak_bytes: P peaks of memory, by pipeline rank: its own in its place, zeros in the others'.
+            Empty, on every rank, if they are not asked for.
     """
 
     seq_lens: Sequence[int]
@@ -73,6 +75,7 @@ class StepProposal:
     saving: bool = False
     snapshots: SnapshotState | None = None
     compute_us: Sequence[int] = ()
+    peak_bytes: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class StepPlan:
         saving: Whether some rank has not finished its last save.
         snapshots: Combined state of all memory tiers; None if there are none.
         compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
+        peak_bytes: P largest peaks of memory, by pipeline rank; empty if not asked for.
     """
 
     seq_lens: tuple[int, ...]
@@ -94,6 +98,7 @@ class StepPlan:
     saving: bool = False
     snapshots: SnapshotState | None = None
     compute_us: tuple[int, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
@@ -132,9 +137,10 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 3) + 5 + 5 + W]`: for each replica its lengths, tokens, digest and
-        negated digest; four flags and the steps to trace; five numbers of the memory tier, only if
-        there is one; W microseconds, only if the last step was timed.
+        int64 `[replicas · (M + 3) + 5 + 5 + P + W]`: for each replica its lengths, tokens, digest
+        and negated digest; four flags and the steps to trace; five numbers of the memory tier, only
+        if there is one; P bytes, only if asked for; W microseconds, only if the last step was
+        timed.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
     slots = replicas * (count + 3)
@@ -142,7 +148,7 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace]
     if memory is not None:
         rest += [memory.every, -memory.own, -memory.arrived, memory.trouble, memory.unready]
-    rest += proposal.compute_us
+    rest += [*proposal.peak_bytes, *proposal.compute_us]
     vector = torch.full((slots + len(rest),), _UNSAID, dtype=torch.int64)
     own = vector[replica * (count + 3) : (replica + 1) * (count + 3)]
     own[:] = torch.tensor([*proposal.seq_lens, proposal.tokens, proposal.digest, -proposal.digest])
@@ -154,7 +160,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64 `[replicas · (M + 3) + 5 + 5 + W]`, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 3) + 5 + 5 + P + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
@@ -180,11 +186,13 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     if proposal.snapshots is not None:
         every, own, arrived, trouble, unready = rest[:_MEMORY]
         rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready))
+    peaks = len(proposal.peak_bytes)
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=int(table[:, count].sum()),
         requests=Requests(bool(save), bool(stop), bool(last_save) or not stop, trace),
         saving=bool(saving),
         snapshots=memory,
-        compute_us=tuple(rest),
+        compute_us=tuple(rest[peaks:]),
+        peak_bytes=tuple(rest[:peaks]),
     )

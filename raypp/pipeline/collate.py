@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from raypp.data.packing import Row
+from raypp.models.adapter_dropout import StepKeys
 from raypp.models.attention import PLAIN
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import Move, PackedDocuments
@@ -76,7 +77,14 @@ def rows_digest(rows: Sequence[Row]) -> int:
     return digest
 
 
-def collate(rows: Sequence[Row], length: int, share: ContextShare, kernel: AttentionKernel = PLAIN) -> StageBatch:
+def collate(
+    rows: Sequence[Row],
+    length: int,
+    share: ContextShare,
+    kernel: AttentionKernel = PLAIN,
+    keys: StepKeys | None = None,
+    first_row: int = 0,
+) -> StageBatch:
     """Pads the rows of one microbatch to the agreed length and takes this rank's share of each.
 
     Args:
@@ -85,6 +93,8 @@ def collate(rows: Sequence[Row], length: int, share: ContextShare, kernel: Atten
         share: This rank's share of the tokens. Labels and positions are computed for the whole row
             and cut like its tokens.
         kernel: Computes attention within the documents.
+        keys: The keys of the step's tokens. None: nothing is dropped.
+        first_row: Number of the first row, counted through the replica's rows of the step.
 
     Returns:
         Tensors `[B, t]` on the host. `on_device` moves those of a step.
@@ -101,11 +111,14 @@ def collate(rows: Sequence[Row], length: int, share: ContextShare, kernel: Atten
             start += count
         positions[index, start:] = np.arange(length - start)  # the last document includes the padding
     columns = share.columns(length)
+    documents = share.documents([row.documents for row in rows], length, kernel)
+    if keys is not None:
+        documents = replace(documents, keys_S=keys.of(first_row, len(rows), columns))
     return StageBatch(
         tokens_BT=torch.from_numpy(tokens[:, columns]),
         labels_BT=torch.from_numpy(labels[:, columns]),
         positions_BT=torch.from_numpy(positions[:, columns]),
-        documents=share.documents([row.documents for row in rows], length, kernel),
+        documents=documents,
     )
 
 

@@ -57,13 +57,18 @@ class Evaluator:
         self._runtime = _forward_runtime(runner, mark)
 
     @torch.no_grad()
-    def run(self, steps: Iterable[list[Microbatch]] | None = None) -> Evaluation:
+    def run(
+        self,
+        steps: Iterable[list[Microbatch]] | None = None,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> Evaluation:
         """Evaluates the held-out part, or other steps, once.
 
         Collective over the world: all ranks must call it after the same step.
 
         Args:
             steps: Steps of this replica; as many on every rank. None: the held-out part.
+            progress: Called after each step with the tokens of this replica's rows so far.
 
         Raises:
             DataError: The ranks of a replica read different held-out rows.
@@ -71,6 +76,7 @@ class Evaluator:
         started = time.perf_counter()
         # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._runner.device), 0
+        done = 0
         for microbatches in self._runner.loader.held_out() if steps is None else steps:
             read = self._runner.agree([tuple(microbatch.rows) for microbatch in microbatches], Requests(), Stopwatch())
             batches = self._runner.batches(read)
@@ -85,6 +91,8 @@ class Evaluator:
             if losses:
                 total += torch.stack(losses).double().sum()
             tokens += read.plan.global_tokens
+            done += sum(len(row.tokens) for microbatch in microbatches for row in microbatch.rows)
+            progress(done)
         dist.all_reduce(total)
         loss = float(total) / tokens if tokens else 0.0
         return Evaluation(loss, tokens, time.perf_counter() - started)

@@ -38,7 +38,7 @@ class Sampler:
 
     def __init__(self, rank: AssembledRank, mark: Callable[[str], None] = lambda token: None) -> None:
         self._mark = mark
-        job, groups = rank.job, rank.groups
+        job = rank.job
         assert job.train.sample is not None
         self._options: SampleOptions = job.train.sample
         self._tokenizer = open_tokenizer(job.data.tokenizer)
@@ -51,19 +51,8 @@ class Sampler:
                 fix = "shorten it, or lower train.sample.max_new_tokens" if tokens else "write at least one token"
                 raise JobError(Problem(f"train.sample.prompts[{index}]", what, fix))
             self._prompts.append(Prompt(tokens, limit))
-        self._stages = dict(zip(rank.pipeline.stages_of_rank[groups.coordinates.pp], rank.built.modules, strict=True))
-        self._decoder = PipelineDecoder(
-            self._stages,
-            rank.pipeline.rank_of_stage,
-            groups.coordinates.pp,
-            job.model.hidden_size,
-            compute_dtype(job),
-            rank.device,
-            groups.forward,
-            dist.get_process_group_ranks(groups.forward),
-            rank.attention,
-            length_that_changes_keys(job.model),
-        )
+        self._decoder = decoder_on(rank)
+        self._stages = self._decoder.stages
 
     def run(self, step: int, attempt: int) -> Event:
         """Returns the `sampled` event of the weights after `step`.
@@ -92,6 +81,23 @@ class Sampler:
         ]
         words = "; ".join(f"{sample['prompt']}|{sample['text']}"[:_SHOWN] for sample in samples)
         return Event("sampled", words, attempt=attempt, step=step, details={"samples": samples})
+
+
+def decoder_on(rank: AssembledRank) -> PipelineDecoder:
+    """Returns a decoder on the stages of an assembled rank."""
+    groups = rank.groups
+    return PipelineDecoder(
+        dict(zip(rank.pipeline.stages_of_rank[groups.coordinates.pp], rank.built.modules, strict=True)),
+        rank.pipeline.rank_of_stage,
+        groups.coordinates.pp,
+        rank.job.model.hidden_size,
+        compute_dtype(rank.job),
+        rank.device,
+        groups.forward,
+        dist.get_process_group_ranks(groups.forward),
+        rank.attention,
+        length_that_changes_keys(rank.job.model),
+    )
 
 
 def sample_due(step: int, job: Job) -> bool:

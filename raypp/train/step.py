@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from raypp.data.packing import Row
+from raypp.models.adapter_dropout import StepKeys
 from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.records import Event, Requests, StepReport
 from raypp.train.assemble import AssembledRank
+from raypp.train.device_memory import peak_memory
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import begin_update, learning_rate
@@ -165,9 +167,16 @@ class StepRunner:
                 saving=self._saving(),
                 snapshots=self._snapshots() if self._snapshots is not None else None,
                 compute_us=compute_us,
+                peak_bytes=self._peaks(),
             )
             plan = agree_on_step(proposal, replica=self.seat.replica, replicas=self.job.mesh.replicas)
         return ReadStep(microbatches, plan)
+
+    def _peaks(self) -> list[int]:
+        """Returns this rank's peak of memory so far, in the place of its pipeline rank."""
+        found = [0] * self.job.mesh.pp
+        found[self.seat.coordinates.pp] = peak_memory(self.device)
+        return found
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
         """Returns the length this rank proposes per microbatch, by pipeline.variable_seq_len."""
@@ -182,13 +191,25 @@ class StepRunner:
             for n in longest
         ]
 
-    def batches(self, read: ReadStep) -> list[StageBatch]:
-        """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`."""
+    def batches(self, read: ReadStep, step: int | None = None) -> list[StageBatch]:
+        """Returns this rank's share of every microbatch, on its device: tensors `[B, t]`.
+
+        Args:
+            read: What was read.
+            step: The number of the step, which adapters' dropout depends on. None: no dropout.
+        """
+        keys = None if step is None else self._keys(step)
+        size = self.job.train.micro_batch_size
         batches = [
-            collate(rows, length, self.share, self.attention)
-            for rows, length in zip(read.microbatches, read.plan.seq_lens, strict=True)
+            collate(rows, length, self.share, self.attention, keys, index * size)
+            for index, (rows, length) in enumerate(zip(read.microbatches, read.plan.seq_lens, strict=True))
         ]
         return on_device(batches, self.device)
+
+    def _keys(self, step: int) -> StepKeys | None:
+        """Returns the keys of a step's tokens; None if nothing is dropped."""
+        lora, rows = self.job.model.lora, self.job.pipeline.microbatches * self.job.train.micro_batch_size
+        return StepKeys(self.job.train.seed, step, self.seat.replica * rows) if lora and lora.dropout else None
 
     def own_lengths(self, read: ReadStep) -> list[int]:
         """Returns t of every microbatch: the tokens of each row that this rank holds."""
@@ -207,7 +228,7 @@ class StepRunner:
         self._seed(step)
         self._mark("prepare")
         with watch.part("data"):
-            batches = self.batches(read)
+            batches = self.batches(read, step)
         if not self.warm:
             with watch.part("warm_up"):
                 warm_up(self.built, self.pipeline.program, batches[0], self.share, self.router_losses)
@@ -303,4 +324,5 @@ class StepRunner:
             extras={**self.router_losses.report(sums.extra[:-1], plan.global_tokens), **self.loader.used()},
             wire_bytes=int(sums.extra[-1]),
             compressed=self.job.pipeline.wire.compresses,
+            peak_bytes=list(plan.peak_bytes),
         )

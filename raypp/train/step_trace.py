@@ -11,7 +11,7 @@ from raypp.errors import in_words
 from raypp.observe.trace import MOST_SPANS, MOST_STEPS, RankTrace, Span
 from raypp.pipeline.action_trace import ActionTrace, Recorded
 from raypp.pipeline.device_clock import Anchor
-from raypp.records import Event, Seat
+from raypp.records import Event
 from raypp.storage import ObjectStore
 from raypp.train.common_clock import CommonClock, between, compare_clocks
 from raypp.train.step import StepRunner, Stopwatch
@@ -118,7 +118,7 @@ class _Recording:
         # other, too little to matter within some steps.
         self._trace.clock.anchor()
         clock = between(self._clock, compare_clocks(self._runner.seat))
-        seat: Seat = self._runner.seat
+        seat = self._runner.seat
         wall_s, host_s = self._wall
         return RankTrace(
             run=seat.run,

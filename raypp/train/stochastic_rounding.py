@@ -3,22 +3,17 @@
 The bits of an element are a function of the run's seed, the step, the parameter's global name and
 the element's place in the whole parameter. So a resumed run draws the same ones, and so does every
 mesh: a shard draws its part of what one process draws, and replicas draw the same. There is no
-generator state. All operations are on integers, so every device gives the same bits.
+generator state, and every device gives the same bits (`models.counter_hash`).
 
 Legend: R rows of a matrix, L its columns on this rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-_LANES = 4
-"""16-bit numbers in a 64-bit hash."""
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The increment and multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+from raypp.models.counter_hash import LANES, hash_key, lanes, splitmix
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
@@ -29,8 +24,7 @@ def rounding_key(seed: int, step: int, name: str) -> int:
         step: The step's number.
         name: The parameter's global name.
     """
-    digest = hashlib.sha256(f"round:{seed}:{step}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+    return hash_key(f"round:{seed}:{step}:{name}")
 
 
 def random_bits(key: int, rows_R: Tensor, width: int, start: int, columns: int) -> Tensor:
@@ -49,28 +43,11 @@ def random_bits(key: int, rows_R: Tensor, width: int, start: int, columns: int) 
     Returns:
         int32 `[R, L]`, 0 to 65535, on the device of `rows_R`.
     """
-    first, last = start // _LANES, -(-(start + columns) // _LANES)
+    first, last = start // LANES, -(-(start + columns) // LANES)
     words = torch.arange(first, last, dtype=torch.int64, device=rows_R.device)
-    hashes = _splitmix((rows_R * -(-width // _LANES)).unsqueeze(1) + words, key)
-    lanes = hashes.view(torch.int16)[:, start - _LANES * first :][:, :columns]
-    return lanes.to(torch.int32).bitwise_and_(0xFFFF)
-
-
-def _splitmix(counters: Tensor, key: int) -> Tensor:
-    """Hashes counters int64 `[...]` in place; products wrap around."""
-    z = counters.add_(1).mul_(_signed(_GOLDEN)).add_(key)
-    z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(_FIRST))
-    z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(_SECOND))
-    return z.bitwise_xor_(_shifted(z, 31))
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """Shifts int64 `[...]` right and fills with zeros; torch's shift copies the sign."""
-    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
+    hashes = splitmix((rows_R * -(-width // LANES)).unsqueeze(1) + words, key)
+    numbers = lanes(hashes)[:, start - LANES * first :][:, :columns]
+    return numbers.to(torch.int32).bitwise_and_(0xFFFF)
 
 
 def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:

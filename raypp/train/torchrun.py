@@ -26,10 +26,12 @@ from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.tracking import Trackers
 from raypp.records import Event, Requests, RunState, Seat, StepReport
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, load_job
+from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
@@ -51,6 +53,7 @@ class ConsoleReporter:
         if store is None:
             return
         self._recorder = RunRecorder(store, job.name, f"torchrun-{seat.attempt}")
+        self._trackers = Trackers(job, self.event)
         self._status = RunStatus(
             job.name,
             RunState.RUNNING,
@@ -76,6 +79,7 @@ class ConsoleReporter:
     def step(self, report: StepReport) -> None:
         if self._recorder is not None:
             self._recorder.step(report)
+            self._trackers.step(report)
         self._show(step=report.step, loss=report.loss, tokens_per_s=report.tokens_per_s)
         log.info(
             "step %d/%d  loss %.4f  grad norm %.3f  seq %d  %.0f tokens/s  %.3f s",
@@ -86,6 +90,7 @@ class ConsoleReporter:
     def event(self, event: Event) -> None:
         if self._recorder is not None:
             self._recorder.event(event)
+            self._trackers.event(event)
         if event.kind == "committed" and event.step is not None:
             self._show(checkpoint=f"{self._job.checkpoint.url.rstrip('/')}/{step_folder(self._job.name, event.step)}")
         log.info("%s: %s", event.kind, event.message)
@@ -101,6 +106,7 @@ class ConsoleReporter:
         """Writes the run's final event and status, and waits until they are in the store."""
         self.event(event)
         if self._recorder is not None:
+            self._trackers.close(str(state))
             word = "done" if error is None else "ended"
             ranks = tuple(replace(rank, state=word) for rank in self._status.ranks)
             self._show(state=state, error=error, ranks=ranks)
@@ -111,8 +117,11 @@ def begin_run(store: ObjectStore, job: Job) -> int:
     """Writes the job to the store, or checks it against the existing run; claims the next attempt.
 
     Raises:
-        JobError: The run of that name cannot be continued by this job; names each field.
+        JobError: The run of that name cannot be continued by this job; names each field. Or a
+            tracker lacks its library or its key.
     """
+    if lacking := missing_for_trackers(job, os.environ, here=True):
+        raise JobError(lacking)
     document = job_document(job)
     try:
         write_spec(store, job.name, document)

@@ -177,11 +177,7 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
     share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
     times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
     most = [int(-number) for number in memory]
-    whole, trained = pipeline.whole_backwards, pipeline.trained
-    found, unbounded = (
-        depths(pipeline.schedule, *pipeline.sizes, times, room, whole_backwards=whole, trained=trained)
-        for room in (most, None)
-    )
+    found, unbounded = (depths(pipeline.simulator, pipeline.microbatches, times, room) for room in (most, None))
     return Choice(times, found, best_depth(found), best_depth(unbounded), most)
 
 

@@ -85,6 +85,8 @@ class Listener:
         if not secret:
             raise ValueError("a listener needs a secret")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Not in its own thread, which could tell nobody that this process has no descriptors left.
+        self._selector = selectors.DefaultSelector()
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)
         self._secret, self._serve, self._what, self._tell = secret, serve, what, tell
@@ -123,7 +125,7 @@ class Listener:
     # The thread that listens ----------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector, self._server:
+        with self._selector as selector, self._server:
             selector.register(self._server, selectors.EVENT_READ)
             while not self._closed:
                 oldest = next(iter(self._unproven.values()), None)

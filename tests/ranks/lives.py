@@ -39,7 +39,8 @@ class Fate:
         ranks: Ranks that are killed by SIGKILL.
         after: The last step that finishes.
         memory: False if the kill does not wait for the snapshot.
-        copies: Number of ranks that must have a copy of the same step on another node.
+        copies: Number of ranks that must have a copy of the same step on another node, of which
+            every rank has its own snapshot, too: an older one could not be restored.
         commit: A step that must be committed first.
     """
 
@@ -99,8 +100,10 @@ class _Speaker:
         while time.monotonic() < end:
             names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
             whole = {name.rank for name in names if name.step == fate.after and name.kind == "own"}
-            copied = [name.step for name in names if name.kind == "copy" and name.step is not None]
-            copies = max((copied.count(step) for step in copied), default=0)
+            own = {(name.rank, name.step) for name in names if name.kind == "own"}
+            copied = {(name.rank, name.step) for name in names if name.kind == "copy"}
+            held = {step for _, step in own if len({rank for rank, of in own if of == step}) == self._seat.world_size}
+            copies = max((len({rank for rank, of in copied if of == step}) for step in held - {None}), default=0)
             committed = fate.commit is None or self._committed(fate.commit)
             if len(whole) == self._seat.world_size and copies >= fate.copies and committed:
                 return

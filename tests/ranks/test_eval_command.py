@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypp.cli.main import run as run_command
+from raypp.cli.torch_process import ask
+from raypp.inference.eval_job import data_job
+from raypp.inference.source import find_source
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
+from raypp.spec.load import job_document
 from raypp.storage import open_store
 
 pytestmark = pytest.mark.ranks
@@ -217,6 +222,18 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     assert few["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_progress_is_told_as_it_is_made(folder: Path, run: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    source = find_source(run)
+    told: list[Any] = []
+    request = {"source": asdict(source), "job": job_document(data_job(source, "train.txt", pp))}
+    answer = ask("raypp.inference.evaluate", request, "the evaluation", told.append)
+    done = [one["done"] for one in told]
+    assert len(done) > 3 and done == sorted(set(done))
+    assert done[-1] == told[-1]["total"] > answer["tokens"] and told[-1]["unit"] == "tokens"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -230,7 +247,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         ),
         (["MODEL", "--data", "held.txt", "--set", "data.no_such=1"], 2, "no_such"),
         (["MODEL", "--mesh", "pp=5", "--data", "held.txt"], 2, "has more ranks than"),
-        (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "as in --mesh pp=2"),
+        (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "is not pp=N\n  fix: give the number"),
         (["MODEL", "--tasks", "nowhere.yaml"], 2, "there is no file"),
         (["MODEL", "--tasks", "broken.yaml"], 2, "broken.yaml cannot be loaded"),
         (["MODEL", "--tasks", "hellaswg"], 2, "there is no task 'hellaswg'\n  fix: did you mean hellaswag"),

@@ -114,8 +114,8 @@ def run_step(
                 job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader, kernel
             )
             runner = StepRunner(made)
-            batches = runner.batches(read)
-            runner.batches = lambda read: batches  # type: ignore[method-assign]  # waiting is allowed there
+            batches = runner.batches(read, 1)
+            runner.batches = lambda read, step: batches  # type: ignore[method-assign]  # waiting is allowed there
             prepare(runner)
             with waits:
                 with pytest.raises(ReachedTheSums):
@@ -159,6 +159,7 @@ CASES = {
         1,
     ),
     "lora": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16"), 1),
+    "lora, dropout": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "dropout": 0.1}, precision="bf16"), 1),
     "lora, bf16_pure": (document(2, PP_FSDP, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16_pure"), 3),
     "qlora": (
         document(
@@ -218,7 +219,9 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
         "bf16, offloaded": {"1B1": 1, "3B1": 2},
         "full, tied": {"1B1": 2},
         "selective": {"0B1": 2},
-        **{key: {"0B1": 2} for key in ("lora", "qlora", "qlora, int8")},  # the stage's other weights are frozen
+        **{
+            key: {"0B1": 2} for key in ("lora", "lora, dropout", "qlora", "qlora, int8")
+        },  # the stage's other weights are frozen
         "lora, bf16_pure": {"1B1": 1},
     }
     assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"

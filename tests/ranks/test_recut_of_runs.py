@@ -63,6 +63,7 @@ class Chain:
 
 MOE = {"kind": "qwen3_moe"}
 LORA = {"lora": {"rank": 4, "base": "fp32"}}
+DROPOUT = {"lora": {**LORA["lora"], "dropout": 0.2}}
 NF4 = {"hidden_size": 64, "ffn_size": 128, "lora": {"rank": 4, "base": "nf4"}}
 TIED = "tied, pp 4, 2 in a V, 1"
 CHAINS = {
@@ -73,6 +74,7 @@ CHAINS = {
     "cp 2, 1, cp 2 with pp 2": Chain({}, (mesh(cp=2), ONE, mesh(cp=2, pp=2)), False),
     "ep 2, 1, ep 2 with cp 2": Chain(MOE, (mesh(fsdp=2, ep=2), ONE, mesh(fsdp=2, cp=2, ep=2)), False),
     "adapters, pp 2, 1, 2 in a V": Chain(LORA, (mesh(pp=2), ONE, mesh(V, pp=2)), True),
+    "adapters with dropout, pp 2, 1, 2 in a V": Chain(DROPOUT, (mesh(pp=2), ONE, mesh(V, pp=2)), True),
     "adapters on nf4, pp 2, fsdp 2, 1": Chain(NF4, (mesh(pp=2), mesh(fsdp=2), ONE), False),
     "adapters of experts, ep 2, pp 2, 1": Chain({**MOE, **LORA}, (mesh(fsdp=2, ep=2), mesh(pp=2), ONE), False),
 }  # fmt: skip

@@ -48,6 +48,12 @@ def tied() -> dict[str, Any]:
     return found
 
 
+def adapters(base: str, dropout: float) -> dict[str, Any]:
+    found = job(pp=2)
+    found["model"] |= {"hidden_size": 64, "ffn_size": 128, "lora": {"rank": 4, "base": base, "dropout": dropout}}
+    return found
+
+
 KERNELS = {"one process": job(), "one process, experts": experts()}
 """Jobs without messages: only torch's kernels can change their numbers."""
 MESHES = {
@@ -60,6 +66,8 @@ MESHES = {
     "cp 2, ulysses": job(mesh={"cp": 2, "cp_style": "ulysses"}),
     "ep 2": experts(mesh={"fsdp": 2, "ep": 2}),
     "pp 2, tied": tied(),
+    "pp 2, adapters with dropout": adapters("fp32", 0.2),
+    "pp 2, adapters on nf4": adapters("nf4", 0.0),
     "pp 2, selective recomputation": job(pp=2, train={"activation_checkpointing": "selective"}),
     "pp 2, full recomputation": job(pp=2, train={"activation_checkpointing": "full"}),
 }

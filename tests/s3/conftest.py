@@ -53,6 +53,14 @@ def run() -> str:
 
 
 @pytest.fixture
+def in_seaweed(seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sets the credentials of SeaweedFS for this process, and a cache of its own."""
+    for name, value in seaweed_server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAYPP_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def proxy(seaweed_server: SeaweedServer) -> Iterator[FaultProxy]:
     """A proxy in front of SeaweedFS, without rules."""
     from fault_proxy import fault_proxy

@@ -80,7 +80,7 @@ def dashboard(answers: dict[str, Any]) -> Iterator[Dashboard]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield Dashboard(f"http://127.0.0.1:{server.server_port}")

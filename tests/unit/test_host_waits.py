@@ -28,6 +28,7 @@ _COUNT = "the number of repeats is an int: the result's size does not depend on 
 _HOST = "a tensor on the CPU, which never was on the device"
 _DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
 ALLOWED = {
+    ("raypp.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
     ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
@@ -49,6 +50,7 @@ ALLOWED = {
         "raypp.models.experts.StackedExperts.forward",
         "tolist",
     ): "the loop of the reference: one read per layer and forward",
+    ("raypp.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST + "; when a stage is built",
     ("raypp.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
     ("raypp.models.clamped_experts.ClampedExperts.forward", "tolist"): "as in StackedExperts",
     (

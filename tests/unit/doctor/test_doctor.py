@@ -13,6 +13,7 @@ import pytest
 from raypp.doctor.driver import MANY_NODES, rounds
 from raypp.doctor.findings import Severity, findings, links_document
 from raypp.doctor.node import NodeProbe
+from raypp.spec.job import Job
 
 _PACKAGES = dict.fromkeys(("boto3", "safetensors", "pydantic"), "1.0") | {"torch": "2.13.0", "ray": "2.60.0"}
 
@@ -101,7 +102,7 @@ def _no_rights(report: dict[str, Any]) -> None:
 
 
 def _no_data(report: dict[str, Any]) -> None:
-    report["nodes"][1]["missing"] = ["/data/text.txt"]
+    report["nodes"][1]["data"] = [["data.parts[2].path", "no file at /data/text.txt on this node", "use another"]]
 
 
 def _blind(report: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ def _other_driver(report: dict[str, Any]) -> None:
         (_no_answer, Severity.BREAKS, "no worker answers on node 10.0.0.2"),
         (_unshared_store, Severity.BREAKS, "10.0.0.2 does not see in /runs what 10.0.0.1 wrote there"),
         (_no_rights, Severity.BREAKS, "the store s3://b from 10.0.0.2: 403"),
-        (_no_data, Severity.BREAKS, "the training data /data/text.txt is missing on 10.0.0.2"),
+        (_no_data, Severity.BREAKS, "on 10.0.0.2: no file at /data/text.txt"),
         (_tired, Severity.SLOWS, "a H on 10.0.0.2 reaches less than 70 % of the speed of the fastest H"),
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
         (_hidden, Severity.BREAKS, "torch sees on 10.0.0.2 (CUDA_VISIBLE_DEVICES is '' on 10.0.0.2)"),
@@ -245,7 +246,17 @@ def test_a_store_is_tried_with_everything_and_left_as_it_was(late: NodeProbe, tm
     assert not [path for path in Path(url).rglob("*") if path.is_file()]
 
 
-def test_missing_files_are_those_that_no_path_or_pattern_finds(late: NodeProbe, tmp_path: Path) -> None:
+def test_every_part_of_a_mixture_is_examined_on_the_node(late: NodeProbe, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("here")
-    paths = [str(tmp_path / name) for name in ("one.txt", "*.txt", "two.txt")]
-    assert late.missing(paths) == [paths[2]]
+    (tmp_path / "chat.jsonl").write_text('{"prompt": 3, "completion": "so"}')
+    sources = [("text", "one.txt"), ("text", "*.txt"), ("text", "two.txt"), ("chat", "chat.jsonl"), ("text", "*.md")]
+    parts: list[dict[str, Any]] = [{"kind": kind, "path": str(tmp_path / name)} for kind, name in sources]
+    job: dict[str, Any] = {"name": "mixed", "data": {"kind": "mixture", "parts": [*parts, {"kind": "own.module:read"}]}}
+    found = late.data_problems(Job.model_validate(job).model_dump(mode="json"))
+    assert [key for key, _, _ in found] == ["data.parts[2].path", "data.parts[4].path"]
+    assert f"no file at {tmp_path}/two.txt on this node" in found[0][1]
+    del parts[4], parts[2]
+    job["data"]["parts"] = parts
+    assert [key for key, _, _ in late.data_problems(job)] == ["data.parts[2].path"]
+    job["data"]["tokenizer"] = str(tmp_path / "tokenizer.json")
+    assert "tokenizer.json" in late.data_problems(job)[0][1]

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from their_models import FAMILY_CASES, described, keys_of, loaded, options_in, run, their_config, their_instance
 
 from raypp.errors import JobError
 from raypp.spec.families import FAMILIES
 from raypp.spec.family import HfFormat
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 ALIKE = {
     "gemma2", "glm", "granite", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
     "smollm3",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hf_folder import write_hf_folder
+from lazily import Lazily
 from small_models import SIZES
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit, write_commit
@@ -37,7 +38,7 @@ from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.storage.directory import DirectoryStore
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 TOKENS = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
 LORA = {"rank": 3, "alpha": 12.0, "base": "fp32"}
 
@@ -124,6 +125,19 @@ def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(
     export_hf(store, commit, DirectoryStore(tmp_path / "merged"), shard_bytes=30_000)
     torch.testing.assert_close(their_logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(their_logits(adapted.merge_and_unload()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_exported_and_changes_no_logits(tmp_path: Path, peft: Any) -> None:
+    folder = folder_of("llama", tmp_path / "hf")
+    options, without = options_of(folder, dropout=0.25), options_of(folder)
+    stage = whole(options)
+    store, commit = saved(stage, options, tmp_path / "store")
+    expected = our_logits(stage)
+    assert torch.equal(expected, our_logits(whole(without)))
+    export_adapter(store, commit, DirectoryStore(tmp_path / "adapter"))
+    adapted = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")
+    assert adapted.peft_config["default"].lora_dropout == 0.25
+    torch.testing.assert_close(their_logits(adapted), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_with_adapters_is_given_to_transformers_as_a_model(tmp_path: Path, peft: Any) -> None:

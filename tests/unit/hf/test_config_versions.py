@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from their_models import keys_of, loaded, run, their_config, their_instance
 
 from raypp.errors import JobError
@@ -15,7 +16,7 @@ from raypp.hf.config import config_from_options, options_from_config
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import RopeOptions
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import written
+from lazily import Lazily
 from their_models import keys_of, options_in, their_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,7 +27,7 @@ from raypp.hf.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_
 from raypp.spec.families import FAMILIES
 from raypp.storage.directory import DirectoryStore
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 OURS = ByteTokenizer()
 TEXTS = (
     "In the beginning",

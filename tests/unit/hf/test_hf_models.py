@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import tensors_of, written
+from lazily import Lazily
 from their_models import keys_of, options_in, their_config
 
 from raypp.checkpoint.arrays import convert
@@ -29,7 +30,7 @@ from raypp.models.stage import build_stage
 from raypp.spec.models import DecoderOptions, MoeOptions
 from raypp.storage.directory import DirectoryStore
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 
 
 def empty_stage(options: DecoderOptions, layers: range | None = None) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from safetensors.torch import load_file, save_file
 from their_models import keys_of, loaded, options_in, run, their_config, their_instance
 
@@ -19,7 +20,7 @@ from raypp.hf.model_files import HfFiles
 from raypp.hf.mxfp4 import dequantised
 from raypp.storage.directory import DirectoryStore
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Lazily("transformers")
 TOKENS = torch.arange(33).unsqueeze(0)
 WIDTHS = {"hidden_size": 64, "intermediate_size": 32, "num_key_value_heads": 2}
 

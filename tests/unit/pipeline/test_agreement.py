@@ -74,6 +74,7 @@ def test_every_rank_hears_how_long_each_computed(with_snapshots: bool) -> None:
     seconds = [(700, 0, 0), (0, 800, 0), (0, 0, 900)]
     plans = agreed([(0, proposal([8], 1, 1, snapshots=state, compute_us=own)) for own in seconds], 1)
     assert [plan.compute_us for plan in plans] == [(700, 800, 900)] * 3
+    assert [plan.peak_bytes for plan in plans] == [()] * 3
     assert all(plan.snapshots == state for plan in plans)
 
 
@@ -83,3 +84,11 @@ def test_ranks_of_one_replica_that_read_different_rows_are_told_so_alike() -> No
     for replica, one in said:
         with pytest.raises(DataError, match="the ranks of replica 1 read different rows"):
             unpack(vectors, one, replica, 2)
+
+
+def test_every_rank_hears_the_peak_of_each_pipeline_rank() -> None:
+    state, seconds = SnapshotState(1, -1, -1, 0, True), [(700, 0), (0, 800), (0, 0), (0, 0)]
+    peaks = [(5 << 40, 0), (0, 7), (3, 0), (0, 9)]
+    ranks = zip(peaks, seconds, strict=True)
+    plans = agreed([(0, proposal([8], 1, 1, snapshots=state, peak_bytes=own, compute_us=us)) for own, us in ranks], 1)
+    assert [(plan.peak_bytes, plan.compute_us) for plan in plans] == [((5 << 40, 9), (700, 800))] * 4

@@ -34,6 +34,11 @@ def test_meshes_that_sample(mesh: dict[str, int]) -> None:
     assert not check_spec(job(mesh=mesh))
 
 
+def test_runs_on_tokens_sample_with_the_tokenizer_that_encoded_them() -> None:
+    found = check_spec(job(data={"kind": "tokens", "path": "/nowhere.npy", "tokenizer": "bytes"}))
+    assert [problem.key for problem in found] == ["data.path"]
+
+
 @pytest.mark.parametrize(
     ("sections", "told"),
     [

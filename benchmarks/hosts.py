@@ -1,4 +1,4 @@
-"""Two hosts (network namespaces) with one core each, a cable of a set rate, and ranks on them."""
+"""Hosts (network namespaces) with one core each, cables of a set rate, and ranks on them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ PATIENCE_S = 900.0
 
 
 @contextmanager
-def two_hosts(prefix: str, *, awake: bool = True) -> Iterator[Hosts]:
+def some_hosts(prefix: str, count: int = 2, *, awake: bool = True) -> Iterator[Hosts]:
     """Creates the hosts, and removes them afterwards, even after SIGTERM.
 
     Args:
         prefix: Two letters at the start of the network's name.
+        count: How many.
         awake: Whether to keep the machine's cores awake meanwhile (`benchmarks.awake`).
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    network = Network.make(f"{prefix}{os.getpid() % 100000}", 2)
+    network = Network.make(f"{prefix}{os.getpid() % 100000}", count)
     try:
         with cores_awake() if awake else nullcontext():
-            yield Hosts(network)
+            yield Hosts(network, count)
     finally:
         network.remove()
 
 
 class Hosts:
-    """Two hosts. Rank r runs on host r and core r; further ranks alternate: 0, 1, 0, 1."""
+    """Some hosts. Rank r runs on host and core r; further ranks begin at host 0 again."""
 
-    def __init__(self, network: Network) -> None:
-        self.network, self._port = network, 29700
+    def __init__(self, network: Network, count: int) -> None:
+        self.network, self.count, self._port = network, count, 29700
 
     def set_cable(self, mbit: float | None) -> None:
-        """Sets the rate of both hosts' cables, each way; None: no limit."""
-        for host in range(2):
+        """Sets the rate of every host's cable, each way; None: no limit."""
+        for host in range(self.count):
             self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
 
     def run(
@@ -87,7 +88,7 @@ class Hosts:
             ]
         after = self.sent()
         for rank, figures in enumerate(found):
-            figures["sent"] = after[rank % 2] - sent[rank % 2]
+            figures["sent"] = after[rank % self.count] - sent[rank % self.count]
         return found
 
     def hold(self, module: str, arguments: Sequence[str], per_host: int = 1) -> Held:
@@ -97,22 +98,24 @@ class Hosts:
     def sent(self) -> list[int]:
         """Returns the bytes that the switch has received from each host."""
         folder = Path("/sys/class/net")
-        return [int((folder / self.network.cable(host) / "statistics/rx_bytes").read_text()) for host in range(2)]
+        cables = [folder / self.network.cable(host) for host in range(self.count)]
+        return [int((cable / "statistics/rx_bytes").read_text()) for cable in cables]
 
     def _commands(self, module: str, arguments: Sequence[str], per_host: int) -> list[tuple[list[str], dict[str, str]]]:
         """Returns the command and the environment of each rank."""
         self._port += 1
         found = []
-        for rank in range(2 * per_host):
-            command = self.network.command(rank % 2, pinned(rank % 2, module, arguments))
+        for rank in range(self.count * per_host):
+            host = rank % self.count
+            command = self.network.command(host, pinned(host, module, arguments))
             found.append((command, self._environment(rank, per_host)))
         return found
 
     def _environment(self, rank: int, per_host: int) -> dict[str, str]:
         return {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
-            "WORLD_SIZE": str(2 * per_host), "LOCAL_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": str(per_host),
-            "GROUP_RANK": str(rank % 2),
+            "WORLD_SIZE": str(self.count * per_host), "LOCAL_RANK": str(rank // self.count),
+            "LOCAL_WORLD_SIZE": str(per_host), "GROUP_RANK": str(rank % self.count),
             "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port),
         }  # fmt: skip
 
