@@ -5,6 +5,7 @@ Processes come from a fork server that has torch imported, so a rank starts in t
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int,
     # Each rank would start as many compiling processes as there are cores; each imports torch.
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_COMPILE_THREADS="1")
     torch.set_num_threads(1)
+    faulthandler.enable()  # A rank that a signal ends prints where it was.
     try:
         # Sends plain bytes: torch would share tensors through file descriptors that close when this
         # process exits.

@@ -35,6 +35,8 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
     backward, and the gradients."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
+    # Before the sums: rank 0 serves the store, and nothing after them keeps it from leaving first.
+    alone, _ = dist.new_subgroups(1)
     stage: Any = model()
     for block in stage:
         fully_shard(block, mesh=mesh)
@@ -53,7 +55,6 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
             late.begin_within(stage, output)
         output.square().sum().backward()
     under_way = late.under_way
-    alone, _ = dist.new_subgroups(1)
     PipelineStage(stage, 0, 1, torch.device("cpu"), group=alone).perform_reduce_grad(1)
     late.wait()
     gradients = [local_part(parameter.grad) for parameter in stage.parameters()]
