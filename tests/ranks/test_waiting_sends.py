@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import run_ranks
+from harness import run_in_turn
 from test_mesh_does_not_change_numbers import document
 
 from raypp.measure.parity import train_some_steps
@@ -38,38 +38,32 @@ JOBS = {
 }
 
 
-def held_at_actions(rank: int, world: int, port: int, jobs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
-    """Returns the name of each action of a step, and the activations and gradients that the runtime
-    holds for their sends when it begins."""
-    found = []
-    for given in jobs:
-        job = parse_job(given)
-        held: dict[str, tuple[str, int, int]] = {}
+def held_at_actions(rank: int, world: int, port: int, given: dict[str, Any]) -> dict[str, list[int]]:
+    """Returns the activations and gradients that the runtime holds for their sends when each action
+    of a step begins, by the action's name."""
+    job, held = parse_job(given), {}
 
-        def watch(step: int, runner: StepRunner, held: Any = held) -> None:
-            runtime = runner.built.runtime
+    def watch(step: int, runner: StepRunner) -> None:
+        runtime = runner.built.runtime
 
-            def note(name: str) -> None:
-                if name not in held:
-                    forward = sum(key[0] is Computation.SEND_F for key in runtime._sends)
-                    held[name] = name, forward, len(runtime._sends) - forward
+        def note(name: str) -> None:
+            forward = sum(key[0] is Computation.SEND_F for key in runtime._sends)
+            held.setdefault(name, [forward, len(runtime._sends) - forward])
 
-            runtime.mark = note
+        runtime.mark = note
 
-        train_some_steps(job, local_seat(rank, world, port, job), 1, lambda *_: None, before=watch)
-        found.append(list(held.values()))
-    return found
+    train_some_steps(job, local_seat(rank, world, port, job), 1, lambda *_: None, before=watch)
+    return held
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_runtime_holds_what_the_plan_says(world: int) -> None:
     jobs = {name: job for name, job in JOBS.items() if job["mesh"]["pp"] == world}
-    results = run_ranks(world, held_at_actions, list(jobs.values()))
-    for number, (name, job) in enumerate(jobs.items()):
+    results = run_in_turn(world, held_at_actions, [(job,) for job in jobs.values()])
+    for (name, job), ranks in zip(jobs.items(), results, strict=True):
         planned = waiting_sends(resolve_pipeline(parse_job(job)).program)
         most = Waiting()
-        for rank, result in enumerate(results):
-            held = {action: counts for action, *counts in result[number]}
+        for rank, held in enumerate(ranks):
             for action, waiting in planned[rank].items():
                 assert held[str(action)] == [waiting.activations + waiting.frozen, waiting.gradients], (name, rank)
                 most = Waiting(*map(max, most, waiting))
