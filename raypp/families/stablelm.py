@@ -31,13 +31,11 @@ def layer_weights(options: StableLmOptions, index: int) -> list[Weight]:
 
 
 def build_layer(options: StableLmOptions, index: int) -> DecoderLayer:
-    from torch import nn
-
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward, LayerNorm
 
     attention = Attention(options, qkv_bias=options.use_qkv_bias)
     feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
-    return DecoderLayer(options, attention, feed_forward, norm=nn.LayerNorm)
+    return DecoderLayer(options, attention, feed_forward, norm=LayerNorm)
 
 
 def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:

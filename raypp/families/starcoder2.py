@@ -40,14 +40,12 @@ def layer_weights(options: Starcoder2Options, index: int) -> list[Weight]:
 
 
 def build_layer(options: Starcoder2Options, index: int) -> DecoderLayer:
-    from torch import nn
-
-    from raypp.models.layers import Attention, DecoderLayer, PlainFeedForward
+    from raypp.models.layers import Attention, DecoderLayer, LayerNorm, PlainFeedForward
 
     biased = options.use_bias
     attention = Attention(options, qkv_bias=biased, out_bias=biased, rule=options.attention_rule(index))
     feed_forward = PlainFeedForward(options.hidden_size, options.ffn_size, bias=biased)
-    return DecoderLayer(options, attention, feed_forward, norm=nn.LayerNorm)
+    return DecoderLayer(options, attention, feed_forward, norm=LayerNorm)
 
 
 _NO_DROPOUT = Only((None, 0, 0.0))

@@ -41,8 +41,9 @@ class OffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
-NormClass = type[RMSNorm] | type[nn.LayerNorm]
-"""A norm of the residual stream. nn.LayerNorm has a bias."""
+LayerNorm = nn.LayerNorm
+"""LayerNorm (arXiv:1607.06450) with a gain and a bias. Families may not import torch."""
+NormClass = type[RMSNorm] | type[LayerNorm]
 
 
 class Attention(nn.Module):

@@ -16,9 +16,8 @@ from raypp.schedules.action import Action, Program, stages_with_backward
 
 _Key = tuple[bool, int, int]
 """A message: whether it holds activations, the sending stage, the microbatch."""
-
-
 _FROZEN, _GRADIENT = 1 << 32, 1 << 64
+"""What a message adds to all counts of a rank as one number; other activations add 1."""
 
 
 class Waiting(NamedTuple):
