@@ -10,6 +10,7 @@ from planned_jobs import job_with
 from raypp.planning.activations import stage_activation_bytes
 from raypp.planning.host_memory import HostMemory, host_memory
 from raypp.planning.machines import Machines, Node
+from raypp.planning.memory import rank_memory
 from raypp.planning.plan import make_plan
 from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
@@ -55,6 +56,25 @@ def test_sends_that_wait_are_counted_at_the_peak() -> None:
     # Nothing proves that activations of a frozen stage have arrived, and no gradient reaches it.
     lora = {"rank": 2, "base": "fp32", "targets": ["layers.7.self_attn.q_proj"]}
     assert messages(pipeline=steady, model={"lora": lora}) == [15 * 4 * size, 3 * 4 * size]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("upper", [False, True], ids=["all", "upper layers only"])
+def test_a_program_without_its_repeats_has_the_same_peak(schedule: str, upper: bool) -> None:
+    lora = {"rank": 2, "base": "fp32", "targets": ["layers.7.self_attn.q_proj"]}
+    pipeline = {"schedule": schedule, "microbatches": 32, "lookahead": 1, "wire": {"compression": "int8"}}
+    if schedule not in ("gpipe", "1f1b"):
+        pipeline["stages_per_rank"] = 2
+    job = job_with(pipeline=pipeline, mesh={"pp": 4}, model={"lora": lora} if upper else {})
+    resolved = resolve_pipeline(job)
+    simulator = resolved.simulator()
+    for rank, stages in enumerate(resolved.stages_of_rank):
+        whole, few = resolved.program[rank], simulator.situations[rank]
+        assert len(few) < len(whole) or schedule == "gpipe" or upper
+        all_of_it, part = (
+            rank_memory(job, stages, resolved.cut, actions, simulator.waiting[rank]) for actions in (whole, few)
+        )
+        assert all_of_it == part
 
 
 def test_a_split_backward_keeps_activations_and_gradients_between_its_halves() -> None:
