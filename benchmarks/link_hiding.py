@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
+from benchmarks.surroundings import announce
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
 from benchmarks.turns import Held, Turn
 from cluster.testbed import why_not
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     options.shares = options.shares or list(GOALS[options.hosts])
     cores = len(os.sched_getaffinity(0))
     if reason := why_not() or (f"{cores} cores for {options.hosts} hosts" if cores < options.hosts else None):

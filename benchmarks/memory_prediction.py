@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.planning.plan import make_plan
 from raypp.ports import free_port
 from raypp.spec.job import Job
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", type=int, choices=everything, default=list(everything), metavar="N")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    print(f"{describe()}\n", flush=True)
+    announce()
     print("| | configuration | rank | measured, MB | predicted, MB | predicted ÷ measured | parts, MB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     errors = []

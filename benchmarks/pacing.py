@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import announce
 from cluster.testbed import why_not
 from raypp.clusters.seaweed import SeaweedServer
 
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     if why := why_not():
         raise SystemExit(why)
     names = ("steps", "microbatches", "cable_mbps", "upload_mbps")

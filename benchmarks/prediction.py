@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, pinned, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import announce
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Held
 from cluster.testbed import why_not
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a key of the job, in all of them")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     if why := why_not():
         raise SystemExit(why)
     kept = Kept("prediction", {"steps": options.steps, "set": options.set}, resume=options.resume)

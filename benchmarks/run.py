@@ -13,6 +13,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from benchmarks.surroundings import OWN_LOAD
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -85,6 +87,7 @@ def main() -> int:
             continue
         started = time.monotonic()
         code = subprocess.run([sys.executable, "-m", f"benchmarks.{one.name}"], check=False).returncode
+        os.environ[OWN_LOAD] = one.name
         print(f"== {one.name}: exit code {code} after {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
         failed += [one.name] if code else []
     if failed:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.recut_bytes import recut_table
 from benchmarks.save_teams import Answers, Teams
 from benchmarks.save_writers import WRITERS
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.clusters.seaweed import SeaweedServer
 
 WORLD = 2
@@ -177,6 +177,7 @@ def main() -> None:
         "--only", nargs="+", choices=("stops", "uploads", "loads"), default=["stops", "uploads", "loads"]
     )
     options = parser.parse_args()
+    announce()
     with tempfile.TemporaryDirectory() as folder:
         server = SeaweedServer.start(Path(folder), buckets=("bench",))
         try:
@@ -185,7 +186,6 @@ def main() -> None:
                 "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "PYTHONPATH": str(Path.cwd()),
             }  # fmt: skip
             os.environ.update(server.environment())
-            print(describe(), "\n")
             for name, title, lines in (
                 ("stops", "Stop per save", lambda: stalls(options.saves, options.state, environment, server)),
                 ("uploads", "Compared with other writers", lambda: beside_others(options, environment, server)),
