@@ -62,7 +62,7 @@ BENCHMARKS = (
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
-PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
+PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "sink", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as separate processes."""
 
 
