@@ -50,7 +50,7 @@ BENCHMARKS = (
     Benchmark("crowded", 3, "stall per save and negotiation with more ranks than cores"),
     Benchmark("memory_tier", 3, "the cost of a snapshot in memory and of a restart from it"),
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
-    Benchmark("pacing", 6, "how much a save slows steps on a slow cable, throttled and not", root=True),
+    Benchmark("pacing", 8, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
     Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
     Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),

@@ -23,6 +23,7 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.storage.other_traffic import OtherTraffic
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
 
@@ -99,15 +100,23 @@ def wait_for_weights_and_sums() -> None:
     late_sums.LateSums.__init__ = at_once  # type: ignore[method-assign]
 
 
+def never_give_way() -> None:
+    """Makes limited uploads send their share whatever else is under way."""
+    OtherTraffic.is_under_way = lambda self: False  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cut", default="")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
+    parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
     arguments = parser.parse_args()
     if arguments.no_overlap:
         wait_for_weights_and_sums()
+    if arguments.no_yield:
+        never_give_way()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
     job = job_of(arguments.set, world=world, steps=arguments.steps, cut=arguments.cut, url=url)

@@ -303,7 +303,8 @@ class CheckpointSection(Section):
     operator requests are never skipped."""
     max_upload_mbps: float = Field(default=0, ge=0, le=limits.RATE)
     """Upload limit per node in Mbit/s, shared equally by its ranks. Covers saves and the copies of
-    snapshots to another node. 0: no limit for saves, a quarter of the link for copies."""
+    snapshots to another node, which also wait while training messages are under way, so that a save
+    may take up to four times as long. 0: no limit for saves, a quarter of the link for copies."""
     memory_tier: bool = True
     """Keep the newest snapshots in host memory (/dev/shm), with a copy on another node if there is
     one. After a failure the run resumes from them. Takes 2 × the rank's state on one node, 6 × on

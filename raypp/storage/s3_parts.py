@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from raypp.storage.byte_source import MemorySource
+from raypp.storage.other_traffic import LOW_PRIORITY
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-_DSCP_LOWER_EFFORT = 0x20
-"""DSCP CS1 as a TOS byte: switches that honour it send this traffic last."""
 _PRIORITY_FILLER = 1
 """Linux's TC_PRIO_FILLER: last in the sender's own queue."""
 
@@ -120,7 +119,7 @@ def prepare_client(client: S3Client) -> None:
 
 def low_priority_options() -> list[tuple[int, int, int]]:
     """Returns the socket options for low-priority traffic that this machine accepts."""
-    wanted = [(socket.IPPROTO_IP, socket.IP_TOS, _DSCP_LOWER_EFFORT)]
+    wanted = [(socket.IPPROTO_IP, socket.IP_TOS, LOW_PRIORITY)]
     if hasattr(socket, "SO_PRIORITY"):
         wanted.append((socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_FILLER))
     accepted = []
