@@ -124,7 +124,13 @@ class BlockSums:
         self._crcs: list[int | None] = [None] * -(-len(data) // BLOCK_BYTES)
 
     def digests(self) -> str:
-        """Returns the digests of all blocks, concatenated as in the header."""
+        """Returns the digests of all blocks, concatenated as in the header.
+
+        Computes them from the end. Other threads begin at the beginning, and two that go the same
+        way compute every block twice.
+        """
+        for index in reversed(range(len(self._crcs))):
+            self._block(index)
         return "".join(_hex(self._block(index)) for index in range(len(self._crcs)))
 
     def crc32(self, start: int, end: int, before: int = 0) -> int:
