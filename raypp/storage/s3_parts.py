@@ -49,7 +49,7 @@ class PartBody:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._place = offset + (0, self._place, len(self))[whence]
-        self._handed_at = 0.0
+        self._piece_bytes, self._handed_at = self._source.pace.piece_bytes, 0.0
         return self._place
 
     def crc32(self) -> int:
