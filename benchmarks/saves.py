@@ -87,7 +87,8 @@ def uploads(teams: Teams, rounds: int, server: Server) -> list[str]:
             f"| {ratios(seconds[name], whole):.2f} | {ratios(seconds[name], alone):.2f} "
             f"| {ratios(client[name], client['raypp']):.2f} |"
         )
-    lines += ["", *bound(found, seconds, gigabytes)]
+    if isinstance(server, SeaweedServer):
+        lines += ["", *bound(found, seconds, gigabytes)]
     extra = [max(answer["extra"] for answer in one) for one in everything["raypp"]]
     lines += [
         "",
