@@ -1,7 +1,9 @@
 """The traffic of a step between and within stages, and the time it takes on the links.
 
 Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
-from one node to another at the same place, each gets an `n`-th of the cable's rate.
+from one node to another at the same place, each gets an `n`-th of the cable's rate. Messages of one
+pipeline that cross different boundaries share a node's cable only while both are on their way
+(`schedules.shared_cards`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from raypp.spec.job import Job
 _FP32 = 4
 MOST_LISTED = 1024
 """Most cables in a forecast: those of large meshes are alike."""
+MOST_ON_CARDS = 16_384
+"""Actions of a program beyond which messages of different boundaries are taken to share no card: a
+simulation that knows about cards takes several times as long."""
 _MOST_LINKS = 16
 """With more cables than this, the gain from each one is not simulated."""
 
@@ -83,6 +88,13 @@ def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper:
             share = max(leaving.get(a, 1), arriving.get(b, 1)) if a != b else 1
             seconds = max(seconds, link.latency_s + share * size * 8 / (link.gbps * 1e9))
     return Border(crossings, seconds)
+
+
+def nodes_of_pipeline(mesh: Mesh, seats: Sequence[Node]) -> list[int]:
+    """Returns the node of every rank of the first pipeline, as a number; the others lie alike."""
+    names = [of_pipeline_rank(mesh, seats, rank)[0].name for rank in range(mesh.sizes.pp)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> float:

@@ -22,8 +22,18 @@ def pipeline_of(
     return resolve_pipeline(job)
 
 
-def figures(stages: int, link: float, room: int = 99, forward: float = 0.2) -> list[float]:
-    return [forward] * stages + [2 * forward] * stages + [0.0] * stages + [link] * stages + [-float(room)] * stages
+def figures(
+    stages: int,
+    link: float,
+    room: int = 99,
+    forward: float = 0.2,
+    crowded: float | None = None,
+    spread: float = 0.0,
+) -> list[float]:
+    """Measurements of stages that are alike, each on a node of its own."""
+    alike = forward, 2 * forward, 0.0, link, link if crowded is None else crowded, spread
+    nodes = [float(stage) for stage in range(stages)]
+    return [*(number for one in alike for number in [one] * stages), *nodes, *([-float(room)] * stages)]
 
 
 @pytest.mark.parametrize(("link", "depth"), [(0.0, 0), (0.1, 1), (0.2, 1), (0.3, 1), (0.5, 2)])
