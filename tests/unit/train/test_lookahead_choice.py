@@ -78,3 +78,35 @@ def test_split_backwards_are_simulated_with_their_two_parts() -> None:
 def test_a_ranks_share_of_the_hosts_memory_is_told() -> None:
     alone = free_bytes(torch.device("cpu"), 1)
     assert 0 < free_bytes(torch.device("cpu"), 4) < alone
+
+
+def test_a_card_that_carries_several_messages_needs_a_deeper_warmup_than_its_wire() -> None:
+    pipeline = pipeline_of(pp=4, microbatches=16)
+    apart, shared = (choose(pipeline, figures(4, 0.4, crowded=crowded)) for crowded in (0.4, 0.8))
+    assert apart.times.cards is None and shared.times.cards == [None, 1, 2, None]
+    assert apart.times.link == shared.times.link == [0.4] * 3, "the wire is the same"
+    assert (apart.best.lookahead, shared.best.lookahead) == (2, 3)
+    assert shared.best.step_s > apart.best.step_s
+    assert "link 0.40 s per message, 0.80 s while its cards carry others, against 0.20 s" in shared.words()
+    assert "carry others" not in apart.words()
+    details = shared.details()
+    assert details["wire_s"] == [0.4] * 3 and details["crowded_s"] == [0.8] * 3
+    assert details["cards"] == [None, 1, 2, None]
+
+
+def test_a_queue_of_messages_does_not_make_the_warmup_deeper_than_needed() -> None:
+    """As measured on four hosts: 42 ms for a message alone, 97 ms among others."""
+    numbers = figures(4, 0.042, forward=0.042, crowded=0.097)
+    choice = choose(pipeline_of(pp=4, microbatches=16), numbers)
+    assert choice.best.lookahead == 1
+    assert choice.best.step_s == pytest.approx(16 * 3 * 0.042 + 9 * 0.042 + 6 * 0.0485, rel=0.01)
+    taken_for_the_wire = choose(pipeline_of(pp=4, microbatches=16), figures(4, 0.097, forward=0.042))
+    assert taken_for_the_wire.best.lookahead > 1
+
+
+def test_times_that_vary_are_simulated_several_times() -> None:
+    pipeline = pipeline_of(pp=4, microbatches=16)
+    exact, varied = (choose(pipeline, figures(4, 0.2, crowded=0.4, spread=spread)) for spread in (0.0, 0.2))
+    assert varied.times.spread == 0.2 and varied.details()["spread"] == 0.2
+    assert varied.best.step_s != varied.best.timeline.makespan == exact.best.step_s
+    assert choose(pipeline, figures(4, 0.2, spread=9.0)).times.spread < 0.5
