@@ -39,7 +39,8 @@ class LinkUse:
         gbps: Its rate.
         bytes_per_step: Activations or gradients of all pipelines that cross here.
         message_s: Seconds per message, including the share of others on the cable.
-        busy: Fraction of the step in which the cable is in use.
+        busy: Fraction of the step in which the busier of the two nodes' cards is in use, in one
+            direction, by this link or others.
         exposed_s: Seconds by which a step would be shorter if the cable were free.
     """
 
@@ -204,8 +205,12 @@ def link_uses(
     links = {pair: link for pair in messages if (link := machines.between(*pair)) is not None}
     carried = {pair: messages[pair] * microbatches * size for pair in links}
     busy = {pair: carried[pair] * 8 / (link.gbps * 1e9) / step_s for pair, link in links.items()}
+    on_card: dict[str, float] = {}
+    for pair, share in busy.items():
+        for node in pair:
+            on_card[node] = on_card.get(node, 0.0) + share
     found = []
-    for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -busy[pair]):
+    for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -max(on_card[node] for node in pair)):
         own = crossed[pair]
         gained = 0.0
         if len(messages) <= _MOST_LINKS:
@@ -214,5 +219,6 @@ def link_uses(
             gained = max(0.0, timeline.makespan - simulator.run(relieved).makespan)
         one, other = sorted(pair)
         message = max(borders[s].seconds for s in own)
-        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, busy[pair], gained))
+        most = max(on_card[node] for node in pair)
+        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
     return found, len(busy)

@@ -69,3 +69,15 @@ def test_a_forecast_on_four_hosts_shares_each_hosts_card() -> None:
     assert on(hosts, 2.0) == (pytest.approx(80), 3)
     # On two hosts one channel crosses each way.
     assert on((Node("a", 2), Node("b", 2)), 2.0)[0] < 66
+
+
+def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
+    job = job_with(
+        model={"num_layers": 4},
+        mesh={"pp": 4},
+        pipeline={"microbatches": 16, "layers_per_stage": [1, 1, 1, 1], "lookahead": 3},
+    )
+    hosts = tuple(Node(name, 1) for name in "abcd")
+    found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9 / 2.0)), UNIT)
+    assert [use.busy for use in found.links] == pytest.approx([2 * 16 * 2.0 / found.step_s] * 3)
+    assert all(use.message_s == pytest.approx(2.0) for use in found.links)
