@@ -48,7 +48,7 @@ def sleep_instead(layer_s: float) -> None:
         last = self.model.norm is not None
         seconds = layer_s * (len(self.model.layers) + HEAD * last)
         shape: tuple[int, ...] = (*x.shape[:2], self.options.vocab_size if last else self.options.hidden_size)
-        return _Sleep.apply(x, seconds, () if targets is not None else shape, *self.parameters())  # type: ignore[no-any-return]
+        return _Sleep.apply(x, seconds, () if targets is not None else shape, *self.parameters())
 
-    DecoderStage.forward = forward  # type: ignore[assignment,method-assign]
-    F.cross_entropy = lambda logits, labels, **options: logits[0, 0]  # type: ignore[assignment]
+    DecoderStage.forward = forward  # type: ignore[method-assign]
+    F.cross_entropy = lambda logits, labels, **options: logits[0, 0]
