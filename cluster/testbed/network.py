@@ -268,14 +268,22 @@ Blocks that do not fit are cut into packets, and each of them wakes the reader. 
 real hosts cut and join blocks in hardware, which costs their CPUs nothing."""
 
 
+_OWN_QUEUE = 1000 * 1514
+"""Bytes that wait in a host before its own card: Linux queues 1000 packets there. TCP is told when
+one has left and does not drop any, as it would with a shorter queue and two connections."""
+_SWITCH_QUEUE = "50ms"
+"""How long a packet may wait at the switch before a host's cable. A longer queue drops packets."""
+
+
 def _limit(end: _End, rate: str) -> None:
-    """Returns the smallest token bucket that reaches the rate: it passes bursts at full speed."""
+    """Sets the smallest token bucket that reaches the rate: it passes bursts at full speed."""
     if rate == "none":
         _do("tc", *end.replacing("root", "pfifo"))
         return
     bits = bits_per_s(rate)
     burst = max(_WHOLE_BLOCK, int(bits / 8 * 0.001))
-    _do("tc", *end.replacing("root", "tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "latency", "50ms"))
+    queue = ("limit", f"{_OWN_QUEUE}b") if end.namespace else ("latency", _SWITCH_QUEUE)
+    _do("tc", *end.replacing("root", "tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", *queue))
 
 
 def leftovers(name: str) -> list[str]:

@@ -63,7 +63,7 @@ def depths(
             Depth 0 is always included, because it is what the job would do anyway.
     """
     found: list[Depth] = []
-    repeats = _DRAWS * _BY_EVENTS if times.spread else _BY_EVENTS if times.cards else 1
+    repeats = _DRAWS * _BY_EVENTS if times.spread or times.link_spread else _BY_EVENTS if times.cards else 1
     for lookahead in range(microbatches):
         before = found[-1].simulator if found else None
         if before is not None and (lookahead + 1) * before.actions * repeats > _MOST_SIMULATED:

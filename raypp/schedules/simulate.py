@@ -32,6 +32,7 @@ class StageTimes:
             same. Messages that leave or reach a card at the same time share its rate
             (`schedules.shared_cards`). None, for all ranks or for one: its channels share nothing.
         spread: Times of actions vary by this fraction, up or down (`Simulator.run_varied`).
+        link_spread: Times of messages do.
     """
 
     forward: Sequence[float]
@@ -42,6 +43,7 @@ class StageTimes:
     first_whole: bool = False
     cards: Sequence[int | None] | None = None
     spread: float = 0.0
+    link_spread: float = 0.0
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
@@ -195,12 +197,12 @@ class Simulator:
         return Timeline(makespan, by_rank, idle, *self.peaks, lambda: self._slots(starts, ends))
 
     def run_varied(self, times: StageTimes, draws: int) -> list[float]:
-        """Returns the makespans with times of actions drawn at random, within `times.spread`.
+        """Returns the makespans with times drawn at random, within `spread` and `link_spread`.
 
         The same on every rank and machine, and of all programs of the same stages and microbatches:
-        a draw gives each action its time. Without a spread: one makespan.
+        a draw gives each action and its message their times. Without a spread: one makespan.
         """
-        if not times.spread:
+        if not (times.spread or times.link_spread):
             return [self.run(times).makespan]
         return [self._run_by_events(times, random.Random(draw)).makespan for draw in range(draws)]
 
@@ -209,17 +211,19 @@ class Simulator:
         messages = [times.message(boundary) for boundary in range(self._stages - 1)]
         lines: list[list[Step]] = [[] for _ in self.program]
         actions = [iter(line) for line in self.program.values()]
-        factors: list[list[float]] = []
+        factors: list[list[tuple[float, float]]] = []
         if draw is not None:
             microbatches = 1 + max(action.microbatch for line in self.program.values() for action in line)
-            factors = [[1 + times.spread * (2 * draw.random() - 1) for _ in seconds] for _ in range(microbatches)]
+            for _ in range(microbatches):
+                drawn = [(2 * draw.random() - 1, 2 * draw.random() - 1) for _ in seconds]
+                factors.append([(1 + times.spread * one, 1 + times.link_spread * other) for one, other in drawn])
         results = 0
         for rank, which, needs, channel, boundary in self._steps:
             results += channel != _UNUSED
             microbatch = next(actions[rank]).microbatch
-            lasts = seconds[which] * factors[microbatch][which] if factors else seconds[which]
+            slower, later = factors[microbatch][which] if factors else (1.0, 1.0)
             gives, message = (results, messages[boundary]) if channel != _UNUSED else (0, 0.0)
-            lines[rank].append(Step(needs, gives, channel, lasts, message))
+            lines[rank].append(Step(needs, gives, channel, seconds[which] * slower, message * later))
         cards = times.cards or [None] * len(lines)
         run = SharedCards(lines, list(self._channels), [cards[rank] for rank in self.program])
         run.run()

@@ -36,6 +36,8 @@ _TIMED = (2, 3)
 """The steps of an attempt that are timed. The first allocates, connects and compiles: not timed."""
 _MOST_SPREAD = 0.3
 """Actions vary more than this only while something else disturbs the machine."""
+_LINK_SPREAD = 0.15
+"""By what fraction a message's time varies where cards are shared: TCP's shares are not equal."""
 _SHARE = 0.8
 """Share of the free memory for activations; the rest is for temporary buffers of the compute."""
 
@@ -206,6 +208,7 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
         first_whole=True,
         cards=cards,
         spread=min(_MOST_SPREAD, statistics.median(spread)),
+        link_spread=_LINK_SPREAD if cards else 0.0,
     )
     most = [int(-number) for number in memory]
     found, unbounded = (depths(pipeline.simulator, pipeline.microbatches, times, room) for room in (most, None))

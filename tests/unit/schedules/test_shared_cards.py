@@ -108,3 +108,12 @@ def test_a_draw_gives_an_action_one_time_in_all_programs() -> None:
     times = StageTimes([1.0, 1.0], [2.0, 2.0], spread=0.3)
     assert lasts(0) == lasts(2)
     assert len(set(lasts(0).values())) > 10
+
+
+def test_messages_vary_on_their_own() -> None:
+    times = StageTimes.equal(4, link=2.0)
+    simulator = Simulator(build_1f1b(4, 1, 16, 2))
+    varied = simulator.run_varied(replace(times, cards=[0, 1, 2, 3], link_spread=0.2), 4)
+    assert len(set(varied)) == 4
+    slots = simulator._run_by_events(replace(times, link_spread=0.2), random.Random(1)).slots
+    assert {round(slot.end - slot.start, 9) for row in slots.values() for slot in row} == {1.0, 2.0}

@@ -82,15 +82,15 @@ def test_a_ranks_share_of_the_hosts_memory_is_told() -> None:
 
 def test_a_card_that_carries_several_messages_needs_a_deeper_warmup_than_its_wire() -> None:
     pipeline = pipeline_of(pp=4, microbatches=16)
-    apart, shared = (choose(pipeline, figures(4, 0.4, crowded=crowded)) for crowded in (0.4, 0.8))
+    apart, shared = (choose(pipeline, figures(4, 0.3, crowded=crowded)) for crowded in (0.3, 0.6))
     assert apart.times.cards is None and shared.times.cards == [None, 1, 2, None]
-    assert apart.times.link == shared.times.link == [0.4] * 3, "the wire is the same"
-    assert (apart.best.lookahead, shared.best.lookahead) == (2, 3)
+    assert apart.times.link == shared.times.link == [0.3] * 3, "the wire is the same"
+    assert (apart.best.lookahead, shared.best.lookahead) == (1, 2)
     assert shared.best.step_s > apart.best.step_s
-    assert "link 0.40 s per message, 0.80 s while its cards carry others, against 0.20 s" in shared.words()
+    assert "link 0.30 s per message, 0.60 s while its cards carry others, against 0.20 s" in shared.words()
     assert "carry others" not in apart.words()
     details = shared.details()
-    assert details["wire_s"] == [0.4] * 3 and details["crowded_s"] == [0.8] * 3
+    assert details["wire_s"] == [0.3] * 3 and details["crowded_s"] == [0.6] * 3
     assert details["cards"] == [None, 1, 2, None]
 
 
@@ -106,7 +106,8 @@ def test_a_queue_of_messages_does_not_make_the_warmup_deeper_than_needed() -> No
 
 def test_times_that_vary_are_simulated_several_times() -> None:
     pipeline = pipeline_of(pp=4, microbatches=16)
-    exact, varied = (choose(pipeline, figures(4, 0.2, crowded=0.4, spread=spread)) for spread in (0.0, 0.2))
+    exact, varied = (choose(pipeline, figures(4, 0.2, spread=spread)) for spread in (0.0, 0.2))
     assert varied.times.spread == 0.2 and varied.details()["spread"] == 0.2
-    assert varied.best.step_s != varied.best.timeline.makespan == exact.best.step_s
+    assert exact.found[1].step_s == varied.found[1].timeline.makespan != varied.found[1].step_s
+    assert choose(pipeline, figures(4, 0.2, crowded=0.4)).times.link_spread > 0
     assert choose(pipeline, figures(4, 0.2, spread=9.0)).times.spread < 0.5
