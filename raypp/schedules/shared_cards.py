@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+Channel = tuple[int, int]
+"""The sending and the receiving rank, by their places among all ranks."""
+
 
 class Step(NamedTuple):
     """An action, as the simulation needs it.
@@ -48,13 +51,13 @@ class SharedCards:
 
     Args:
         lines: The steps of every rank, in order.
-        channels: Sending and receiving rank of every channel, as indices into `lines`.
+        channels: Every channel.
         cards: The card of every rank; ranks on one host have the same. None: each channel of the
             rank has a card of its own. Messages between ranks of one card do not cross it.
     """
 
     def __init__(
-        self, lines: Sequence[Sequence[Step]], channels: Sequence[tuple[int, int]], cards: Sequence[int | None]
+        self, lines: Sequence[Sequence[Step]], channels: Sequence[Channel], cards: Sequence[int | None]
     ) -> None:
         self._lines, self._channels = lines, channels
         self._taker = {step.needs: rank for rank, line in enumerate(lines) for step in line if step.needs}
@@ -131,16 +134,20 @@ class SharedCards:
 
     def _share(self, channel: int, now: float) -> None:
         """Sets the rates of a channel's message and of those that share a card with it."""
-        load, ranks = self._load, len(self._lines)
+        load = self._load
         for other in self._beside[channel]:
             if (crossing := self._crossing[other]) is None:
                 continue
-            rate = 1.0 / max(load[card] for card in self._used[other])
-            if rate != crossing.rate:
-                crossing.left = max(0.0, crossing.left - (now - crossing.since) * crossing.rate)
-                crossing.since, crossing.rate = now, rate
-                crossing.version += 1
-                self._note(now + crossing.left / rate, ranks + other, crossing.version)
+            self._set_rate(other, crossing, 1.0 / max(load[card] for card in self._used[other]), now)
+
+    def _set_rate(self, channel: int, crossing: _Crossing, rate: float, now: float) -> None:
+        if rate == crossing.rate:
+            return
+        crossing.left = max(0.0, crossing.left - (now - crossing.since) * crossing.rate)
+        crossing.since, crossing.rate = now, rate
+        crossing.version += 1
+        if rate:
+            self._note(now + crossing.left / rate, len(self._lines) + channel, crossing.version)
 
 
 def _cards_of(index: int, source: int, to: int, cards: Sequence[int | None]) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
 from raypp.schedules.repeats import without_repeats
-from raypp.schedules.shared_cards import SharedCards, Step
+from raypp.schedules.shared_cards import Channel, SharedCards, Step
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,13 @@ class Simulator:
             return [self.run(times).makespan]
         return [self._run_by_events(times, random.Random(draw)).makespan for draw in range(draws)]
 
-    def _run_by_events(self, times: StageTimes, draw: random.Random | None) -> Timeline:
+    def steps(self, times: StageTimes, draw: random.Random | None = None) -> tuple[list[list[Step]], list[Channel]]:
+        """Returns what `SharedCards` takes: the steps of every rank, and the channels.
+
+        Args:
+            times: Times of actions and messages.
+            draw: Draws what varies; None: nothing does.
+        """
         seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
         messages = [times.message(boundary) for boundary in range(self._stages - 1)]
         lines: list[list[Step]] = [[] for _ in self.program]
@@ -224,8 +230,12 @@ class Simulator:
             slower, later = factors[microbatch][which] if factors else (1.0, 1.0)
             gives, message = (results, messages[boundary]) if channel != _UNUSED else (0, 0.0)
             lines[rank].append(Step(needs, gives, channel, seconds[which] * slower, message * later))
+        return lines, list(self._channels)
+
+    def _run_by_events(self, times: StageTimes, draw: random.Random | None) -> Timeline:
+        lines, channels = self.steps(times, draw)
         cards = times.cards or [None] * len(lines)
-        run = SharedCards(lines, list(self._channels), [cards[rank] for rank in self.program])
+        run = SharedCards(lines, channels, [cards[rank] for rank in self.program])
         run.run()
         slots = dict(zip(self.program, run.slots, strict=True))
         makespan = max(line[-1][1] for line in slots.values())
