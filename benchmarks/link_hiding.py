@@ -12,7 +12,7 @@ need four cores, and by default run only raypp with auto, with int8, and torch's
 
 `--paced` replaces computing by sleeping (`benchmarks.paced`). It needs hardly any core, so it runs
 anywhere, and shows what the cables cost without what they cost the cores.
-`--on-paper` prints the simulated tables and bounds only (`benchmarks.link_bounds`).
+`--on-paper` prints the simulated tables and bounds only (`benchmarks.link_bounds`, `link_orders`).
 
 All programs run at the same time and train in turns of two steps, round after round, every second
 round in reverse order. So the values that are compared were measured within half a minute, and the
@@ -36,6 +36,7 @@ from typing import Any
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.link_bounds import print_bounds
+from benchmarks.link_orders import print_orders
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
 from benchmarks.turns import Held, Turn
@@ -228,6 +229,7 @@ def on_paper(options: argparse.Namespace) -> None:
     cut = [int(part) for part in CUTS[options.hosts].split(",")]
     if len(cut) > 2:
         print_bounds(cut, options.microbatches)
+        print_orders(cut)
 
 
 def _ratios(rounds: Sequence[dict[str, Figures]], base: str, variant: str) -> str:

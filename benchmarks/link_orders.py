@@ -1,7 +1,7 @@
 """What an order among the messages that leave a card would bring, simulated, as Markdown tables.
 
-Run it with `python -m benchmarks.link_orders`; it takes a second. Four hosts with a card each,
-1F1B, 16 microbatches. Orders: equal shares, as TCP gives them; gradients before activations, or the
+`link_hiding --hosts 4 --on-paper` prints them. One host per stage with a card each, 1F1B, 16
+microbatches. Orders: equal shares, as TCP gives them; gradients before activations, or the
 message that is needed first before others, where others get what the first one cannot use, as from
 a card that knows priorities; and one message at a time, the one needed first, as a program can
 enforce it by holding back the others.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.link_bounds import stage_times
+from benchmarks.paced import HEAD
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.shared_cards import Channel, SharedCards, Step
 from raypp.schedules.simulate import Simulator, StageTimes
@@ -87,21 +88,18 @@ def seconds(simulator: Simulator, times: StageTimes, order: str) -> float:
 ORDERS = ("equal shares", "gradients first", "needed first", "one at a time")
 
 
-def main() -> None:
-    for head, name in ((0.0, "equal stages"), (1.2, "layers [2, 2, 2, 2], a head of 1.2 layers")):
-        times = stage_times([2, 2, 2, 2], head)
-        free = Simulator(build(4, 1, MICROBATCHES)).run(times).makespan
-        print(f"\n{name}: share of a free link's speed, by lookahead {DEPTHS[0]} / … / {DEPTHS[-1]}\n")
+def print_orders(layers: Sequence[int]) -> None:
+    """Prints the tables for stages that are alike, and for this cut with a head."""
+    for head, name in ((0.0, "equal stages"), (HEAD, f"layers {layers}, a head of {HEAD} layers")):
+        times, pp = stage_times(layers, head), len(layers)
+        free = Simulator(build(pp, 1, MICROBATCHES)).run(times).makespan
+        print(f"\nOrders, {name}: share of a free link's speed, by lookahead {DEPTHS[0]} / … / {DEPTHS[-1]}\n")
         print(f"| order | {' | '.join(f'message {link}' for link in LINKS)} |")
         print("|---|" + "---|" * len(LINKS))
         for order in ORDERS:
             cells = []
             for link in LINKS:
                 here = replace(times, link=link)
-                steps = [seconds(Simulator(build(4, 1, MICROBATCHES, depth)), here, order) for depth in DEPTHS]
+                steps = [seconds(Simulator(build(pp, 1, MICROBATCHES, depth)), here, order) for depth in DEPTHS]
                 cells.append(" / ".join(f"{free / step:.2f}" for step in steps))
             print(f"| {order} | {' | '.join(cells)} |")
-
-
-if __name__ == "__main__":
-    main()
