@@ -1,8 +1,10 @@
-"""What `link_hiding --hosts 4 --on-paper` prints it. One pipeline rank and one card per host. The step is
-simulated with the messages sharing the cards, for every depth of the warm-up. The bound holds for
-any order of computing and sending: the host that computes longest, and the card that carries most,
-can begin only when the first microbatch has reached them, and when they are done, the last gradient
-has yet to reach the first rank.
+"""What `link_hiding --hosts 4` can reach at most, on paper, as a Markdown table.
+
+`--on-paper` prints it. One pipeline rank and one card per host. The step is simulated with the
+messages sharing the cards, for every depth of the warm-up. The bound holds for any order of
+computing and sending: the host that computes longest, and the card that carries most, can begin
+only when the first microbatch has reached them, and when they are done, the last gradient has yet
+to reach the first rank.
 """
 
 from __future__ import annotations

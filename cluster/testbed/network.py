@@ -223,6 +223,9 @@ class Network:
             _do(*inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _do(*inside, "link", "set", "eth0", "up")
             _do(*inside, "route", "add", "default", "via", self.switch)
+            if _CONGESTION in _AVAILABLE.read_text().split():
+                own = ("proto", "kernel", "scope", "link", "src", self.address(host))
+                _do(*inside, "route", "replace", f"{self.subnet}.0/24", "dev", "eth0", *own, "congctl", _CONGESTION)
             if rate != "none":
                 self.set_rate(host, rate)
 
@@ -262,6 +265,9 @@ class _End:
         return ["-n", self.namespace] if self.namespace else []
 
 
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_CONGESTION = "cubic"
+"""The congestion control of the hosts' connections: Linux's default, whatever this machine uses."""
 _WHOLE_BLOCK = 72_000
 """Bytes that TCP's largest block (64 KiB, and the headers of its 45 packets) takes in a bucket.
 Blocks that do not fit are cut into packets, and each of them wakes the reader. The network cards of
