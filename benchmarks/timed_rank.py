@@ -15,6 +15,7 @@ import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
 from raypp.parallel import late_sums
@@ -112,7 +113,10 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
     parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
+    parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
     arguments = parser.parse_args()
+    if arguments.pace:
+        sleep_instead(arguments.pace)
     if arguments.no_overlap:
         wait_for_weights_and_sums()
     if arguments.no_yield:

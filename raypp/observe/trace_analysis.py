@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from raypp.observe.trace import COMPUTE, RankTrace, Span
@@ -108,13 +108,16 @@ class Analysis:
     error_s: float
 
 
-def analyse(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Analysis:
+def analyse(
+    ranks: Sequence[RankTrace], link_s: Sequence[float] = (), cards: Sequence[int | None] | None = None
+) -> Analysis:
     """Analyses a trace.
 
     Args:
         ranks: The parts of the ranks.
         link_s: Seconds of a message between each stage and the next, if they were measured; the
             simulation has free links without.
+        cards: The network card of every pipeline rank, if messages share any.
     """
     messages = list(messages_of(ranks))
     times = {one.rank: _times_of(one) for one in ranks}
@@ -127,7 +130,7 @@ def analyse(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Analysi
         messages=messages,
         step_s=_whole(ranks, "step"),
         pipeline_s=_whole(ranks, "pipeline"),
-        prediction=predicted(ranks, link_s),
+        prediction=predicted(ranks, link_s, cards),
         error_s=max((one.clock_error_s for one in ranks), default=0.0),
     )
 
@@ -186,7 +189,9 @@ def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
     return [ends[step] - begins[step] for step in sorted(begins)]
 
 
-def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Prediction | None:
+def predicted(
+    ranks: Sequence[RankTrace], link_s: Sequence[float] = (), cards: Sequence[int | None] | None = None
+) -> Prediction | None:
     """Simulates the program that the ranks ran, with the median times of their actions.
 
     Returns:
@@ -212,6 +217,8 @@ def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Predi
     if microbatches > len(actions) or check_program(program, placement, microbatches):
         return None
     times = _stage_times(seconds, stages, link_s)
+    if cards is not None and len(cards) == len(program):
+        times = replace(times, cards=cards)
     return Prediction(simulate(program, times), times)
 
 

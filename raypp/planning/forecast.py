@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind, microbatch_tokens, stage_activation_bytes
+from raypp.planning.cards import cards_of_nodes
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
@@ -25,6 +26,7 @@ from raypp.planning.offload import moved_per_token, offload_assumption, update_s
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     MOST_LISTED,
+    MOST_ON_CARDS,
     Border,
     LinkUse,
     border_between,
@@ -32,6 +34,7 @@ from raypp.planning.traffic import (
     gatherings,
     layer_traffic,
     link_uses,
+    nodes_of_pipeline,
     of_pipeline_rank,
 )
 from raypp.schedules.simulate import StageTimes, Timeline
@@ -110,6 +113,9 @@ def forecast(
     slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
     speeds = [slowest_of[rank] for rank in holder]
     times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
+    apart = sum(map(len, pipeline.program.values())) > MOST_ON_CARDS
+    if not apart:
+        times = replace(times, cards=cards_of_nodes(holder, nodes_of_pipeline(mesh, seats)))
 
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
@@ -158,6 +164,7 @@ def forecast(
             costs.source,
             machines.source,
             *offload_assumption(job, machines.inside_gbps),
+            *(["messages of different borders share no card (the program is very long)"] * (apart and cables > 1)),
             *([f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed"] * (cables > MOST_LISTED)),
         ),
     )
