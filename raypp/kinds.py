@@ -59,13 +59,17 @@ class ScheduleKind(Kind):
         """Returns the smallest number of microbatches on `pp` ranks; 1 on a single rank."""
         return max(1, self.microbatches_per_rank * pp) if pp > 1 else 1
 
-    def held_messages(self, pp: int, microbatches: int) -> int:
+    def held_messages(self, pp: int, microbatches: int, lookahead: int = 0) -> int:
         """Returns how many messages each channel must hold if sends block until they are received.
 
         Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
-        when its first rank turns to its next stage. Receives that are posted ahead take two.
+        when its first rank turns to its next stage. Receives that are posted ahead take two. With
+        several stages per rank, a lookahead lets that many messages and one more be under way while
+        the receiver is busy with its other stages.
         """
-        return max(0, microbatches // pp - 2) if self.breadth_first else 0
+        if self.breadth_first:
+            return max(0, microbatches // pp - 2)
+        return lookahead + 1 if lookahead and self.stages_per_rank[1] > 1 else 0
 
     def allows_stages(self, stages_per_rank: int) -> bool:
         return stages_per_rank == self.nearest_stages(stages_per_rank)
