@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
 from raypp.schedules.repeats import without_repeats
+from raypp.schedules.slow_starts import SlowCores, SlowStarts
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class StageTimes:
             longer than B.
         first_whole: True: on the first stage, W takes the time of B and I takes none, as in torch:
             its input needs no gradient.
+        slow_starts: How cores come back from waits; None: at full speed.
     """
 
     forward: Sequence[float]
@@ -34,6 +36,7 @@ class StageTimes:
     link: float | Sequence[float] = 0.0
     weight_share: float | None = None
     first_whole: bool = False
+    slow_starts: SlowStarts | None = None
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
@@ -163,11 +166,14 @@ class Simulator:
         arrivals = [0.0]  # in the order of the results
         starts: list[float] = []
         ends: list[float] = []
+        cores = SlowCores(times.slow_starts, len(clock)) if times.slow_starts is not None else None
         for rank, which, needs, channel, boundary in self._steps:
-            start = clock[rank]
+            start, takes = clock[rank], seconds[which]
             if needs and arrivals[needs] > start:
                 start = arrivals[needs]
-            clock[rank] = end = start + seconds[which]
+            if cores is not None:
+                takes = cores.seconds(rank, start - clock[rank], takes)
+            clock[rank] = end = start + takes
             busy[rank] += end - start
             starts.append(start)
             ends.append(end)

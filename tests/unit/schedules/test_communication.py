@@ -159,7 +159,7 @@ def test_of_two_messages_that_cross_only_one_can_be_awaited_early(gradient_early
 
 
 def one_order_costs(name: str, lookahead: int, link: float) -> float:
-    """Returns by what fraction a step on four ranks is longer than if no receive were posted late."""
+    """Returns by what fraction a step on four ranks is longer because of late receives."""
     program, ranks = program_of(name, 4, schedule_named(name).nearest_stages(2), 16, lookahead)
     times, lines = StageTimes.equal(len(ranks), link=link), with_messages(program, ranks, "one_order")
     return simulate_lines(program, times, lines).makespan / simulate(program, times).makespan - 1
