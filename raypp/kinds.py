@@ -64,12 +64,16 @@ class ScheduleKind(Kind):
 
         Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
         when its first rank turns to its next stage. Receives that are posted ahead take two. With
-        several stages per rank, a lookahead lets that many messages and one more be under way while
-        the receiver is busy with its other stages.
+        several stages per rank, a lookahead makes rounds longer than one microbatch per rank, and
+        what is more may all be under way to a rank that is busy with its other stages. Only
+        `interleaved_1f1b` needs that many.
         """
         if self.breadth_first:
             return max(0, microbatches // pp - 2)
-        return lookahead + 1 if lookahead and self.stages_per_rank[1] > 1 else 0
+        if not lookahead or self.stages_per_rank[1] == 1:
+            return 0
+        rounds = max(1, microbatches // (pp + (pp * lookahead + 1) // 2))
+        return max(0, -(-microbatches // rounds) - pp)
 
     def allows_stages(self, stages_per_rank: int) -> bool:
         return stages_per_rank == self.nearest_stages(stages_per_rank)
