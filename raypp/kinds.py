@@ -63,15 +63,17 @@ class ScheduleKind(Kind):
         """Returns how many messages each channel must hold if sends block until they are received.
 
         Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
-        when its first rank turns to its next stage. Receives that are posted ahead take two. With
-        several stages per rank, a lookahead makes rounds longer than one microbatch per rank, and
-        what is more may all be under way to a rank that is busy with its other stages. Only
-        `interleaved_1f1b` needs that many.
+        when its first rank turns to its next stage. Receives that are posted ahead take two.
+        With several stages per rank, a rank is busy with its other stages while messages are under
+        way: at most `lookahead` if it splits backwards. Otherwise what a round has more than one
+        microbatch per rank; a lookahead makes rounds longer.
         """
         if self.breadth_first:
             return max(0, microbatches // pp - 2)
         if not lookahead or self.stages_per_rank[1] == 1:
             return 0
+        if self.splits_backward:
+            return lookahead
         rounds = max(1, microbatches // (pp + (pp * lookahead + 1) // 2))
         return max(0, -(-microbatches // rounds) - pp)
 
