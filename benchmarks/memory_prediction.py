@@ -70,6 +70,8 @@ CONFIGURATIONS: list[list[str]] = [
     ["model.vocab_size=50000", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4"],
     ["model.tie_embeddings=true", "model.vocab_size=32000"],
     ["pipeline.wire={compression: int8}", "pipeline.lookahead=1"],
+    ["pipeline.schedule=zbv", "pipeline.stages_per_rank=2", "pipeline.lookahead=3", "pipeline.microbatches=8"],
+    ["pipeline.schedule=dualpipev", "pipeline.stages_per_rank=2", "pipeline.lookahead=1", "pipeline.microbatches=8"],
 ]
 
 

@@ -38,6 +38,7 @@ BENCHMARKS = (
     Benchmark("schedules", 4, "each schedule's measured and simulated step"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
     Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
+    Benchmark("schedules_on_cables", 1, "every schedule on slow cables, with and without a lookahead; computed"),
     Benchmark("timeline", 2, "what tracing costs a step"),
     Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
     Benchmark("memory", 3, "peak memory by number of microbatches"),

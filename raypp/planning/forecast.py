@@ -38,6 +38,7 @@ from raypp.planning.traffic import (
     of_pipeline_rank,
 )
 from raypp.schedules.simulate import StageTimes, Timeline
+from raypp.schedules.slow_starts import SlowStarts
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 
@@ -194,7 +195,10 @@ def _stage_times(
         forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
         backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
     links = [border.seconds for border in borders]
-    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
+    slow = SlowStarts.of(costs.slow_starts)
+    return StageTimes(
+        forward, backward, costs.input_share, links, costs.weight_share, first_whole=True, slow_starts=slow
+    )
 
 
 def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[float, float]:

@@ -169,8 +169,9 @@ class PipelineSection(Section):
     stages_per_rank: int = Field(default=1, ge=1, le=limits.STAGES)
     """Stages on each rank. Interleaved and V schedules use more than one."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=limits.ACTIONS)] = "auto"
-    """Extra warm-up forwards that hide link latency. 0: the classic schedule | auto: measured in
-    the first steps, then chosen."""
+    """How far ranks run ahead so that messages are hidden: 1f1b has that many more warm-up forwards
+    for each later rank. 0: the classic schedule | auto: measured in the first steps, then
+    chosen."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """How ranks agree on sequence lengths. microbatch: one length per microbatch | step: one length
     per step | off: data.seq_len."""
