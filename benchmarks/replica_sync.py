@@ -104,8 +104,8 @@ def measure(hosts: Hosts, options: argparse.Namespace) -> dict[float, list[dict[
             seconds = ", ".join(f"{name} {value['step_s']:.2f}" for name, value in one.items())
             print(f"{mbit:.1f} Mbit/s, round {number}: {seconds}", flush=True)
     hosts.set_cable(None)
-    for one in held.values():
-        one.close()
+    for ranks in held.values():
+        ranks.close()
     return found
 
 

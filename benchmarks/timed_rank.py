@@ -109,7 +109,7 @@ def start_sums(when: str) -> None:
     if when == "after":
         apply._replica_sums = lambda *_: None
     elif when == "at-once":
-        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)
+        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -241,8 +241,9 @@ def gather_from(record: Any, shard: Tensor) -> None:
 def take_replica_sum(module: Any) -> dist.ProcessGroup | None:
     """Makes FSDP leave a module's sum over replicas to its hook (`set_all_reduce_hook`).
 
-    Weights and gradients stay replicated along the same axis. Replaces `FSDPParamGroup.mesh_info`,
-    by which FSDP decides whether to sum over replicas itself. Since 2.6; several groups of a module
+    Weights and gradients stay replicated along the same axis. Replaces `FSDPParamGroup.mesh_info`
+    and, where it is the same, `post_forward_mesh_info`; by the first, FSDP decides whether to sum
+    over replicas itself. Since 2.6; several groups of a module
     since 2.13.
 
     Returns:
@@ -254,6 +255,8 @@ def take_replica_sum(module: Any) -> dist.ProcessGroup | None:
         if isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo):
             replicas = info.replicate_process_group
             group.mesh_info = FSDPMeshInfo(info.mesh, info.shard_mesh_dim)
+            if group.post_forward_mesh_info is info:  # FSDP gathers differently where the two differ
+                group.post_forward_mesh_info = group.mesh_info
     return replicas
 
 

@@ -176,12 +176,13 @@ def _exact(flat: _Flat, gradient: Tensor) -> _UnderWay:
     return _UnderWay(work, gradient)
 
 
-def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[nn.Parameter, int]], int]:
+def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int]], int]:
     """Returns where the shard of each parameter begins in FSDP's flat gradient, and its length.
 
     Frozen parameters have no gradient. A shard takes as many rows as the longest one.
     """
-    places, begin = [], 0
+    places: list[tuple[DTensor, int]] = []
+    begin = 0
     for parameter in parameters:
         if not parameter.requires_grad:
             continue

@@ -370,7 +370,8 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        if self._last_whole.get(stage.stage_index) == microbatch and self._sums_within(stage):
+        last = self._last_whole.get(stage.stage_index) == microbatch
+        if last and isinstance(stage.submod, FSDPModule) and self._sums_within(stage):
             reduce_within_backward(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
             if stage.device.type != "cpu":
                 self._reducing.append(stage)
@@ -388,8 +389,7 @@ class ProgramRuntime:
 
     def _sums_within(self, stage: PlannedStage) -> bool:
         """Whether a stage's sums begin within its last backward."""
-        sharded = isinstance(stage.submod, FSDPModule)
-        return sharded and stage.sums_beside and stage.stage_index not in self._sum_start.held
+        return stage.sums_beside and stage.stage_index not in self._sum_start.held
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):

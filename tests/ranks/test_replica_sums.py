@@ -38,8 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
         pp=2, dp_replicate=2, microbatches=4, schedule="zbv", pipeline={"stages_per_rank": 2}
     ),
     "pp 2, dp 2, tied": document(pp=2, dp_replicate=2, microbatches=4),
+    "dp 2, fsdp 2, weights freed": document(dp_replicate=2, fsdp=2, microbatches=4),
     "pp 2, dp 2, bf16": document(pp=2, dp_replicate=2, microbatches=4, train={"precision": "bf16"}),
 }
+CASES["dp 2, fsdp 2, weights freed"]["mesh"]["reshard_after_forward"] = True
 CASES["pp 2, dp 2, tied"]["model"] = {**SQUARE["model"], "tie_embeddings": True}
 
 
@@ -150,61 +152,59 @@ def test_replicas_stay_equal_to_the_bit_and_near_the_exact_sums(name: str, train
     changed = 0
     for key, value in theirs["gradients"][0].items():
         error = (ours["gradients"][0][key] - value).norm() / value.norm().clamp(min=1e-12)
-        assert error < 0.02, key
+        # 0.023 for the gain of a norm, which shares the scales of blocks with matrices.
+        assert error < 0.04, key
         changed += bool(error > 0)
     assert changed, "nothing was quantised"
 
 
-def residuals(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Trains, and returns what was delivered, the exact sums, and what is left over."""
-    totals: dict[str, list[torch.Tensor]] = {"own": [], "sum": []}
-    left: list[torch.Tensor] = []
-    begin, keep = ReplicaSums._in_int8, ReplicaSums.keep_residuals
+def residuals(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:
+    """Trains; returns for each block its own gradients, what was delivered, and what is left."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    started: list[dict[str, torch.Tensor]] = []
+    begin, wait, keep = ReplicaSums._in_int8, ReplicaSums.wait, ReplicaSums.keep_residuals
 
     def note_own(self: ReplicaSums, flat: Any, gradient: torch.Tensor) -> Any:
-        totals["own"].append(gradient.clone())
-        under_way = begin(self, flat, gradient)
-        totals["sum"].append(under_way.result)
-        return under_way
+        zero = torch.zeros(gradient.numel(), dtype=torch.float64)
+        one = found.setdefault(id(flat), {"own": zero.clone(), "sum": zero.clone()})
+        one["own"] += gradient
+        started.append(one)
+        return begin(self, flat, gradient)
+
+    def note_sum(self: ReplicaSums) -> None:
+        under_way = list(self._under_way)
+        wait(self)
+        for one, sums in zip(started, under_way, strict=True):
+            one["sum"] += sums.result
+        started.clear()
 
     def note_left(self: ReplicaSums) -> None:
-        totals["sum"] = [value.clone() for value in totals["sum"]]
         keep(self)
-        left[:] = [flat.residual.clone() for flat in self._flats if flat.residual is not None]
+        for flat in self._flats:
+            assert flat.residual is not None
+            found[id(flat)]["left"] = flat.residual.double()
 
-    ReplicaSums._in_int8, ReplicaSums.keep_residuals = note_own, note_left  # type: ignore[method-assign]
+    ReplicaSums._in_int8, ReplicaSums.wait, ReplicaSums.keep_residuals = note_own, note_sum, note_left  # type: ignore[method-assign]
     train_steps(rank, world, port, job, steps)
-    return {**totals, "left": left}
+    return list(found.values())
 
 
 def test_what_rounding_takes_arrives_in_later_steps() -> None:
-    steps = 6
-    ranks = run_ranks(2, residuals, {**document(dp_replicate=2, microbatches=2, train=INT8)}, steps)
-    blocks = len(ranks[0]["left"])
-    for block in range(blocks):
-        # FSDP reduces the blocks in one order in every step; the residuals are in that of modules.
-        own = [sum(one["own"][block::blocks]).double() for one in ranks]
-        delivered = sum(value.double() for value in ranks[0]["sum"][block::blocks])
-        assert torch.equal(delivered, sum(value.double() for value in ranks[1]["sum"][block::blocks]))
-        kept = next(
-            [one["left"][number].double() for one in ranks]
-            for number in range(blocks)
-            if ranks[0]["left"][number].numel() == delivered.numel()
-            and torch.allclose(
-                delivered + sum(one["left"][number].double() for one in ranks), sum(own), rtol=1e-4, atol=1e-5
-            )
-        )
-        error = delivered + sum(kept) - sum(own)
-        assert error.norm() <= 1e-5 * sum(own).norm()
-        assert sum(kept).norm() > 0
+    ranks = run_ranks(2, residuals, document(dp_replicate=2, microbatches=2, train=INT8), 6)
+    assert len(ranks[0]) == len(ranks[1]) == 5, "four blocks, and both ends of the model"
+    for one, other in zip(*ranks, strict=True):
+        assert torch.equal(one["sum"], other["sum"])
+        wanted, left = one["own"] + other["own"], one["left"] + other["left"]
+        assert (one["sum"] + left - wanted).norm() <= 1e-5 * wanted.norm()
+        assert (one["sum"] - wanted).norm() > 100 * (one["sum"] + left - wanted).norm(), "nothing was rounded"
 
 
 class Life:
-    """A run of six steps that saves every second one."""
+    """A run of eight steps that saves every third one."""
 
     def __init__(self, root: Path, faults: str = "", job: dict[str, Any] | None = None) -> None:
-        made = job or document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 6})
-        made = {**made, "checkpoint": {"every_steps": 2, "memory_tier": False, "keep": 9}}
+        made = job or document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 8})
+        made = {**made, "checkpoint": {"every_steps": 3, "memory_tier": False, "keep": 9}}
         folders = [root / "memory"] * 4
         self.lives = Lives(made, root / "store", folders, [0] * 4, {VARIABLE: faults})
 
@@ -213,13 +213,15 @@ def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = Life(tmp_path / "straight").lives
     told = straight.attempt_once()
     assert not told.errors
-    killed = Life(tmp_path / "killed", "kill@upload:rank=3,step=4").lives
+    # The upload begins in a thread, in the step that was saved or in the next.
+    killed = Life(tmp_path / "killed", "kill@upload:rank=3,step=6; kill@upload:rank=3,step=7").lives
     broken = killed.attempt_once()
     assert broken.errors, "no rank was killed"
     resumed = killed.attempt_once()
     assert not resumed.errors
-    assert resumed.steps[0] == 3, "the save of step 4 was killed; that of step 2 is whole"
-    assert {step: resumed.losses[step] for step in range(3, 7)} == {step: told.losses[step] for step in range(3, 7)}
+    assert resumed.of_kind("resumed")[-1].step == 3, "the save of step 6 was killed; that of step 3 is whole"
+    after = range(4, 9)
+    assert [resumed.losses[step] for step in after] == [told.losses[step] for step in after]
     expected, found = straight.final_state(), killed.final_state()
     assert same(found, expected)
     held = [key for key in expected if f"/{RESIDUAL}" in key]
@@ -299,7 +301,7 @@ def test_exact_sums_drop_the_residuals_and_say_so(tmp_path: Path) -> None:
     second.attempt = 1
     told = second.attempt_once()
     second.end()
-    assert told.steps == [3, 4]
+    assert told.of_kind("resumed")[-1].step == 2 and told.steps[-1] == 4
     (said,) = told.of_kind("sync")
     assert "the residuals of 2 replicas" in said.message and "dropped" in said.message
     job["train"] = {**job["train"], **INT8, "steps": 6}
