@@ -18,6 +18,7 @@ from training import merged, seat_of, train_steps
 from raypp.checkpoint.state import RESIDUAL
 from raypp.parallel import apply
 from raypp.parallel.replica_sums import ReplicaSums
+from raypp.parallel.shard import local_part
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.spec.load import parse_job
@@ -197,6 +198,39 @@ def test_what_rounding_takes_arrives_in_later_steps() -> None:
         wanted, left = one["own"] + other["own"], one["left"] + other["left"]
         assert (one["sum"] + left - wanted).norm() <= 1e-5 * wanted.norm()
         assert (one["sum"] - wanted).norm() > 100 * (one["sum"] + left - wanted).norm(), "nothing was rounded"
+
+
+def places(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[str, int, int, int]]:
+    """Returns where each parameter's gradient lies in what FSDP reduced, and its residual in it."""
+    found: list[tuple[str, int, int, int]] = []
+    update = StepRunner._update
+
+    def look(self: StepRunner, *arguments: Any) -> None:
+        for stage in self.built.modules:
+            parts = getattr(stage, "replica_residuals").parts  # noqa: B009
+            trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+            assert parts.keys() == trained.keys()
+            for name, parameter in trained.items():
+                own, other = local_part(parameter.grad), local_part(parts[name])
+                if own.numel():
+                    found.append((name, own.storage_offset(), other.storage_offset(), own.numel() - other.numel()))
+        update(self, *arguments)
+
+    StepRunner._update = look  # type: ignore[method-assign]
+    train_steps(rank, world, port, job, 1)
+    return found
+
+
+def test_a_residual_lies_where_the_gradient_of_its_parameter_does() -> None:
+    uneven = {**SQUARE["model"], "ffn_size": 51, "num_kv_heads": 1, "head_dim": 6, "lora": {"rank": 3, "base": "fp32"}}
+    sharded = document(dp_replicate=2, fsdp=3, microbatches=2, train=INT8)
+    jobs = {6: [sharded, {**sharded, "model": uneven}], 4: [INT8_CASES["pp 2, dp 2, tied"]]}
+    for world, cases in jobs.items():
+        for ranks in run_in_turn(world, places, [(job,) for job in cases]):
+            for one in ranks:
+                assert len(one) > 10
+                for name, gradient, residual, difference in one:
+                    assert (residual, difference) == (gradient, 0), name
 
 
 class Life:
