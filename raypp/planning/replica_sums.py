@@ -21,9 +21,9 @@ from raypp.spec.job import Job
 _INT8_BLOCK = 256
 _INT8_BYTES = (_INT8_BLOCK + 4) / _INT8_BLOCK
 """Bytes of a number in int8: each block of numbers has an fp32 scale."""
-_INT8_S = {"cpu": 4e-9, "cuda": 3e-11}
-"""Seconds to quantise a number, or to add up one replica's: about ten reads and writes of fp32.
-On a CPU as measured (docs/design/0054); on a GPU at 1.5 TB/s, not measured."""
+_INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
+"""Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
+(docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def replica_sums(
     waits = late if beside else seconds
     computing = 0.0
     if form == "int8":
-        computing = most * _INT8_S["cpu" if kind == "cpu" else "cuda"] * (1 + job.mesh.dp_replicate)
+        quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
+        computing = most * (quantise + job.mesh.dp_replicate * add)
     return ReplicaSums(
         kind=form,
         exact_bytes=round(sent_bytes(job, most, "exact")),
