@@ -12,6 +12,7 @@ from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.memory import stage_trained
 from raypp.planning.plan import make_plan
+from raypp.planning.search import advice
 from raypp.spec.job import Job
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
@@ -90,6 +91,16 @@ def test_sums_that_are_cast_are_not_hidden_on_cpus() -> None:
     assert on_cpu is not None and on_gpu is not None
     assert on_cpu.hidden_s == 0 and on_cpu.exposed_s == on_cpu.seconds
     assert on_gpu.hidden_s > 0
+
+
+def test_int8_is_advised_where_it_helps_and_allowed() -> None:
+    job = square()
+    slow = of(job, 0.01)
+    assert "train.sync.kind int8 (changes the numbers)" in dict(advice(job, hosts(0.01), UNIT, slow))
+    fast = of(job, 1e6)
+    assert not [text for text, _ in advice(job, hosts(1e6), UNIT, fast) if "sync" in text]
+    pure = square(train={"precision": "bf16_pure"})
+    assert not [text for text, _ in advice(pure, hosts(0.01), UNIT, of(pure, 0.01)) if "sync" in text]
 
 
 def test_the_plan_has_them_and_counts_the_residuals() -> None:
