@@ -18,9 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
-from raypp.parallel import late_sums
+from raypp.parallel import apply, late_sums
+from raypp.pipeline import runtime
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.sum_start import SumStart
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -106,6 +108,17 @@ def never_give_way() -> None:
     OtherTraffic.is_under_way = lambda self: False  # type: ignore[method-assign]
 
 
+def start_sums(when: str) -> None:
+    """Changes when sums over replicas start: `after` the last backward as FSDP's own, or `at-once`.
+
+    At once: in each stage's last backward, also where its last gradient is still to be sent.
+    """
+    if when == "after":
+        apply._replica_sums = lambda *_: None
+    elif when == "at-once":
+        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -114,9 +127,12 @@ def main() -> None:
     parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
     parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
     parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
+    parser.add_argument("--sums", choices=("after", "at-once"), help="start sums over replicas at another time")
     arguments = parser.parse_args()
     if arguments.pace:
         sleep_instead(arguments.pace)
+    if arguments.sums:
+        start_sums(arguments.sums)
     if arguments.no_overlap:
         wait_for_weights_and_sums()
     if arguments.no_yield:

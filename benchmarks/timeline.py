@@ -85,6 +85,7 @@ class _Stage:
 
     stage_index = 0
     late_sums = None
+    replica_sums = None
 
     def __init__(self) -> None:
         import torch

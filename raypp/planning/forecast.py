@@ -3,7 +3,8 @@
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
 of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
 schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute, and for what is offloaded: a stage takes as long as the slower of the two.
+overlaps with compute, for sums over replicas (`planning.replica_sums`), and for what is offloaded:
+a stage takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
+from raypp.planning.replica_sums import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     MOST_LISTED,
@@ -33,6 +35,7 @@ from raypp.planning.traffic import (
     collectives,
     gatherings,
     layer_traffic,
+    link_of_replicas,
     link_uses,
     nodes_of_pipeline,
     of_pipeline_rank,
@@ -62,6 +65,7 @@ class Forecast:
         bottleneck: Description of what a step waits for most.
         measured: Which inputs were measured: "costs", "links".
         sources: Description of where costs and links come from.
+        replica_sums: Sums of gradients over replicas; None without replicas.
     """
 
     step_s: float
@@ -76,6 +80,7 @@ class Forecast:
     bottleneck: str
     measured: tuple[str, ...]
     sources: tuple[str, ...]
+    replica_sums: ReplicaSums | None = None
 
     @property
     def peak_memory(self) -> int:
@@ -136,12 +141,14 @@ def forecast(
     sent = collectives(job, machines, mesh, seats, max(parameters), trained)
     copied = _copies(job, costs, max(parameters), trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+    between = link_of_replicas(machines, mesh, seats)
+    summed = replica_sums(job, pipeline, timeline, between, [border.seconds for border in borders], kind)
     share = job.mesh.fsdp * job.mesh.cp
     parts = {
         "other": costs.step_s,
         "unshard": unshard,
         "pipeline": timeline.makespan,
-        "reduce": reduce,
+        "reduce": reduce + (summed.exposed_s if summed is not None else 0.0),
         "optimizer": costs.optimizer_s * trained / share / slowest
         + _state_copies(job, machines, costs, pipeline, kind),
     }
@@ -168,6 +175,7 @@ def forecast(
             *(["messages of different borders share no card (the program is very long)"] * (apart and cables > 1)),
             *([f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed"] * (cables > MOST_LISTED)),
         ),
+        replica_sums=summed,
     )
 
 

@@ -20,7 +20,6 @@ from raypp.planning.sizes import sizes_of
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 
-_FP32 = 4
 MOST_LISTED = 1024
 """Most cables in a forecast: those of large meshes are alike."""
 MOST_ON_CARDS = 16_384
@@ -126,13 +125,14 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 def collectives(
     job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: int, trained: int
 ) -> tuple[float, float]:
-    """Returns the seconds of gathering weights and of reducing gradients, for the slowest rank.
+    """Returns the seconds of gathering weights and of summing gradients over shards.
+
+    Both for the slowest rank. The sums over replicas are in `planning.replica_sums`.
 
     It has so many parameters, of which so many are trained.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link, an all-reduce twice as
-    many. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted
-    at a network card).
+    A ring over n ranks passes (n - 1) / n of the bytes through each link. The parts that ranks on
+    CPUs send each other take as long (`parallel.late_sums`; counted at a network card).
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
@@ -141,10 +141,12 @@ def collectives(
         part = (shards - 1) / shards
         unshard = gatherings(job) * _over(rate, part * parameters * activation_bytes(job))
         reduce += _over(rate, part * trained * sum_bytes(job))
-    if job.mesh.dp_replicate > 1:
-        rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
-        reduce += _over(rate, 2 * (count - 1) / count * trained / shards * _FP32)
     return unshard, reduce
+
+
+def link_of_replicas(machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> Link | None:
+    """Returns the slowest link between replicas; None if none takes any time."""
+    return _slowest(machines, seats, mesh.groups("dp_replicate"))
 
 
 def gatherings(job: Job) -> int:

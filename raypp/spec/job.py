@@ -238,6 +238,15 @@ class SampleOptions(Section):
     """New tokens of each text, fewer where the model ends it."""
 
 
+class SyncOptions(Section):
+    """How gradients are summed over the replicas of mesh.dp_replicate."""
+
+    kind: Literal["exact", "int8"] = "exact"
+    """exact: sums of the gradients as computed | int8: each replica sends its gradients in int8, a
+    quarter of the bytes with two replicas; what rounding takes away is added in the next step
+    (error feedback), and is part of checkpoints. Needs gradients that are summed in fp32."""
+
+
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
 
@@ -263,6 +272,8 @@ class TrainSection(Section):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
     summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
+    sync: SyncOptions = Field(default_factory=SyncOptions)
+    """How gradients are summed over replicas: {kind: exact} or {kind: int8}."""
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
     """Recompute activations in the backward to save memory. selective: all but the results of
     matrix products and attention | full: everything but the inputs of layers | offload: like full,
