@@ -45,15 +45,21 @@ def attention(
 
 
 def layer_norms(
-    options: DecoderOptions, names: Sequence[str | None] = ("input_layernorm", "post_attention_layernorm")
+    options: DecoderOptions,
+    names: Sequence[str | None] = ("input_layernorm", "post_attention_layernorm"),
+    *,
+    bias: bool = False,
 ) -> list[Weight]:
     """Returns the norms of `raypp.models.layers.DecoderLayer`, `[C]` each.
 
     Args:
         options: The `model:` section.
         names: The family's names of its norms; None is skipped.
+        bias: They are LayerNorm with biases.
     """
-    return [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in names if name is not None]
+    parts = ("weight", "bias") if bias else ("weight",)
+    shape = (options.hidden_size,)
+    return [Weight(f"{name}.{part}", shape, "norm") for name in names if name is not None for part in parts]
 
 
 def gated(
@@ -82,6 +88,22 @@ def gated(
         found.append(Weight(f"{block}.{name}.weight", (rows, columns), "feed_forward", residual=residual))
         if bias:
             found.append(Weight(f"{block}.{name}.bias", (rows,), "feed_forward"))
+    return found
+
+
+def plain(options: DecoderOptions, *, bias: bool = False) -> list[Weight]:
+    """Returns the weights of `raypp.models.layers.PlainFeedForward`: `[F, C]` and `[C, F]`.
+
+    Args:
+        options: The `model:` section.
+        bias: Both have biases.
+    """
+    width, inner = options.hidden_size, options.ffn_size
+    found = []
+    for name, rows, columns in (("c_fc", inner, width), ("c_proj", width, inner)):
+        found.append(Weight(f"mlp.{name}.weight", (rows, columns), "feed_forward", residual=name == "c_proj"))
+        if bias:
+            found.append(Weight(f"mlp.{name}.bias", (rows,), "feed_forward"))
     return found
 
 

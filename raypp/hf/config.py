@@ -121,7 +121,7 @@ def _values(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
     # transformers takes null for no.
     values |= {name: False for name, default in form.defaults.items() if default is False and values.get(name) is None}
     values["num_kv_heads"] = values["num_kv_heads"] or values["num_heads"]
-    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_heads"]
+    values["head_dim"] = values.get("head_dim") or values["hidden_size"] // values["num_heads"]
     values["rope_theta"] = float(values["rope_theta"] or form.defaults["rope_theta"])
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 

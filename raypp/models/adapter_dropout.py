@@ -89,14 +89,15 @@ class AdapterDropout(nn.Module):
     """Drops numbers of what the adapter of one matrix takes, and scales the others.
 
     Args:
-        probability: That of a number to be dropped.
+        probability: That of a number to be dropped, rounded to `_STEPS`. Rounded to 0, the bits are
+            those without dropout.
         matrix: The global name of the matrix.
         tokens: The tokens of its layer.
     """
 
     def __init__(self, probability: float, matrix: str, tokens: CurrentTokens) -> None:
         super().__init__()
-        dropped = min(max(round(probability * _STEPS), 1), _STEPS - 1)
+        dropped = min(round(probability * _STEPS), _STEPS - 1)
         self.lowest, self.factor = dropped - _STEPS // 2, _STEPS / (_STEPS - dropped)
         self.tokens = tokens
         # Not an int: compiled code would be compiled again for that of every layer.

@@ -41,6 +41,11 @@ class OffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
+LayerNorm = nn.LayerNorm
+"""LayerNorm (arXiv:1607.06450) with a gain and a bias. Families may not import torch."""
+NormClass = type[RMSNorm] | type[LayerNorm]
+
+
 class Attention(nn.Module):
     """Grouped-query attention.
 
@@ -169,6 +174,20 @@ class FusedFeedForward(nn.Module):
         return out
 
 
+class PlainFeedForward(nn.Module):
+    """A feed-forward block without a gate: c_proj(gelu(c_fc(x))), GELU by its tanh formula."""
+
+    def __init__(self, width: int, inner: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, inner, bias=bias)
+        self.c_proj = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
+        out: Tensor = self.c_proj(F.gelu(self.c_fc(x_BTC), approximate="tanh"))
+        return out
+
+
 NormNames = tuple[str | None, str | None, str | None, str | None]
 PRE_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
 """Most families' names of the norms of a layer: before and after attention, before and after the
@@ -197,7 +216,7 @@ class DecoderLayer(nn.Module):
         mlp_name: str = "mlp",
         *,
         norms: NormNames = PRE_NORMS,
-        norm: type[RMSNorm] = RMSNorm,
+        norm: NormClass = RMSNorm,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()

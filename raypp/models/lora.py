@@ -71,9 +71,11 @@ class _Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`."""
+        # The base first: its node of the graph then has its place among those that add to the
+        # gradient of x, with dropout and without, and sums have the same order.
+        out: Tensor = super().forward(x)
         taken = x if self.lora_dropout is None else self.lora_dropout(x)
-        out: Tensor = super().forward(x) + self.lora_B(self.lora_A(taken)) * self.lora_scale
-        return out
+        return out + self.lora_B(self.lora_A(taken)) * self.lora_scale
 
 
 class _Telling(nn.Module):

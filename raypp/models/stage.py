@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.layers import OffsetRMSNorm, RMSNorm
+from raypp.models.layers import LayerNorm, NormClass, OffsetRMSNorm, RMSNorm
 from raypp.models.lora import add_adapters
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.rotary import rotary_table
@@ -36,7 +36,8 @@ class Backbone(nn.Module):
         holds_matrix = first or (last and options.tie_embeddings)
         self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
-        norm = OffsetRMSNorm if options.stage_ends().gain_from_zero else RMSNorm
+        ends = options.stage_ends()
+        norm: NormClass = LayerNorm if ends.layer_norm else OffsetRMSNorm if ends.gain_from_zero else RMSNorm
         self.norm = norm(options.hidden_size, options.norm_eps) if last else None
 
 

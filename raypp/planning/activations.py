@@ -36,16 +36,20 @@ def microbatch_tokens(job: Job) -> int:
 class _Widths:
     """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts.
 
-    `normed`: the widths of what norms take, in values of the compute dtype. `copied`: Q if
-    attention without torch's kernels joins the outputs of documents.
+    `fed`: the width of what the feed-forward block projects its input to, F or, with a gate, 2 F.
+    `normed`: the widths of what norms take, in values of the compute dtype. `divided`: those of
+    norms that are not one operator on CPUs. `copied`: Q if attention without torch's kernels joins
+    the outputs of documents.
     """
 
     residual: int
     queries: int
     keys: int
     inner: int
+    fed: int
     rows: int
     normed: int
+    divided: int
     copied: int
 
 
@@ -53,12 +57,15 @@ def _widths(job: Job) -> _Widths:
     model = job.model
     largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
     queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    normed = _normed(model)
-    if model.stage_ends().gain_from_zero:  # computed in fp32
+    normed, ends = _normed(model), model.stage_ends()
+    if ends.gain_from_zero:  # computed in fp32
         normed = normed * 4 // activation_bytes(job)
+    divided = 0 if ends.layer_norm else normed
+    fed = 2 * largest.inner if _gated(model) else largest.inner
     ruled = _ruled(model, job.data.seq_len)
     rows = 2 * largest.sent * model.hidden_size
-    return _Widths(model.hidden_size, queries, keys, largest.inner, rows, normed, queries if ruled else 0)
+    copied = queries if ruled else 0
+    return _Widths(model.hidden_size, queries, keys, largest.inner, fed, rows, normed, divided, copied)
 
 
 @lru_cache(maxsize=64)
@@ -66,8 +73,17 @@ def _normed(model: DecoderOptions) -> int:
     """Returns the widths of what the norms of a layer take."""
     known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
     family = family_of(model) or FAMILIES["llama"]
-    norms = [weight.name.split(".")[-2] for weight in family.weights(model, 0) if weight.part == "norm"]
-    return sum(known.get(name, model.hidden_size) for name in norms)
+    norms = {weight.name.rpartition(".")[0] for weight in family.weights(model, 0) if weight.part == "norm"}
+    return sum(known.get(name.rpartition(".")[2], model.hidden_size) for name in norms)
+
+
+@lru_cache(maxsize=64)
+def _gated(model: DecoderOptions) -> bool:
+    """Returns whether feed-forward blocks multiply two projections of what they take."""
+    family = family_of(model) or FAMILIES["llama"]
+    blocks = [weight for weight in family.weights(model, 0) if weight.part == "feed_forward" and len(weight.shape) > 1]
+    inner = sum(weight.shape[1] for weight in blocks if weight.residual)
+    return sum(weight.shape[0] for weight in blocks if not weight.residual) > inner
 
 
 @lru_cache(maxsize=64)
@@ -81,9 +97,10 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
 
     Without recomputation: what the blocks take (2 C), what norms take (2 C; more with norms of
     heads or of the blocks' results; on CPUs a norm is not fused and keeps its input divided by its
-    root mean square as well),
+    root mean square as well; LayerNorm is fused),
     queries, keys and values as attention takes them, its output, and gate, up, silu(gate) and the
-    product of the feed-forward block. Attention kernels recompute scores. Experts keep each token's
+    product of the feed-forward block, or without a gate its projection and what it becomes.
+    Attention kernels recompute scores. Experts keep each token's
     row once more per expert that it goes to, and that expert's output.
 
     "selective" keeps the layer's input and the results of its matrix products and of attention,
@@ -94,7 +111,7 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
     if extent in ("full", "offload"):
         return w.residual
     if extent == "selective":
-        return 3 * w.residual + 2 * w.queries + 2 * w.keys + 2 * w.inner + w.rows
+        return 3 * w.residual + 2 * w.queries + 2 * w.keys + w.fed + w.rows
     return _everything(w, kind)
 
 
@@ -117,8 +134,8 @@ def mask_bytes(job: Job) -> int:
 
 
 def _everything(w: _Widths, kind: Kind) -> int:
-    norms, copied = (2 * w.normed, w.copied) if kind == "cpu" else (w.normed, 0)
-    return 2 * w.residual + norms + copied + 2 * w.queries + 2 * w.keys + 4 * w.inner + w.rows
+    norms, copied = (w.normed + w.divided, w.copied) if kind == "cpu" else (w.normed, 0)
+    return 2 * w.residual + norms + copied + 2 * w.queries + 2 * w.keys + 2 * w.fed + w.rows
 
 
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
@@ -139,7 +156,7 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
         w, masks = _widths(job), cut[stage] * dropped
         numbers += masks - cut[stage] * (2 * w.residual + w.inner)
     if stage == len(cut) - 1:
-        numbers += width * (2 if kind == "cpu" else 1)
+        numbers += width * (2 if kind == "cpu" and not job.model.stage_ends().layer_norm else 1)
     return numbers * activation_bytes(job) + masks - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
 
 
@@ -149,7 +166,7 @@ def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     These are the gradients of the results of all matrix products and norms of the stage's layers.
     """
     w = _widths(job)
-    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + 2 * w.inner) * activation_bytes(job)
+    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + w.fed) * activation_bytes(job)
 
 
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:

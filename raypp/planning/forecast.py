@@ -132,8 +132,10 @@ def forecast(
         simulator = pipeline.simulator(lookahead)
         timeline = simulator.run(times)
     free = simulator.run(replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
-    situations = simulator.situations
-    memory = tuple(rank_memory(job, stages, cut, situations[rank], kind) for rank, stages in enumerate(placement))
+    situations, waiting = simulator.situations, simulator.waiting
+    memory = tuple(
+        rank_memory(job, stages, cut, situations[rank], waiting[rank], kind) for rank, stages in enumerate(placement)
+    )
 
     parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
     trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
@@ -243,7 +245,7 @@ def _most_in_flight(
     room = [0] * len(cut)
     tokens = microbatch_tokens(job)
     for stages in placement:
-        fixed = rank_memory(job, stages, cut, (), kind).total
+        fixed = rank_memory(job, stages, cut, (), {}, kind).total
         for stage in stages:
             each = tokens * stage_activation_bytes(job, stage, cut, kind) * len(stages)
             if stage == len(cut) - 1:

@@ -8,7 +8,7 @@ it with what ranks take.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from raypp.planning.activations import (
     split_backward_bytes,
     stage_activation_bytes,
 )
-from raypp.planning.choices import wire_of
+from raypp.planning.choices import WireKind, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
@@ -29,6 +29,7 @@ from raypp.planning.sizes import sizes_of
 from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
+from raypp.schedules.waiting import Waiting
 from raypp.spec.job import Job
 from raypp.spec.quantised import quantised_base
 
@@ -70,7 +71,7 @@ class RankMemory:
         logits: The loss, on the last stage.
         working: What the action at the peak needs for itself: gradients of activations, recomputed
             activations, the gradient of one matrix before it is added, a dequantised matrix.
-        messages: Receives that are posted ahead, and sends.
+        messages: Receives that are posted ahead, and sends that are not known to have arrived.
         runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
 
@@ -98,7 +99,12 @@ def memory_kind(job: Job) -> Kind:
 
 
 def rank_memory(
-    job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind | None = None
+    job: Job,
+    stages: Sequence[int],
+    cut: Sequence[int],
+    actions: Sequence[Action],
+    waiting: Mapping[Action, Waiting],
+    kind: Kind | None = None,
 ) -> RankMemory:
     """Returns the memory of a pipeline rank at its peak.
 
@@ -108,6 +114,7 @@ def rank_memory(
         cut: Layers of every stage of the pipeline.
         actions: The rank's part of the program, with or without repeats (`without_repeats`). None
             at all: what it needs without activations.
+        waiting: The messages that wait while it runs each of them (`schedules.waiting`).
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
@@ -121,11 +128,12 @@ def rank_memory(
         activations=0,
         logits=0,
         working=0,
-        messages=_messages(job, stages, cut, actions, kind),
+        messages=_received(job, stages, cut, actions, kind),
         runtime=0,
     )
     fsdp = Gathered.of(job, stages, cut, kind)
-    gradients, activations, logits, working = max(_moments(job, fsdp, stages, cut, actions, kind), key=sum)
+    played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
+    gradients, activations, logits, working, sent = max(played, key=sum)
     moments = (
         dataclasses.replace(base, gathered=fsdp.flat),
         dataclasses.replace(
@@ -135,6 +143,7 @@ def rank_memory(
             activations=activations,
             logits=logits,
             working=working,
+            messages=base.messages + sent,
         ),
         fsdp.reduction(base),
         # the update
@@ -222,9 +231,15 @@ def _layers(stage: int, cut: Sequence[int]) -> range:
 
 
 def _moments(
-    job: Job, fsdp: Gathered, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the bytes of gradients, activations, logits and working memory around every action.
+    job: Job,
+    fsdp: Gathered,
+    stages: Sequence[int],
+    cut: Sequence[int],
+    actions: Sequence[Action],
+    waiting: Mapping[Action, Waiting],
+    kind: Kind,
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yields the bytes of gradients, activations, logits, working memory and sends at each action.
 
     A step after the first is played. Without actions, all gradients are there.
     """
@@ -246,22 +261,24 @@ def _moments(
     done = set(stages) if gradient_bytes(job) > weight_bytes(job) and not fsdp.replaces else set()
     gradients = sum(fsdp.gradients[stage] for stage in done)
     activations, logits = tokens * passing_per_token(job), 0
+    sends = _sends(job)
     for action in actions:
         stage, added = action.stage, action.stage in done
+        sent = sum(count * size for count, size in zip(waiting[action], sends, strict=True))
         if action.kind == "F" and stage not in backward:
-            yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product
+            yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product, sent
             continue
         if action.kind == "F":
             activations += kept[stage]
             logits += loss[stage].kept
-            yield gradients, activations, logits, product
-            yield gradients, activations, logits + loss[stage].forward, 0
+            yield gradients, activations, logits, product, sent
+            yield gradients, activations, logits + loss[stage].forward, 0, sent
             continue
         if action.kind == "W":
             activations -= between[stage]
         else:
-            yield gradients, activations, logits + loss[stage].backward, 0
-        yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0)
+            yield gradients, activations, logits + loss[stage].backward, 0, sent
+        yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0), sent
         if action.kind == "I":
             activations += between[stage]
             continue
@@ -270,9 +287,9 @@ def _moments(
         if not added:
             done.add(stage)
             gradients += fsdp.gradients[stage]
-        yield gradients, activations, logits, embedding if stage == 0 and added else 0
+        yield gradients, activations, logits, embedding if stage == 0 and added else 0, sent
     if not actions:
-        yield sum(fsdp.gradients.values()), 0, 0, 0
+        yield sum(fsdp.gradients.values()), 0, 0, 0, 0
 
 
 @dataclass(frozen=True)
@@ -354,8 +371,8 @@ class Gathered:
         return dataclasses.replace(base, gradients=self.share, gathered=self.buffers + self.beside)
 
 
-def _messages(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:
-    """Returns the bytes of messages: receives that are posted ahead, and one send per channel.
+def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:
+    """Returns the bytes of receives that are posted ahead.
 
     A rank receives activations for its stages from another rank, and gradients. With NCCL the order
     of all ranks' actions says how many receives are posted before their use (`schedules.posting`).
@@ -363,15 +380,29 @@ def _messages(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequ
     """
     if job.mesh.pp == 1 or not actions:
         return 0
-    width, tokens, wire = job.model.hidden_size, microbatch_tokens(job), wire_of(job)
-
-    def size(form: str) -> int:
-        return tokens * (width + 4 if form == "int8" else width * (2 if form == "bf16" else _FP32))
-
+    wire = wire_of(job)
     ahead = min(RECEIVES_AHEAD, job.pipeline.microbatches) if kind == "cpu" else _most_in_flight(actions)
-    down, up = any(stage > 0 for stage in stages), any(stage < len(cut) - 1 for stage in stages)
-    received = down * size(wire.activations) + up * size(wire.gradients)
-    return ahead * received + down * size(wire.gradients) + up * size(wire.activations)
+    backward = {action.stage for action in actions if action.kind != "F"}
+    down, up = any(stage > 0 for stage in stages), any(stage < len(cut) - 1 for stage in backward)
+    return ahead * (down * _message(job, wire.activations) + up * _message(job, wire.gradients))
+
+
+def _message(job: Job, form: WireKind) -> int:
+    """Returns the bytes of a message in a wire format."""
+    width = job.model.hidden_size
+    return microbatch_tokens(job) * (width + 4 if form == "int8" else width * (2 if form == "bf16" else _FP32))
+
+
+def _sends(job: Job) -> Waiting:
+    """Returns the bytes that a rank holds for each message that waits, by what it carries.
+
+    A message in the compute dtype is the stage's output itself, which counts as an activation until
+    its backward. Other formats are copies.
+    """
+    wire = wire_of(job)
+    same = wire.activations == ("bf16" if job.train.computes_in == "bf16" else "fp32")
+    activations = _message(job, wire.activations)
+    return Waiting(0 if same else activations, activations, _message(job, wire.gradients))
 
 
 def _most_in_flight(actions: Sequence[Action]) -> int:

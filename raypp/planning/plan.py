@@ -171,8 +171,9 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
+    situations, waiting = pipeline.simulator().situations, pipeline.simulator().waiting
     memory = tuple(
-        rank_memory(job, stages, pipeline.cut, pipeline.simulator().situations[rank], kind)
+        rank_memory(job, stages, pipeline.cut, situations[rank], waiting[rank], kind)
         for rank, stages in enumerate(pipeline.stages_of_rank)
     )
     return Plan(

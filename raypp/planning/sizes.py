@@ -141,7 +141,8 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
         for index in range(model.num_layers)
     )
     matrix = embedding(model) if model.tie_embeddings else projection(model)
-    first, last = embedding(model).parameters, matrix.parameters + final_norm(model).parameters
+    norm = sum(weight.parameters for weight in final_norm(model))
+    first, last = embedding(model).parameters, matrix.parameters + norm
     whole = sum(layer.parameters for layer in layers) + last + (0 if model.tie_embeddings else first)
     return ModelSizes(layers, first, last, whole, frozen=model.lora is not None)
 

@@ -13,6 +13,7 @@ from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
 from raypp.schedules.repeats import without_repeats
 from raypp.schedules.shared_cards import Channel, SharedCards, Step
 from raypp.schedules.slow_starts import SlowCores, SlowStarts
+from raypp.schedules.waiting import Waiting, waiting_sends
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,14 @@ class Simulator:
         return peaks_of(self.program)
 
     @cached_property
+    def waiting(self) -> dict[int, dict[Action, Waiting]]:
+        """The messages that wait on every rank while it runs an action."""
+        return waiting_sends(self.program)
+
+    @cached_property
     def situations(self) -> dict[int, list[Action]]:
         """The actions of every rank, without those that repeat situations (`without_repeats`)."""
-        return {rank: without_repeats(actions) for rank, actions in self.program.items()}
+        return {rank: without_repeats(actions, self.waiting[rank]) for rank, actions in self.program.items()}
 
     def _slots(self, starts: list[float], ends: list[float]) -> dict[int, list[Slot]]:
         found: dict[int, list[Slot]] = {rank: [] for rank in self.program}

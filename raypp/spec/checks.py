@@ -7,6 +7,7 @@ microbatches).
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -230,6 +231,10 @@ def _lora(job: Job) -> Iterator[Problem]:
 
 def _rope(model: DecoderOptions) -> Iterator[Problem]:
     rotary = next(filter(None, (layer_rotary(model, index) for index in range(model.num_layers))), None)
+    if rotary is not None and rotary.width % 2 and model.dim_per_head % 2 == 0:
+        what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated; they are turned in pairs"
+        share = math.ceil((rotary.width + 1) / model.dim_per_head * 1e4) / 1e4
+        yield Problem("model.rotary_share", what, f"use {share:g}")
     if model.rope is not None and rotary is not None:
         yield from rope_problems(model.rope, rotary.width, "model.rope")
 
@@ -237,6 +242,10 @@ def _rope(model: DecoderOptions) -> Iterator[Problem]:
 def _of_other_families(model: DecoderOptions) -> Iterator[Problem]:
     """Finds settings that the family of a model does not have."""
     family = family_of(model)
+    own_width = model.head_dim is not None and model.head_dim * model.num_heads != model.hidden_size
+    if family is not None and own_width and "head_dim" not in family.hf.settings:
+        what = f"{model.head_dim} is not hidden_size / num_heads, which kind {model.kind} requires"
+        yield Problem("model.head_dim", what, "remove the key")
     for name in ("attention_bias", "mlp_bias", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
         info = type(model).model_fields.get(name)
         if family is None or info is None or name in family.hf.settings or getattr(model, name) == info.default:

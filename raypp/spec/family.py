@@ -184,7 +184,7 @@ class Family:
             prefix = f"model.layers.{index}."
             found |= {prefix + weight.name: weight for weight in self.weights(options, index)}
         if last:
-            found |= _named(final_norm(options))
+            found |= {weight.name: weight for weight in final_norm(options)}
         if last and not options.tie_embeddings:
             found |= _named(projection(options))
         return found
@@ -198,9 +198,11 @@ def embedding(options: DecoderOptions) -> Weight:
     return Weight("model.embed_tokens.weight", (options.vocab_size, options.hidden_size), "embedding")
 
 
-def final_norm(options: DecoderOptions) -> Weight:
-    initial = 0.0 if options.stage_ends().gain_from_zero else None
-    return Weight("model.norm.weight", (options.hidden_size,), "norm", initial=initial)
+def final_norm(options: DecoderOptions) -> list[Weight]:
+    """Returns the gain of the norm before the projection, and its bias if it has one."""
+    ends, shape = options.stage_ends(), (options.hidden_size,)
+    found = [Weight("model.norm.weight", shape, "norm", initial=0.0 if ends.gain_from_zero else None)]
+    return [*found, Weight("model.norm.bias", shape, "norm")] if ends.layer_norm else found
 
 
 def projection(options: DecoderOptions) -> Weight:

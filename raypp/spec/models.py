@@ -26,12 +26,14 @@ class StageEnds:
         logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
         logit_divisor: Logits are divided by it.
         gain_from_zero: Norms multiply by 1 + weight.
+        layer_norm: Norms are LayerNorm with biases.
     """
 
     embedding_factor: float = 1.0
     logit_cap: float | None = None
     logit_divisor: float = 1.0
     gain_from_zero: bool = False
+    layer_norm: bool = False
 
 
 class LoraOptions(Section):
@@ -42,7 +44,8 @@ class LoraOptions(Section):
     alpha: float = Field(default=32.0, gt=0, le=limits.REAL)
     """The adapters' product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability with which a number is dropped before A, in steps of 1/65536. Not for experts."""
+    """Probability with which a number is dropped before A, rounded to steps of 1/65536. Not for
+    experts."""
     targets: tuple[str, ...] = ("all-linear",)
     """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
     matrix of attention, feed-forward blocks and experts, without routers."""
@@ -75,7 +78,7 @@ class DecoderOptions(Section):
     head_dim: int | None = Field(default=None, ge=1, le=limits.WIDTH)
     """Width of one head. null: hidden_size / num_heads."""
     ffn_size: int = Field(default=688, ge=1, le=limits.WIDTH)
-    """Inner width of the gated feed-forward block."""
+    """Inner width of the feed-forward block."""
     vocab_size: int = Field(default=4096, ge=1, le=limits.WIDTH)
     """Rows of the embedding. At least the number of ids of the tokenizer."""
     tie_embeddings: bool = False
@@ -86,7 +89,7 @@ class DecoderOptions(Section):
     rope: RopeOptions | None = None
     """Scaling of the rotary frequencies for longer contexts. null: none."""
     norm_eps: float = Field(default=1e-5, gt=0, le=limits.REAL)
-    """Epsilon of RMSNorm."""
+    """Epsilon of the norms."""
     attention_bias: bool = False
     """Biases on the projections of attention."""
     mlp_bias: bool = False

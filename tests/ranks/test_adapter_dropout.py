@@ -25,6 +25,12 @@ def document(dropout: float = 0.25, kind: str = "llama", **sections: Any) -> dic
     return found
 
 
+def without_the_key() -> dict[str, Any]:
+    found = document()
+    del found["model"]["lora"]["dropout"]
+    return found
+
+
 def with_recomputation(extent: str, compiled: bool = False, **sections: Any) -> dict[str, Any]:
     return document(train={"activation_checkpointing": extent, "compile": compiled}, **sections)
 
@@ -35,6 +41,8 @@ ONE = Batch(
         "llama": document(),
         "qwen3_moe": document(kind="qwen3_moe"),
         "none": document(0.0),
+        "no key": without_the_key(),
+        "less than a step": document(1e-6),
         "full": with_recomputation("full"),
         "selective": with_recomputation("selective"),
         "offload": with_recomputation("offload"),
@@ -69,6 +77,14 @@ def test_a_recomputed_forward_drops_the_same(extent: str) -> None:
 def test_dropout_changes_the_numbers_as_soon_as_adapters_do_something() -> None:
     ours, theirs = ONE["llama"]["loss"], ONE["none"]["loss"]
     assert ours[0] == theirs[0] and ours[1:] != theirs[1:]
+
+
+def test_a_dropout_of_zero_gives_the_bits_of_a_job_without_the_key() -> None:
+    assert_identical(ONE["none"], ONE["no key"])
+
+
+def test_a_probability_that_drops_nothing_gives_the_bits_of_none() -> None:
+    assert_identical(ONE["less than a step"], ONE["none"])
 
 
 @pytest.mark.parametrize("case", list(PIPELINES._jobs))

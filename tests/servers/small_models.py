@@ -20,6 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def small_options(kind: str, **changed: Any) -> DecoderOptions:
     """Returns the `model:` section of a small model. Omits sizes that the family does not have."""
-    cls = FAMILIES[kind].options
-    sizes = {name: value for name, value in SIZES.items() if name in cls.model_fields}
-    return cls(kind=kind, **{**sizes, **changed})
+    family = FAMILIES[kind]
+    sizes = {name: value for name, value in SIZES.items() if name in family.options.model_fields}
+    if "head_dim" not in family.hf.settings:
+        changed.pop("head_dim", None)
+    return family.options(kind=kind, **{**sizes, **changed})

@@ -200,7 +200,8 @@ def model_cases() -> Iterator[tuple[str, Case]]:
         yield f"header: {what}", _model_with("model.safetensors", header(content))
         yield f"tensors: {what}", _model_with("model.safetensors", header(b'{"w":' + content + b"}"))
     bases = {"llama": CONFIG, "qwen3_moe": MOE}
-    bases |= {kind: {**CONFIG, "model_type": kind} for kind in ("gemma2", "gemma3_text", "smollm3", "phi3", "glm")}
+    kinds = ("gemma2", "gemma3_text", "smollm3", "phi3", "glm", "stablelm")
+    bases |= {kind: {**CONFIG, "model_type": kind} for kind in kinds}
     bases |= {"qwen2 with windows": {**CONFIG, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}}
     bases |= {"gpt_oss": {**MOE, "model_type": "gpt_oss", "num_local_experts": 2}}
     more = ("layer_types", "rope_scaling", "rope_parameters", "quantization_config", "partial_rotary_factor")

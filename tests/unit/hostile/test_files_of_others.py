@@ -78,7 +78,20 @@ _JSON: Any = st.recursive(
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     base=st.sampled_from([CONFIG, MOE]),
-    kind=st.sampled_from(["llama", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "phi3", "mixtral"]),
+    kind=st.sampled_from(
+        [
+            "llama",
+            "qwen3_moe",
+            "gemma2",
+            "gemma3_text",
+            "gpt_oss",
+            "smollm3",
+            "phi3",
+            "mixtral",
+            "stablelm",
+            "starcoder2",
+        ]
+    ),
     changed=st.dictionaries(
         st.sampled_from([*MOE, "rope_scaling", "layer_types", "sliding_window"]), _JSON, max_size=3
     ),

@@ -86,6 +86,12 @@ def test_nothing_is_dropped_without_keys_and_gradients_have_the_mask() -> None:
     assert torch.equal(x.grad == 0, dropped() == 0)
 
 
+def test_less_than_half_a_step_drops_and_scales_nothing_and_a_step_does() -> None:
+    assert torch.equal(dropped(0.49 / 65536), torch.ones(ROWS * LENGTH, WIDTH))
+    out = dropped(1 / 65536)
+    assert 0 < (out == 0).sum() < 20 and out.max() > 1
+
+
 @pytest.mark.parametrize("probability", [1e-9, 1 - 1e-9])
 def test_extreme_probabilities_neither_drop_all_nor_divide_by_zero(probability: float) -> None:
     assert dropped(probability).isfinite().all()

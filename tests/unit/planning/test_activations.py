@@ -52,8 +52,8 @@ GEMMA2, GEMMA3 = ({"kind": kind, "sliding_window": 16, "num_kv_heads": 2} for ki
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3],
-    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3"],
+    [{}, {"num_kv_heads": 2}, MOE, WINDOW, GEMMA2, GEMMA3, {"kind": "starcoder2"}, {"kind": "stablelm"}],
+    ids=["llama", "grouped", "experts", "window", "gemma2", "gemma3", "starcoder2", "stablelm"],
 )
 def test_a_stage_keeps_what_the_plan_counts(model: dict[str, Any]) -> None:
     job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})

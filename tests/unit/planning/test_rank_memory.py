@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from planned_jobs import job_with
 
 from raypp.planning.activations import stage_activation_bytes
 from raypp.planning.host_memory import HostMemory, host_memory
 from raypp.planning.machines import Machines, Node
+from raypp.planning.memory import rank_memory
 from raypp.planning.plan import make_plan
 from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
@@ -30,9 +33,48 @@ def test_the_parts_are_those_of_one_moment() -> None:
 def test_receives_ahead_and_runtime_are_counted() -> None:
     one, two = (make_plan(job_with(mesh={"pp": pp}, resources={"device": "cpu"})).memory[0] for pp in (1, 2))
     message = 2 * 256 * 256 * 4
-    assert one.messages == 0 and two.messages == (3 + 1) * message
+    # The activations that rank 0 sends are counted as its outputs.
+    assert one.messages == 0 and two.messages == 3 * message
     on_card = make_plan(job_with(resources={"device": "cuda"})).memory[0]
     assert on_card.runtime > two.runtime > 0
+
+
+def test_sends_that_wait_are_counted_at_the_peak() -> None:
+    def messages(**sections: Any) -> list[int]:
+        sections = {"resources": {"device": "cpu"}, "train": {"micro_batch_size": 8}, **sections}
+        plan = make_plan(job_with(**sections))
+        return [memory.messages for memory in plan.memory]
+
+    size = 8 * 256 * 256
+    steady = {"microbatches": 16}
+    assert messages(pipeline=steady) == [3 * 4 * size, (3 + 1) * 4 * size]
+    # A deeper warm-up delays the proofs that gradients have arrived.
+    assert messages(pipeline={**steady, "lookahead": 2}) == [3 * 4 * size, (3 + 3) * 4 * size]
+    # Activations in int8 are copies, with a scale per token.
+    wire, small = {"wire": {"compression": "int8"}, **steady}, size + 8 * 256 * 4
+    assert messages(pipeline=wire) == [(3 + 2) * small, (3 + 1) * small]
+    # Nothing proves that activations of a frozen stage have arrived, and no gradient reaches it.
+    lora = {"rank": 2, "base": "fp32", "targets": ["layers.7.self_attn.q_proj"]}
+    assert messages(pipeline=steady, model={"lora": lora}) == [15 * 4 * size, 3 * 4 * size]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("upper", [False, True], ids=["all", "upper layers only"])
+def test_a_program_without_its_repeats_has_the_same_peak(schedule: str, upper: bool) -> None:
+    lora = {"rank": 2, "base": "fp32", "targets": ["layers.7.self_attn.q_proj"]}
+    pipeline = {"schedule": schedule, "microbatches": 32, "lookahead": 1, "wire": {"compression": "int8"}}
+    if schedule not in ("gpipe", "1f1b"):
+        pipeline["stages_per_rank"] = 2
+    job = job_with(pipeline=pipeline, mesh={"pp": 4}, model={"lora": lora} if upper else {})
+    resolved = resolve_pipeline(job)
+    simulator = resolved.simulator()
+    for rank, stages in enumerate(resolved.stages_of_rank):
+        whole, few = resolved.program[rank], simulator.situations[rank]
+        assert len(few) < len(whole) or schedule == "gpipe" or upper
+        all_of_it, part = (
+            rank_memory(job, stages, resolved.cut, actions, simulator.waiting[rank]) for actions in (whole, few)
+        )
+        assert all_of_it == part
 
 
 def test_a_split_backward_keeps_activations_and_gradients_between_its_halves() -> None:

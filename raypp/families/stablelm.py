@@ -1,0 +1,82 @@
+"""StableLM: LayerNorm, and positions in a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raypp.errors import JobError, Problem
+from raypp.families import weights
+from raypp.families.partial_rotary import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
+from raypp.spec.family import DEFAULTS, NO, Family, HfFormat, Only, Weight
+from raypp.spec.models import StageEnds
+
+if TYPE_CHECKING:
+    from raypp.models.layers import DecoderLayer
+
+
+class StableLmOptions(PartialRotaryOptions):
+    """Options of StableLM. 0.25 of each head is rotated in its models."""
+
+    use_qkv_bias: bool = False
+    """Biases on the projections to queries, keys and values."""
+
+    def stage_ends(self) -> StageEnds:
+        return StageEnds(layer_norm=True)
+
+
+def layer_weights(options: StableLmOptions, index: int) -> list[Weight]:
+    attention = weights.attention(options, qkv_bias=options.use_qkv_bias)
+    return [*attention, *weights.layer_norms(options, bias=True), *weights.gated(options)]
+
+
+def build_layer(options: StableLmOptions, index: int) -> DecoderLayer:
+    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward, LayerNorm
+
+    attention = Attention(options, qkv_bias=options.use_qkv_bias)
+    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
+    return DecoderLayer(options, attention, feed_forward, norm=LayerNorm)
+
+
+def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Refuses heads that are not hidden_size / num_attention_heads wide.
+
+    Returns no further fields.
+    """
+    width, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
+    if width % heads:
+        what = f"hidden_size {width} is not divisible by num_attention_heads {heads}"
+    elif given and given != width // heads:
+        what = f"head_dim {given} is not supported: the model's heads are hidden_size / num_attention_heads wide"
+    else:
+        return {}
+    fix = "check that this is the config.json of a language model"
+    raise JobError(Problem("model.from_hf", f"{place}: {what}", fix))
+
+
+FAMILY = Family(
+    name="stablelm",
+    summary="StableLM 3B, StableLM 2 1.6B, Zephyr 3B: LayerNorm, a part of each head rotated",
+    weights=layer_weights,
+    layer=build_layer,
+    rotary=rotary,
+    hf=HfFormat(
+        "stablelm",
+        "StableLmForCausalLM",
+        settings={
+            **{name: key for name, key in PARTIAL_SETTINGS.items() if name != "head_dim"},
+            "norm_eps": "layer_norm_eps",
+            "use_qkv_bias": "use_qkv_bias",
+        },
+        defaults={**DEFAULTS, "norm_eps": 1e-5, "num_kv_heads": 32, "rotary_share": 0.25, "use_qkv_bias": False},
+        exact={
+            **PARTIAL_EXACT,
+            "hidden_dropout": Only((None, 0, 0.0)),
+            "qk_layernorm": NO,
+            "use_parallel_residual": NO,
+        },
+        read=check_heads,
+    ),
+    options=StableLmOptions,
+    position=111,
+)

@@ -1,0 +1,71 @@
+"""The plan knows what messages a rank holds until they are known to have arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import run_in_turn
+from test_mesh_does_not_change_numbers import document
+
+from raypp.measure.parity import train_some_steps
+from raypp.planning.resolve import resolve_pipeline
+from raypp.schedules.waiting import Waiting, waiting_sends
+from raypp.spec.load import parse_job
+from raypp.torch_private import Computation
+from raypp.train.own_seat import local_seat
+from raypp.train.step import StepRunner
+
+pytestmark = pytest.mark.ranks
+
+UPPER = {"rank": 2, "base": "fp32", "targets": ["layers.6.self_attn.q_proj", "layers.7.self_attn.q_proj"]}
+"""Adapters of the two uppermost layers: the stages below have no backward."""
+
+
+def frozen_below() -> dict[str, Any]:
+    found = document(pp=2, layers=8)
+    found["model"]["lora"] = UPPER
+    return found
+
+
+JOBS = {
+    "1f1b": document(pp=3),
+    "lookahead": document(pp=3, pipeline={"lookahead": 2}),
+    "int8": document(pp=3, pipeline={"wire": {"compression": "int8"}}),
+    "interleaved": document(pp=2, schedule="interleaved_1f1b", pipeline={"stages_per_rank": 2}),
+    "zbv": document(pp=2, schedule="zbv", pipeline={"stages_per_rank": 2}),
+    "frozen below": frozen_below(),
+}
+
+
+def held_at_actions(rank: int, world: int, port: int, given: dict[str, Any]) -> dict[str, list[int]]:
+    """Returns the activations and gradients that the runtime holds for their sends when each action
+    of a step begins, by the action's name."""
+    job, held = parse_job(given), {}
+
+    def watch(step: int, runner: StepRunner) -> None:
+        runtime = runner.built.runtime
+
+        def note(name: str) -> None:
+            forward = sum(key[0] is Computation.SEND_F for key in runtime._sends)
+            held.setdefault(name, [forward, len(runtime._sends) - forward])
+
+        runtime.mark = note
+
+    train_some_steps(job, local_seat(rank, world, port, job), 1, lambda *_: None, before=watch)
+    return held
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_runtime_holds_what_the_plan_says(world: int) -> None:
+    jobs = {name: job for name, job in JOBS.items() if job["mesh"]["pp"] == world}
+    results = run_in_turn(world, held_at_actions, [(job,) for job in jobs.values()])
+    for (name, job), ranks in zip(jobs.items(), results, strict=True):
+        planned = waiting_sends(resolve_pipeline(parse_job(job)).program)
+        most = Waiting()
+        for rank, held in enumerate(ranks):
+            for action, waiting in planned[rank].items():
+                assert held[str(action)] == [waiting.activations + waiting.frozen, waiting.gradients], (name, rank)
+                most = Waiting(*map(max, most, waiting))
+        assert most.gradients > 1 or name == "frozen below"
+        assert (most.frozen > 4) is (name == "frozen below")
