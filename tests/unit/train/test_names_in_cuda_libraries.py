@@ -20,7 +20,7 @@ from raypp.train.device_memory import _FULL
 from raypp.train.lost_peer import _OWN_ERROR
 
 TORCH = Path(torch.__file__).parent / "lib"
-NCCL = Path(torch.__file__).parents[1] / "nvidia/nccl/lib"
+NCCL, CUDNN = (Path(torch.__file__).parents[1] / f"nvidia/{name}/lib" for name in ("nccl", "cudnn"))
 
 pytestmark = pytest.mark.skipif(not (TORCH / "libtorch_cuda.so").exists(), reason="this torch is no CUDA build")
 
@@ -35,8 +35,14 @@ def test_torch_reads_the_variables_that_keep_a_process_after_a_failure() -> None
 
 
 def test_torch_and_cublas_have_the_errors_that_are_recognised() -> None:
-    of_torch = tuple(text for text in _FULL if text.startswith("CU") and "_STATUS_" in text)
-    assert of_torch and missing(TORCH / "libtorch_cuda.so", (*_OWN_ERROR, *of_torch)) == []
+    of_cublas = tuple(text for text in _FULL if text.startswith("CUBLAS_"))
+    assert of_cublas and missing(TORCH / "libtorch_cuda.so", (*_OWN_ERROR, *of_cublas)) == []
+
+
+@pytest.mark.skipif(not CUDNN.exists(), reason="torch has cuDNN built in")
+def test_cudnn_has_the_error_that_is_recognised() -> None:
+    of_cudnn = tuple(text for text in _FULL if text.startswith("CUDNN_"))
+    assert of_cudnn and missing(CUDNN / "libcudnn_graph.so.9", of_cudnn) == []
 
 
 def test_torch_reads_the_variables_of_its_allocator() -> None:
