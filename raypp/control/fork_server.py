@@ -226,7 +226,7 @@ def _become(request: ForkRequest, path: list[str]) -> None:
     os.environ.update(request.environment)
     script = request.arguments[0]
     added = [entry for entry in request.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [str(Path(script).parent), *added, *path]
+    sys.path[:] = [str(Path(script).absolute().parent), *added, *path]
     sys.argv = list(request.arguments)
     runpy.run_path(script, run_name="__main__")
 
