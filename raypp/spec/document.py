@@ -19,7 +19,7 @@ from raypp.untrusted.documents import shown
 
 KeyPath = tuple[str | int, ...]
 
-_CParser: Any = yaml.cyaml.CParser if yaml.__with_libyaml__ else object
+_CParser: Any = yaml.CSafeLoader.__mro__[1] if yaml.__with_libyaml__ else object
 
 _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
@@ -63,7 +63,7 @@ class _Loader(_Composer, yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.P
         _Composer.__init__(self)
 
 
-class _LibyamlLoader(_Composer, _CParser):
+class _LibyamlLoader(_Composer, _CParser):  # type: ignore[misc]  # PyYAML may be without it
     """Scans and parses in C."""
 
     def __init__(self, text: str) -> None:
