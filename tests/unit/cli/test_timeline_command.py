@@ -110,7 +110,9 @@ def test_cards_are_those_of_the_attempt_or_the_newest() -> None:
     assert measured_cards([replace(LINKS, details={"cards": ["x"]})]) is None
 
 
-def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore) -> None:
+def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypp.cli.timeline_command._LATE_PARTS_S", 0.2)
+    monkeypatch.setattr("raypp.cli.timeline_command._POLL_S", 0.05)
     place, reader = RunPlace(store.url, "r", ""), RunReader(store, "r")
     write(store, [], RunState.RUNNING)
     assert _parts_of(place, reader, store, set(), attempt=0) is None, "attempt 1 has followed"

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -432,4 +433,6 @@ def _specials(folder: Path) -> None:
     use_data("text", str(folder))
 
 
-CASES: dict[str, Case] = {name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()}
+@cache
+def all_cases() -> dict[str, Case]:
+    return {name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()}
