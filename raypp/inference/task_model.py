@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+from raypp.inference.evaluate import Tell, loaded
 from raypp.inference.prompts import Encoded
 from raypp.inference.scoring import Score, Scored, Scorer
+from raypp.inference.source import Source
 from raypp.memory.fetch import from_rank_zero
 from raypp.pipeline.decode import Prompt
 from raypp.pipeline.next_token import Choice
+from raypp.records import Seat
+from raypp.spec.job import Job
 from raypp.train.assemble import AssembledRank
 from raypp.train.sample import decoder_on
 from raypp.train.step import StepRunner
 
+T = TypeVar("T")
 _ROWS = 8
 """Prompts that are decoded together."""
 
@@ -79,3 +84,30 @@ class TaskModel:
 
     def _tell(self, done: int, total: int) -> None:
         self._progress({"done": done, "total": total, "unit": "rows"})
+
+
+def ask_on_seat(
+    source: Source, job: Job, seat: Seat, ends: Sequence[int], ask: Callable[[TaskModel], T], tell: Tell
+) -> T | None:
+    """Loads a rank's part of a model; then rank 0 asks, and the others serve. Collective.
+
+    Args:
+        source: The model.
+        job: From `task_job`.
+        seat: This rank's seat.
+        ends: The ids that end a text.
+        ask: Called on rank 0 with its part of the model.
+        tell: Called on rank 0 with the progress.
+
+    Returns:
+        On rank 0, what `ask` returned. On other ranks, None.
+    """
+    with loaded(source, job, seat) as (assembled, runner):
+        model = TaskModel(assembled, runner, ends, lambda report: tell({"progress": report}))
+        if seat.rank != 0:
+            model.serve()
+            return None
+        try:
+            return ask(model)
+        finally:
+            model.end()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from local_tasks import TASKS, write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypp.cli.main import run as run_command
@@ -39,28 +40,6 @@ JOB: dict[str, Any] = {
     "pipeline": {"microbatches": 3},
     "train": {"steps": 3, "micro_batch_size": 2, "eval_every_steps": 2, "optimizer": {"lr": 0.01}},
     "checkpoint": {"url": "store", "every_steps": 2, "memory_tier": False},
-}
-TASKS = {
-    "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "texts": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{continuation}}",
-        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
 }
 
 
@@ -194,11 +173,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     for row in rows:  # half of them as the model continues them
         row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    files: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}}
-    for name, task in TASKS.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **files, **task}))
-    names = ",".join(f"{name}.yaml" for name in TASKS)
+    names = write_tasks(folder, rows, f"{folder}/rows.jsonl")
     program = (
         "import json, logging\n"
         "from lm_eval import simple_evaluate\n"
@@ -215,7 +190,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         assert ours.keys() == theirs.keys() == TASKS.keys()
         for name, metrics in ours.items():
             same = {metric: value for metric, value in theirs[name].items() if metric in metrics}
-            assert {"choices": 4, "rolling": 2, "texts": 2}[name] == len(metrics) == len(same)
+            assert {"choices": 4, "rolling": 2, "texts": 2, "next": 4}[name] == len(metrics) == len(same)
             assert metrics == pytest.approx(same, rel=1e-5)
     assert 0.2 < ours["texts"]["exact_match,none"] < 0.8
     few = raypp(folder, "eval", run, "--tasks", "choices.yaml", "--limit", "4")["tasks"]["choices"]
