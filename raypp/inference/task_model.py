@@ -5,7 +5,8 @@ Rank 0 asks, the other ranks serve. Scores and texts are computed by the same st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -46,17 +47,16 @@ class TaskModel:
     ) -> None:
         self._scorer = Scorer(runner)
         self._decoder = decoder_on(rank)
-        self._ends, self._progress = list(ends), progress
+        self._ends, self._progress, self._within = list(ends), progress, False
 
     def score(self, rows: Sequence[Scored]) -> list[Score]:
         """Scores rows. Only rank 0 calls it."""
-        from_rank_zero({"score": [[list(map(int, row.tokens)), row.scored] for row in rows]})
-        return self._scorer.scores(rows, lambda done: self._tell(done, len(rows)))
+        with self._asking({"score": [[list(map(int, row.tokens)), row.scored] for row in rows]}):
+            return self._scorer.scores(rows, lambda done: self._tell(done, len(rows)))
 
     def generate(self, prompts: Sequence[Encoded], choice: Choice) -> list[tuple[list[int], str]]:
         """Returns the new tokens of each prompt, and why its text ended. Only rank 0 calls it."""
         asked = [Prompt(tuple(prompt.tokens), prompt.limit) for prompt in prompts]
-        from_rank_zero({"generate": [[prompt.tokens, prompt.limit] for prompt in asked], "choice": asdict(choice)})
         tokens: list[list[int]] = [[] for _ in prompts]
         finishes = [""] * len(prompts)
 
@@ -66,12 +66,19 @@ class TaskModel:
                 finishes[prompt] = finish
                 self._tell(sum(map(bool, finishes)), len(prompts))
 
-        self._decoder.run(asked, choice, self._ends, emit, rows=_ROWS)
+        texts = [[prompt.tokens, prompt.limit] for prompt in asked]
+        with self._asking({"generate": texts, "choice": asdict(choice)}):
+            self._decoder.run(asked, choice, self._ends, emit, rows=_ROWS)
         return list(zip(tokens, finishes, strict=True))
 
     def end(self) -> None:
-        """Makes `serve` return. Only rank 0 calls it, once."""
-        from_rank_zero(None)
+        """Makes `serve` return. Only rank 0 calls it, once.
+
+        Does nothing after a request that failed: the others wait within it, and their end is that
+        of the process group.
+        """
+        if not self._within:
+            from_rank_zero(None)
 
     def serve(self) -> None:
         """Computes what rank 0 asks for, until it calls `end`."""
@@ -81,6 +88,14 @@ class TaskModel:
                 continue
             prompts = [Prompt(tuple(tokens), limit) for tokens, limit in asked["generate"]]
             self._decoder.run(prompts, Choice(**asked["choice"]), self._ends, lambda *_: None, rows=_ROWS)
+
+    @contextmanager
+    def _asking(self, request: Mapping[str, Any]) -> Iterator[None]:
+        """Sends a request to the others, for what rank 0 then computes with them."""
+        self._within = True
+        from_rank_zero(request)
+        yield
+        self._within = False
 
     def _tell(self, done: int, total: int) -> None:
         self._progress({"done": done, "total": total, "unit": "rows"})

@@ -22,12 +22,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypp.cli.main import run as run_command
 from raypp.cli.torch_process import ask
-from raypp.inference.eval_job import data_job
-from raypp.inference.source import find_source
+from raypp.errors import RunFailedError
+from raypp.inference.eval_job import data_job, task_job
+from raypp.inference.scoring import Scored
+from raypp.inference.source import Source, find_source
+from raypp.inference.task_model import ask_on_seat
+from raypp.measure.local_ranks import run_ranks
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
-from raypp.spec.load import job_document
+from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
+from raypp.train.own_seat import local_seat
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -207,6 +212,23 @@ def test_progress_is_told_as_it_is_made(folder: Path, run: str, pp: int, monkeyp
     done = [one["done"] for one in told]
     assert len(done) > 3 and done == sorted(set(done))
     assert done[-1] == told[-1]["total"] > answer["tokens"] and told[-1]["unit"] == "tokens"
+
+
+def broken_pipe(report: Any) -> None:
+    raise BrokenPipeError("nobody reads the progress")
+
+
+def score_for_nobody(rank: int, port: int, source: dict[str, Any], document: dict[str, Any]) -> None:
+    trained, job = Source(**source), parse_job(document)
+    rows = [Scored(range(1, 9), 3)] * 40
+    ask_on_seat(trained, job, local_seat(rank, 2, port, job), [256], lambda model: model.score(rows), broken_pipe)
+
+
+def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, run: str) -> None:
+    source = find_source(run)
+    with pytest.raises(RunFailedError) as raised:
+        run_ranks(2, score_for_nobody, asdict(source), job_document(task_job(source, 2)), patience_s=120)
+    assert "no answer within" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
