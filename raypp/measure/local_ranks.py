@@ -40,14 +40,14 @@ def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: f
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([function.__module__])
         port = free_port()
-        processes = [
-            context.Process(target=_rank, args=(rank, port, function, arguments, name), daemon=True)
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        processes = []
         deadline = None if patience_s is None else time.monotonic() + patience_s
         try:
+            for rank in range(world):
+                # No daemon: those may not start processes, as lm-evaluation-harness does.
+                process = context.Process(target=_rank, args=(rank, port, function, arguments, name), daemon=False)
+                process.start()
+                processes.append(process)
             while any(process.is_alive() for process in processes):
                 late = deadline is not None and time.monotonic() > deadline
                 if late or any(process.exitcode for process in processes):
