@@ -62,8 +62,8 @@ def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: f
         if failed:
             reports = sorted(folder.glob("failed.*"))
             cause = reports[0].read_text().strip() if reports else f"no answer within {patience_s or 0:.0f} s"
-            rank = reports[0].suffix[1:] if reports else failed[0]
-            raise RunFailedError(f"rank {rank} of {len(processes)} failed: {cause}")
+            which = reports[0].suffix[1:] if reports else failed[0]
+            raise RunFailedError(f"rank {which} of {len(processes)} failed: {cause}")
         return json.loads((folder / "answer").read_text())
 
 

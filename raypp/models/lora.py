@@ -75,7 +75,8 @@ class _Adapted(nn.Module):
         # gradient of x, with dropout and without, and sums have the same order.
         out: Tensor = super().forward(x)
         taken = x if self.lora_dropout is None else self.lora_dropout(x)
-        return out + self.lora_B(self.lora_A(taken)) * self.lora_scale
+        added: Tensor = out + self.lora_B(self.lora_A(taken)) * self.lora_scale
+        return added
 
 
 class _Telling(nn.Module):
