@@ -96,3 +96,18 @@ def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
     found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9 / 2.0)), UNIT)
     assert [use.busy for use in found.links] == pytest.approx([2 * 16 * 2.0 / found.step_s] * 3)
     assert all(use.message_s == pytest.approx(2.0) for use in found.links)
+
+
+def test_a_very_long_program_says_that_cards_are_left_out() -> None:
+    def told(microbatches: int) -> bool:
+        job = job_with(
+            model={"num_layers": 4},
+            mesh={"pp": 4},
+            pipeline={"microbatches": microbatches, "layers_per_stage": [1, 1, 1, 1], "lookahead": 0},
+        )
+        hosts = tuple(Node(name, 1) for name in "abcd")
+        found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9)), UNIT)
+        return any("share no card" in source for source in found.sources)
+
+    assert not told(512)
+    assert told(513)
