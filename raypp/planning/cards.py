@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
-_SHARED = 1.4
-"""A message that takes this many times as long while all channels are in use shares a card. Without
-sharing it takes as long as alone, with one other on the card twice as long."""
+_SHARED = 0.7
+"""Of the time that the messages of a node's channels need one after the other: if all of them at
+once need this much, they share a card. Two that share nothing need half of it, more need less."""
 
 
 def cards_of_nodes(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> list[int | None] | None:
@@ -28,10 +29,12 @@ def cards_and_links(
 ) -> tuple[list[int | None] | None, list[float]]:
     """Returns the card of every pipeline rank and the time of a message across every border.
 
-    They are `StageTimes.cards` and `StageTimes.link`, as messages show them. A node's channels to
-    other nodes share its card if all of them were slower among others. If they were not, the node
-    has a card for each neighbour. A card that carries several messages may carry less in total than
-    with one; then the time of a message is its part of the total.
+    They are `StageTimes.cards` and `StageTimes.link`, as messages show them. While all channels are
+    in use, a card that a node shares among its channels to other nodes needs the times of all their
+    messages together. TCP's shares are not equal, so the slowest channel tells: it ends when the
+    card is done. If it ends much earlier, the node has a card for each neighbour. If it ends later,
+    the card carries less in total than with one message, and all its messages take that much
+    longer.
 
     Args:
         rank_of_stage: Pipeline rank of every stage.
@@ -39,32 +42,24 @@ def cards_and_links(
         wire: Seconds of a message alone, by border; the border after the last stage is not used.
         crowded: The same while all channels are in use.
     """
-    loads, touched = _loads(rank_of_stage, nodes), _borders(rank_of_stage, nodes)
-    shared = {
-        node: loads[node]
-        for node in set(nodes)
-        if loads[node] > 1 and all(crowded[border] >= _SHARED * wire[border] for border in touched[node])
-    }
+    alone: dict[int, dict[frozenset[int], float]] = {}
+    slowest: dict[int, float] = {}
+    for border, pair in enumerate(pairwise(rank_of_stage)):
+        ends = nodes[pair[0]], nodes[pair[1]]
+        for node in ends if ends[0] != ends[1] else ():
+            seconds = alone.setdefault(node, {})
+            seconds[frozenset(pair)] = max(wire[border], seconds.get(frozenset(pair), 0.0))
+            slowest[node] = max(crowded[border], slowest.get(node, 0.0))
+    together = {node: sum(seconds.values()) for node, seconds in alone.items() if len(seconds) > 1}
+    slower = {node: slowest[node] / need for node, need in together.items() if slowest[node] >= _SHARED * need > 0}
     links = []
-    for border in range(len(rank_of_stage) - 1):
-        ends = nodes[rank_of_stage[border]], nodes[rank_of_stage[border + 1]]
-        together = max((shared.get(node, 0) for node in ends), default=0) if ends[0] != ends[1] else 0
-        links.append(max(wire[border], crowded[border] / together) if together else wire[border])
-    return [node if node in shared else None for node in nodes] if shared else None, links
+    for seconds_alone, pair in zip(wire, pairwise(rank_of_stage), strict=False):
+        ends = nodes[pair[0]], nodes[pair[1]]
+        links.append(seconds_alone * max([1.0, *(slower.get(node, 1.0) for node in ends if ends[0] != ends[1])]))
+    return [node if node in slower else None for node in nodes] if slower else None, links
 
 
 def _loads(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> Counter[int]:
     """Returns how many channels leave each node. As many arrive."""
-    pairs = {(rank_of_stage[border], rank_of_stage[border + 1]) for border in range(len(rank_of_stage) - 1)}
-    channels = {channel for one, other in pairs for channel in ((one, other), (other, one))}
-    return Counter(nodes[source] for source, to in channels if nodes[source] != nodes[to])
-
-
-def _borders(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int]]:
-    """Returns the borders that messages to and from other nodes cross, by node."""
-    found: dict[int, list[int]] = {}
-    for border in range(len(rank_of_stage) - 1):
-        ends = nodes[rank_of_stage[border]], nodes[rank_of_stage[border + 1]]
-        for node in set(ends) if ends[0] != ends[1] else ():
-            found.setdefault(node, []).append(border)
-    return found
+    pairs = {frozenset(pair) for pair in pairwise(rank_of_stage)}
+    return Counter(nodes[rank] for pair in pairs if len({nodes[rank] for rank in pair}) > 1 for rank in pair)

@@ -22,7 +22,7 @@ from raypp.spec.job import Job
 
 MOST_LISTED = 1024
 """Most cables in a forecast: those of large meshes are alike."""
-MOST_ON_CARDS = 16_384
+MOST_ON_CARDS = 4096
 """Actions of a program beyond which messages of different boundaries are taken to share no card: a
 simulation that knows about cards takes several times as long."""
 _MOST_LINKS = 16
