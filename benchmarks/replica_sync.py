@@ -149,7 +149,8 @@ def train(kind: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def compare_losses(steps: int) -> None:
-    print(f"\n| sums | loss, mean of the last {LAST} of {steps} steps | difference | held-out loss | difference |")
+    counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
+    print(f"\n| sums | loss, {counted} | difference | held-out loss | difference |")
     print("|---|---|---|---|---|")
     exact: dict[str, Any] | None = None
     for name, kind, seed in (("exact", "exact", 0), ("int8", "int8", 0), ("exact, another seed", "exact", 1)):
