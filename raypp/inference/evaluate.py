@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,9 +38,6 @@ _HANG_S = 86_400.0
 """Ranks wait for each other this long: rank 0 may read large data, or generate."""
 Tell = Callable[[Mapping[str, Any]], None]
 """Takes what a rank reports while it computes: one JSON object."""
-QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-"""Variables that libraries of tasks read when they are imported: bars would be shown when all is
-over."""
 _MOST_DECODED = 4_000_000
 """Tokens of which the bytes of text are counted."""
 
@@ -161,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = parse_job(request["job"])
         if request.get("tasks"):
-            os.environ |= QUIET
             from raypp.inference.harness import run_tasks
 
             answer = run_tasks(source, job, request["tasks"], request.get("limit"))

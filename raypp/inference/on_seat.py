@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypp.environment import need
-from raypp.inference.evaluate import QUIET, Tell, checked, loss_on_seat
+from raypp.inference.evaluate import Tell, checked, loss_on_seat
 from raypp.inference.rank import answer_request, open_decoder
 from raypp.inference.rank_error import error_document
 from raypp.inference.source import Source
@@ -86,7 +85,6 @@ def _tasks(source: Source, request: Mapping[str, Any], seat: Seat, tell: Tell) -
 def _as_typed(request: Mapping[str, Any]) -> Iterator[None]:
     """Works in the folder where the command was typed, if this node has it: tasks may name data by
     relative paths."""
-    os.environ |= QUIET
     folder = Path(request["folder"])
     if not folder.is_dir():
         yield
