@@ -31,6 +31,9 @@ E2E := tests/e2e tests/chaos tests/hosts
 TESTS ?=
 # Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
 WORKERS ?= logical
+# Clusters of test-ray that run side by side, each with whole files of tests.
+CLUSTERS ?= 1
+ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
 SLOW ?=
 PYTEST := $(BIN)/python -m pytest -m '$(if $(SLOW),slow,not slow)'
@@ -84,7 +87,7 @@ test-s3: venv
 	@$(PYTEST) $(S3)
 
 test-ray: venv
-	@$(PYTEST) $(RAY)
+	@$(PYTEST) $(ON_CLUSTERS) $(RAY)
 
 test-e2e: venv
 	@$(PYTEST) $(E2E)

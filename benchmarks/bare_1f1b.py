@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
 from raypp.models.documents import PackedDocuments
@@ -64,7 +65,10 @@ def main() -> None:
     parser.add_argument("--cut", default="4,4")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
+    parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
     arguments = parser.parse_args()
+    if arguments.pace:
+        sleep_instead(arguments.pace)
     cut = [int(part) for part in arguments.cut.split(",")]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

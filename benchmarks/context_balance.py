@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.surroundings import announce
 from raypp.data.loader import open_loader
 from raypp.data.packing import Row
 from raypp.models.documents import PackedDocuments
@@ -102,6 +103,7 @@ def standard_library(folder: Path) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    announce()
     for seq_len in (256, 8192):
         report("verses", {"kind": "text", "path": str(VERSES), "seq_len": seq_len}, (2, 4))
     with tempfile.TemporaryDirectory() as folder:

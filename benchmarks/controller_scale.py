@@ -43,7 +43,7 @@ from benchmarks.held_ranks import (
     Usage,
     job_document,
 )
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.control.protocol import RunRequest
 from raypp.control.report.route import HEARTBEAT_S
 from raypp.spec.job import Job
@@ -175,10 +175,10 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=12.0, help="how long each way is watched")
     arguments.add_argument("--senders", type=int, default=2, help="processes that send for the ranks")
     given = arguments.parse_args()
+    announce()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65536)), hard))
     _start_ray()
-    print(describe())
     print(f"every rank reports each {given.period:g} s; {given.senders} processes send for ranks without relays\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     told = []

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
+    announce()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +64,6 @@ def main() -> None:
             lines.append(figures("s3://bench/runs", "SeaweedFS"))
         finally:
             server.stop()
-    print(describe())
     print("\n| store | step, ms | negotiation, ms (share) | MB per save | stop per save, ms (longest) | save, s |")
     print("|---|---|---|---|---|---|")
     print("\n".join(lines))

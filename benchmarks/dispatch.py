@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.awake import cores_awake
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.mesh.stage_placement import place_stages
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
@@ -120,6 +120,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(options.rounds)
         return
+    announce()
     with tempfile.TemporaryDirectory() as folder, cores_awake():
         out = Path(folder) / "out"
         subprocess.run(
@@ -129,7 +130,6 @@ def main() -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": str(out)},
         )  # fmt: skip
         found = json.loads(out.read_text())
-    print(describe())
     print(
         "\n| schedule | raypp, µs per microbatch | torch's class, µs | ratio, median (min to max) |\n|---|---|---|---|"
     )

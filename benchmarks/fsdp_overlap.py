@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import announce
 from benchmarks.turns import Held
 from cluster.testbed import why_not
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--cable-mbps", type=float, default=200.0, help="each host's cable, each way")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     if why := why_not():
         raise SystemExit(why)
     names = ("steps", "microbatches", "cable_mbps")

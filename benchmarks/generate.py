@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8,
@@ -35,7 +35,7 @@ def main() -> None:
     import transformers
 
     torch.set_num_threads(1)
-    print(f"{describe()}, transformers {transformers.__version__}\n")
+    announce(f"transformers {transformers.__version__}")
     print("| prompts | longest | raypp tokens/s | transformers tokens/s | ratio (range) | same tokens |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

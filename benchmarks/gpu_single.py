@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from benchmarks.timed_rank import job_of
 from raypp.planning.costs import DEVICES
 from raypp.planning.flops import head_flops
@@ -175,10 +175,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="only variants whose name contains this")
     options = parser.parse_args()
+    announce()
     device, precision = ("cuda", "bf16") if cuda else ("cpu", "fp32")
     name, sheet = data_sheet_rate(precision)
     measured = matmul_rate(device, precision)
-    print(describe())
     print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
           + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
     print("\n| model | T | variant | tokens/s | × first | peak GiB | MFU 6N | causal | full | of matmul |")

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.sizes import MICROBATCHES
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from benchmarks.throughput import WARM, torchrun
 
 TEXT = Path(__file__).parents[1] / "jobs" / "data" / "kjv-new-testament.txt"
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
+    announce()
     cases = [("packed rows of 256", True, 256), ("a document per row, at most 384", False, 384)]
-    print(describe())
     print(
         "\n| data | " + " | ".join(f"{mode}, tokens/s" for mode in MODES) + " | microbatch ÷ step | microbatch ÷ off |"
     )

@@ -7,7 +7,12 @@ rate of a cable is set so that a message takes 0.5, 1.0 and 1.5 times a forward 
 each microbatch, both through its one cable. On each cable, the benchmark runs
 raypp with `lookahead: auto`, with the classic warm-up, and with int8 messages; torch's own
 Schedule1F1B (a bare script with the same model and cut); and the same job with its weights sharded
-over all hosts instead (FSDP only). raypp on a cable without a limit is the reference.
+over all hosts instead (FSDP only). raypp on a cable without a limit is the reference. Four hosts
+need four cores, and by default run only raypp with auto, with int8, and torch's.
+
+`--paced` replaces computing by sleeping (`benchmarks.paced`). It needs hardly any core, so it runs
+anywhere, and shows what the cables cost without what they cost the cores.
+`--on-paper` prints the simulated tables and bounds only (`benchmarks.link_bounds`, `link_orders`).
 
 All programs run at the same time and train in turns of two steps, round after round, every second
 round in reverse order. So the values that are compared were measured within half a minute, and the
@@ -16,7 +21,7 @@ the tables show the median over the rounds and the range. No snapshots in memory
 cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`). With
 `--sleeping-cores` they are not, and a program pays extra for each wait after which a core is slow.
 
-The table for more ranks comes from the simulator.
+The tables for more ranks come from the simulator.
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
+from benchmarks.link_bounds import print_bounds
+from benchmarks.link_orders import print_orders
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
+from benchmarks.surroundings import announce
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
 from benchmarks.turns import Held, Turn
 from cluster.testbed import why_not
@@ -43,6 +51,10 @@ CUTS = {2: "5,3", 4: "2,2,2,2"}
 GOALS = {2: {0.5: (0.92, 1.3), 1.0: (0.88, 1.45), 1.5: (0.84, 1.7)}, 4: {1.0: (0.88, 1.6), 2.0: (0.75, 1.8)}}
 """By number of hosts and message ÷ forward: the lowest speed relative to an unlimited cable, and to
 torch's Schedule1F1B on the same cable."""
+INT8_GOALS = {4: {2.0: 0.93}}
+"""The same for int8 messages: relative to an unlimited cable."""
+PACE_S = 0.018
+"""Seconds that a layer's forward sleeps with `--paced`: about as long as it computes."""
 UNTIL_CHOSEN = 4
 """raypp times steps 2 and 3 and uses the chosen lookahead from step 4 on."""
 
@@ -64,23 +76,25 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
 """The variants, and how many steps of each are not counted. CUT and HOSTS are filled in."""
 CHOOSE = (AUTO, INT8, SNAPSHOTS)
 """The variants that measure the cable at the start, so they restart for each cable."""
-USUAL = list(VARIANTS)[:5]
+USUAL = {2: list(VARIANTS)[:5], 4: list(VARIANTS)[:3]}
 
 Figures = dict[str, Any]
 """Results of one turn: `step_s`, `mb` that a host sends per step, and the cable's `mbit`."""
 
 
-def arguments_of(variant: str, hosts: int, microbatches: int) -> list[str]:
+def arguments_of(variant: str, hosts: int, options: argparse.Namespace) -> list[str]:
     """Returns the module and the arguments of a variant. FSDP's replicas share the microbatches."""
     words = [word.replace("CUT", CUTS[hosts]).replace("HOSTS", str(hosts)) for word in VARIANTS[variant][0]]
+    microbatches = options.microbatches
+    words += ["--pace", str(PACE_S)] if options.paced else []
     if variant == TORCH:
         return [*words, "--microbatches", str(microbatches)]
     return [*words, "--set", f"pipeline.microbatches={microbatches // hosts if variant == FSDP else microbatches}"]
 
 
-def begin(hosts: Hosts, variant: str, mbit: float | None, microbatches: int) -> tuple[Held, list[Turn]]:
+def begin(hosts: Hosts, variant: str, mbit: float | None, options: argparse.Namespace) -> tuple[Held, list[Turn]]:
     """Starts a program on a cable; returns it and its first steps."""
-    module, *arguments = arguments_of(variant, hosts.count, microbatches)
+    module, *arguments = arguments_of(variant, hosts.count, options)
     hosts.set_cable(mbit)
     held = hosts.hold(module, arguments)
     return held, held.steps(VARIANTS[variant][1])
@@ -100,21 +114,19 @@ class Race:
 
     Args:
         hosts: The hosts that run them.
-        options: `only` (the variants), `steps` per turn, and `microbatches`.
+        options: `only` (the variants), `steps` per turn, `microbatches`, and `paced`.
     """
 
     def __init__(self, hosts: Hosts, options: argparse.Namespace) -> None:
         self.hosts, self.options = hosts, options
-        self._free, first = begin(hosts, AUTO, None, options.microbatches)
+        self._free, first = begin(hosts, AUTO, None, options)
         # The times of a forward and a step change with the machine's speed, but their ratio does
         # not. The steps with timed forwards also probed the link and allocated memory; later steps
         # are alike.
         usual = statistics.mean(one.seconds for one in self._free.steps(UNTIL_CHOSEN))
         self.forward_of_step = statistics.mean(chosen(first)["details"]["forward_s"]) / usual
         self._staying = {
-            variant: begin(hosts, variant, None, options.microbatches)[0]
-            for variant in options.only
-            if variant not in CHOOSE
+            variant: begin(hosts, variant, None, options)[0] for variant in options.only if variant not in CHOOSE
         }
 
     def _rate(self, share: float, steps: Sequence[Turn]) -> float:
@@ -132,7 +144,7 @@ class Race:
         own, words = dict(self._staying), ""
         for variant in self.options.only:
             if variant in CHOOSE:
-                own[variant], first = begin(self.hosts, variant, mbit, self.options.microbatches)
+                own[variant], first = begin(self.hosts, variant, mbit, self.options)
                 words = chosen(first)["message"] if variant == AUTO else words
         for number in rounds:
             self.hosts.set_cable(None)
@@ -186,7 +198,8 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float
 def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
     """Prints the tables of seconds and ratios with the goals, and the simulated one."""
     print(f"\n{begun}")
-    print(f"\nP = {options.hosts}, m = {options.microbatches}, fp32, one core each; "
+    print(f"\nP = {options.hosts}, m = {options.microbatches}, fp32, "
+          f"{'stages that sleep' if options.paced else 'one core each'}; "
           f"a message {message_bits() / 8 / 1024:.0f} KiB; rounds: {options.rounds}, of {options.steps} steps each; "
           f"cores {'as the machine has them' if options.sleeping_cores else 'kept awake'}")  # fmt: skip
     print("\n| message ÷ forward | cable | variant | s per step | no limit ÷ it (goal) | torch ÷ it (goal) "
@@ -198,6 +211,8 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
             goal = [""] * 2
             if variant == AUTO:
                 goal = [f" (≥ {value})" for value in GOALS[options.hosts].get(share, ())] or goal
+            if variant == INT8 and share in INT8_GOALS.get(options.hosts, {}):
+                goal = [f" (≥ {INT8_GOALS[options.hosts][share]})", ""]
             against = f"{_ratios(rounds, TORCH, variant)}{goal[1]}" if TORCH in options.only else ""
             seconds, size = (statistics.median(one[variant][key] for one in rounds) for key in ("step_s", "mb"))
             rates = [one[variant]["mbit"] for one in rounds]
@@ -206,7 +221,16 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
                   f"| {_ratios(rounds, NO_LIMIT, variant)}{goal[0]} | {against} | {size:.1f} |")  # fmt: skip
     for share, cable in found.items():
         print(f"\n{share}: {cable['told']}")
+    on_paper(options)
+
+
+def on_paper(options: argparse.Namespace) -> None:
+    """Prints the simulated tables, and the bounds of hosts between two others."""
     simulated()
+    cut = [int(part) for part in CUTS[options.hosts].split(",")]
+    if len(cut) > 2:
+        print_bounds(cut, options.microbatches)
+        print_orders(cut)
 
 
 def _ratios(rounds: Sequence[dict[str, Figures]], base: str, variant: str) -> str:
@@ -235,22 +259,29 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, choices=list(CUTS), help="hosts, with a core each")
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every variant on every cable")
-    parser.add_argument("--only", nargs="*", default=USUAL, choices=list(VARIANTS), help="some of the variants")
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="some of the variants")
     parser.add_argument("--shares", nargs="*", type=float, help="message ÷ forward of the cables")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
+    parser.add_argument("--paced", action="store_true", help="sleep instead of computing: what the cables cost")
+    parser.add_argument("--on-paper", action="store_true", help="print the simulated tables only")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     options.shares = options.shares or list(GOALS[options.hosts])
-    cores = len(os.sched_getaffinity(0))
-    if reason := why_not() or (f"{cores} cores for {options.hosts} hosts" if cores < options.hosts else None):
-        print(f"skipped: {reason}")
-        simulated()
+    options.only = options.only or USUAL[options.hosts]
+    cores, few = len(os.sched_getaffinity(0)), ""
+    if cores < options.hosts and not options.paced:
+        few = f"{options.hosts} hosts need {options.hosts} cores, and there are {cores}; --paced runs on any number"
+    if options.on_paper or (reason := why_not() or few):
+        if not options.on_paper:
+            print(f"skipped: {reason}")
+        on_paper(options)
         return
     started = time.perf_counter()
-    names = ("hosts", "steps", "microbatches", "only", "sleeping_cores")
+    names = ("hosts", "steps", "microbatches", "only", "sleeping_cores", "paced")
     kept = Kept("link_hiding", {name: getattr(options, name) for name in names}, resume=options.resume)
-    with some_hosts("lk", options.hosts, awake=not options.sleeping_cores) as hosts:
+    with some_hosts("lk", options.hosts, awake=not (options.sleeping_cores or options.paced)) as hosts:
         found = measure(hosts, kept, options)
     report(found, options, kept.begun)
     print(f"\n{time.perf_counter() - started:.0f} s")

@@ -60,9 +60,9 @@ def main() -> None:
     if given.one:
         measure(given.one[0], int(given.one[1]), int(given.one[2]), given.hidden, given.threads)
         return
-    from benchmarks.surroundings import describe
+    from benchmarks.surroundings import announce
 
-    print(f"hidden size {given.hidden}, fp32, {given.threads} thread(s); {describe()}\n", flush=True)
+    announce(f"hidden size {given.hidden}, fp32, {given.threads} thread(s)")
     print("| vocabulary | tokens | way | GiB added | s | loss |\n|---|---|---|---|---|---|")
     for vocabulary, tokens in SIZES:
         for mode in MODES:

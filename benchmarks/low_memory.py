@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.memory_prediction import job_of, measured
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.planning.plan import make_plan
 from raypp.ports import free_port
 from raypp.records import StepReport
@@ -109,7 +109,7 @@ def main() -> None:
     if options.here:
         print(json.dumps(train(options.here, options.steps, options.seq_len, options.lr)))
         return
-    print(f"{describe()}, learning rate {options.lr}\n", flush=True)
+    announce(f"learning rate {options.lr}")
     if "loss" in options.parts:
         last = min(50, options.steps)
         print(f"| way | loss, mean of the last {last} of {options.steps} steps | last step | CPU s per step "

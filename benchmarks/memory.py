@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from benchmarks.throughput import torchrun
 
 COUNTS = (4, 8, 16, 32)
@@ -23,8 +23,8 @@ def peak(schedule: str, microbatches: int) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
+    announce()
     found = {schedule: [peak(schedule, count) for count in COUNTS] for schedule in ("1f1b", "gpipe")}
-    print(describe())
     print("\n| microbatches | " + " | ".join(str(count) for count in COUNTS) + " |\n|---|" + "---|" * len(COUNTS))
     for schedule, values in found.items():
         print(f"| {schedule}, MiB | " + " | ".join(f"{value:.0f}" for value in values) + " |")

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.planning.plan import make_plan
 from raypp.ports import free_port
 from raypp.spec.job import Job
@@ -70,6 +70,8 @@ CONFIGURATIONS: list[list[str]] = [
     ["model.vocab_size=50000", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4"],
     ["model.tie_embeddings=true", "model.vocab_size=32000"],
     ["pipeline.wire={compression: int8}", "pipeline.lookahead=1"],
+    ["pipeline.schedule=zbv", "pipeline.stages_per_rank=2", "pipeline.lookahead=3", "pipeline.microbatches=8"],
+    ["pipeline.schedule=dualpipev", "pipeline.stages_per_rank=2", "pipeline.lookahead=1", "pipeline.microbatches=8"],
 ]
 
 
@@ -114,7 +116,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", type=int, choices=everything, default=list(everything), metavar="N")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    print(f"{describe()}\n", flush=True)
+    announce()
     print("| | configuration | rank | measured, MB | predicted, MB | predicted ÷ measured | parts, MB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     errors = []

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.checkpoint.announce import Announcement
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
@@ -143,8 +143,8 @@ def one_size(megabytes: float, tensors: int, folder: Path) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    announce()
     torch.set_num_threads(1)
-    print(describe())
     print(
         "\n| state of a rank | a step waits | CPU per snapshot | restart from memory | from a directory (page cache) |"
     )

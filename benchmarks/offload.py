@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.surroundings import announce
 from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.load import parse_job
@@ -84,9 +84,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    announce(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    load = os.getloadavg()[0]
-    print(f"{platform.node()}: {device}, torch {torch.__version__}, {os.cpu_count()} CPUs, load {load:.1f}")
     for name, train in CASES.items():
         found = measured(document(options.layers, device, train), options.steps, device)
         print(f"{name:30}", json.dumps(found))

@@ -1,12 +1,13 @@
 """How much a save slows the steps during it on a slow cable, with and without throttling.
 
-Run it with `python -m benchmarks.pacing`. It needs root and 6 minutes. Two hosts (network
+Run it with `python -m benchmarks.pacing`. It needs root and 8 minutes. Two hosts (network
 namespaces) with one core each train with pp 2 over a cable of a set rate. An S3 server at their
 switch takes the saves, so every upload shares its host's cable with the pipeline's messages. Each
 run has one save in the middle; the steps during the save are divided by the steps before it. The
 variants are: no save; a save at the full rate of the cable; a save with
-`checkpoint.max_upload_mbps`; and, without a save, snapshots in memory that are copied to the other
-host. Every second round runs them in reverse order.
+`checkpoint.max_upload_mbps`, whose pieces wait while a message is under way; the same, but its
+pieces do not wait; and, without a save, snapshots in memory that are copied to the other host.
+Every second round runs them in reverse order.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import announce
 from cluster.testbed import why_not
 from raypp.clusters.seaweed import SeaweedServer
 
 BUCKET = "bench"
 WARM = 2
 """Steps that are not counted, because buffers still grow."""
-NO_SAVE, FAST, PACED, SNAPSHOTS = "no save", "a save, not paced", "a save, paced", "no save, snapshots in memory"
-VARIANTS = (NO_SAVE, FAST, PACED, SNAPSHOTS)
+NO_SAVE, FAST, SNAPSHOTS = "no save", "a save, not paced", "no save, snapshots in memory"
+PACED, STUBBORN = "a save, paced", "a save, paced, not giving way"
+VARIANTS = (NO_SAVE, FAST, PACED, STUBBORN, SNAPSHOTS)
 
 
 def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, variant: str, number: int) -> dict[str, Any]:
     """Runs a variant; returns the seconds of the steps before and after the save, and its facts."""
     half = WARM + options.steps
-    saves = variant in (FAST, PACED)
+    saves = variant in (FAST, PACED, STUBBORN)
     settings = {
         "checkpoint.every_steps": half if saves else 0,
-        "checkpoint.max_upload_mbps": options.upload_mbps if variant == PACED else 0,
+        "checkpoint.max_upload_mbps": options.upload_mbps if variant in (PACED, STUBBORN) else 0,
         "checkpoint.memory_tier": str(variant == SNAPSHOTS).lower(),
         "pipeline.lookahead": 2,
         "pipeline.microbatches": options.microbatches,
@@ -46,6 +49,7 @@ def run(hosts: Hosts, server: SeaweedServer, options: argparse.Namespace, varian
     # Without a save in the middle, the last save goes into a directory, so it does not use the
     # cable.
     more = {**server.environment(), "BENCH_STORE": f"s3://{BUCKET}/{VARIANTS.index(variant)}-{number}"} if saves else {}
+    words += ["--no-yield"] if variant == STUBBORN else []
     ranks = hosts.run("benchmarks.timed_rank", [*words, "--steps", str(half + options.steps)], more)
     wall = ranks[0]["wall"]
     commits = [event["details"] for event in ranks[0]["events"] if event["kind"] == "committed"]
@@ -69,6 +73,7 @@ def row(variant: str, runs: list[dict[str, Any]], none: list[dict[str, Any]]) ->
     commits = [one["commit"] for one in runs if one["commit"]]
     upload = f"{statistics.median(c['bytes'] / 1e6 for c in commits):.0f} MB, " if commits else ""
     upload += f"{statistics.median(c['seconds'] for c in commits):.1f} s" if commits else "–"
+    upload += f", {statistics.median(c['yielded_s'] for c in commits):.1f} s given way" if variant == PACED else ""
     size = " / ".join(f"{statistics.median(one['mb'][host] for one in runs):.0f}" for host in range(2))
     seconds = statistics.median(base)
     return (f"| {variant} | {seconds:.3f} | {spread(mean)} | {spread(slowest)} | {statistics.median(extra):.1f} "
@@ -85,6 +90,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     if why := why_not():
         raise SystemExit(why)
     names = ("steps", "microbatches", "cable_mbps", "upload_mbps")

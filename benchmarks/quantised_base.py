@@ -168,9 +168,9 @@ def main() -> None:
         table, precision, base, folder = given.one
         print(loading(precision, base, folder) if table == "loading" else steps(precision, base, given.tokens))
         return
-    from benchmarks.surroundings import describe
+    from benchmarks.surroundings import announce
 
-    print(f"{describe()}\n", flush=True)
+    announce()
     if given.against:
         against_bitsandbytes()
         return

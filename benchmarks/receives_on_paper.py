@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.surroundings import announce
 from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.action import Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
     options = parser.parse_args()
+    announce()
     print(f"pp {options.pp}, {options.microbatches} microbatches; a step is longer by, in one order (three ahead):\n")
     names = [*(f"message {link}" for link in LINKS), f"message 1.0, stages ±{SPREAD:.0%}"]
     print(f"| schedule | lookahead | {' | '.join(names)} |")

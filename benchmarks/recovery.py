@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 
 RAYPP = str(Path(sys.executable).parent / "raypp")
 TEXT = Path("jobs/data/kjv-new-testament.txt")
@@ -125,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="kills of each rank")
     options = parser.parse_args()
+    announce()
     print("| memory tier | killed | known s | seats s | next step s | of a cold start | processes kept | steps again |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
@@ -145,7 +146,6 @@ def main() -> None:
                 print(f"| {word} | median | | | {median:.2f} | {median / cold:.2f} of {cold:.2f} s | | |", flush=True)
         finally:
             subprocess.run([RAYPP, "local", "down", "--delete-data"], check=False, env=environment)
-    print(f"\n{describe()}; load average {os.getloadavg()[0]:.0f}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from benchmarks.surroundings import OWN_LOAD
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -36,6 +38,7 @@ BENCHMARKS = (
     Benchmark("schedules", 4, "each schedule's measured and simulated step"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
     Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
+    Benchmark("schedules_on_cables", 1, "every schedule on slow cables, with and without a lookahead; computed"),
     Benchmark("timeline", 2, "what tracing costs a step"),
     Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
     Benchmark("memory", 3, "peak memory by number of microbatches"),
@@ -48,8 +51,9 @@ BENCHMARKS = (
     Benchmark("crowded", 3, "stall per save and negotiation with more ranks than cores"),
     Benchmark("memory_tier", 3, "the cost of a snapshot in memory and of a restart from it"),
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
-    Benchmark("pacing", 6, "how much a save slows steps on a slow cable, throttled and not", root=True),
+    Benchmark("pacing", 8, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
+    Benchmark("replica_sync", 12, "sums over replicas on a slow cable: beside the backward, in int8", root=True),
     Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
     Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
@@ -60,7 +64,7 @@ BENCHMARKS = (
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
-PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
+PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "sink", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as separate processes."""
 
 
@@ -85,6 +89,7 @@ def main() -> int:
             continue
         started = time.monotonic()
         code = subprocess.run([sys.executable, "-m", f"benchmarks.{one.name}"], check=False).returncode
+        os.environ[OWN_LOAD] = one.name
         print(f"== {one.name}: exit code {code} after {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
         failed += [one.name] if code else []
     if failed:

@@ -12,7 +12,7 @@ import argparse
 from itertools import product
 from typing import Any
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.errors import RayppError
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, GIB, computed_costs
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--gpus", nargs="*", type=int, default=list(GPUS))
     options = parser.parse_args()
-    print(describe())
+    announce()
     print(f"\ncomputed; {TOKENS_PER_BATCH:,} tokens a batch in rows of {SEQ_LEN}, bf16, full recomputation,")
     print(f"{PER_NODE} GPUs and one port per node, 200 Gbit/s inside a node; pp 1 is missing where it does not fit")
     for name in options.models:

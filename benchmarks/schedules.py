@@ -11,7 +11,7 @@ import argparse
 import statistics
 
 from benchmarks.sizes import MICROBATCHES, model_options
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from benchmarks.throughput import WARM, torchrun
 from raypp.planning.end_weights import end_weights
 from raypp.planning.predict import stage_times
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
+    announce()
     alone: list[float] = []
     measured: dict[tuple[str, int], list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(options.rounds):
@@ -58,7 +59,6 @@ def main() -> None:
             measured[variant].append(pipeline_seconds(*variant, options.steps, 2))
     layers = model_options().num_layers + sum(end_weights(job_of("1f1b", 1)))
     layer_s = statistics.median(alone) / MICROBATCHES / layers / 3  # a backward takes as long as two forwards
-    print(describe())
     print(f"\none process: {statistics.median(alone):.3f} s; a layer's forward {layer_s * 1e3:.1f} ms")
     print("\n| schedule | stages per rank | measured, s | simulated, s | measured ÷ simulated | simulated bubble |")
     print("|---|---|---|---|---|---|")

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.ports import free_port
 
 RAYPP = str(Path(sys.executable).parent / "raypp")
@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    announce()
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "RAYPP_HOME": home, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment.pop("RAYPP_ADDRESS", None)
@@ -86,7 +87,6 @@ def main() -> None:
 
 def report(submits: list[dict[str, float]], torchruns: list[float]) -> None:
     """Prints medians without the first round, which uploads the package."""
-    print(describe())
     print("\n| raypp submit, 4 CPU ranks | s, median |\n|---|---|")
     for part in submits[0]:
         print(f"| {part} | {statistics.median(s[part] for s in submits):.2f} |")

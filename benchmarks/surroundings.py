@@ -1,4 +1,7 @@
-"""The context of a figure: hardware, versions, commit."""
+"""The context of a figure: the machine, what else runs on it, versions and commit.
+
+Every benchmark calls `announce` before it measures.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,103 @@ import datetime
 import os
 import platform
 import subprocess
+import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+MOST_BUSY = 0.25
+"""Share of the cores that other programs may use. Above it, figures are theirs as well."""
+OWN_LOAD = "RAYPP_BENCHMARK_BEFORE"
+"""Set by `benchmarks.run` for the benchmarks after the first: the load average of the last minute
+is then that of the benchmark before."""
+_SAMPLE_S = 0.5
+_REPOSITORY = Path(__file__).parents[1]
+
+
+def announce(more: str = "") -> None:
+    """Prints a benchmark's header line, and a warning on stderr if other programs use the cores.
+
+    Args:
+        more: What else belongs in the line, such as the version of a library.
+    """
+    busy, load = busy_cores(), os.getloadavg()[0]
+    print(f"{describe()}{', ' if more else ''}{more}\n", flush=True)
+    if reason := too_busy(load, busy, os.cpu_count() or 1, after_another=bool(os.environ.get(OWN_LOAD))):
+        print(f"warning: {reason}", file=sys.stderr, flush=True)
+
+
+def too_busy(load: float, busy: float, cores: int, *, after_another: bool = False) -> str:
+    """Returns why this machine is too busy to measure; "" if it is quiet.
+
+    Args:
+        load: Load average of the last minute.
+        busy: Cores that are busy now.
+        cores: How many there are.
+        after_another: Whether a benchmark has just ended, so that `load` says nothing.
+    """
+    bound = MOST_BUSY * cores
+    if busy <= bound and (load <= bound or after_another):
+        return ""
+    return (
+        f"load average {load:.1f}, {busy:.1f} of {cores} cores busy before the benchmark starts (bound: {bound:.1f}): "
+        "its times and ratios will not hold on a quiet machine; end other programs and wait a minute"
+    )
+
+
+def busy_cores(sample_s: float = _SAMPLE_S) -> float:
+    """Measures how many cores other programs use now, those of other virtual machines included."""
+    before, started = _used_ticks(), time.monotonic()
+    time.sleep(sample_s)
+    used, seconds = _used_ticks() - before, time.monotonic() - started
+    return used / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def _used_ticks() -> int:
+    """Returns the ticks in which a core ran a program, or another virtual machine ran on it."""
+    user, nice, system, _idle, _wait, interrupts, soft, stolen, *_ = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    )
+    return user + nice + system + interrupts + soft + stolen
+
 
 def describe() -> str:
-    """Returns one line with date, processor, cores, memory, versions and commit."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
+    """Returns one line with date, processor, cores, load average, memory, versions and commit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
     packages = ", ".join(f"{name} {found}" for name in ("torch", "ray", "boto3") if (found := _version(name)))
     today = datetime.datetime.now(tz=datetime.UTC).date()
     return (
-        f"{today}, {model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {packages}, "
-        f"commit {commit.strip()}{' + changes' if dirty else ''}"
+        f"{today}, {_processor()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, {memory:.0f} GiB, "
+        f"Python {platform.python_version()}, {packages}, raypp {_commit()}"
     )
+
+
+def _processor() -> str:
+    """Returns the processor's name, with the numbers that tell generations of one name apart."""
+    facts: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts and "model" in facts:
+        return f"{name} (family {facts['cpu family']}, model {facts['model']})"
+    return name
+
+
+def _commit() -> str:
+    """Returns raypp's commit; its version outside a repository."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return _version("raypp") or "without a version"
+    return f"commit {commit}{' + changes' if _git('status', '--porcelain') else ''}"
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(_REPOSITORY), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _version(package: str) -> str:

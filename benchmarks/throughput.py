@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.awake import cores_awake
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.ports import free_port
 
 WARM = 2
@@ -57,6 +57,7 @@ def main() -> None:
         "--only", nargs="*", default=[], help="some of the variants; without raypp there is no table of parts"
     )
     options = parser.parse_args()
+    announce()
     variants: dict[str, tuple[str, list[str]]] = {
         "bare 4+4": ("benchmarks.bare_1f1b", ["--cut", "4,4"]),
         "bare 5+3": ("benchmarks.bare_1f1b", ["--cut", "5,3"]),
@@ -79,7 +80,6 @@ def main() -> None:
 
 
 def report(figures: dict[str, list[tuple[float, float]]], parts: list[dict[str, float]]) -> None:
-    print(describe())
     tokens = ROWS * MICROBATCHES * SEQ_LEN
     print("\n| variant | tokens/s | CPU s per step |\n|---|---|---|")
     for name, values in figures.items():

@@ -15,14 +15,18 @@ import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
-from raypp.parallel import late_sums
+from raypp.parallel import apply, late_sums
+from raypp.pipeline import runtime
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.sum_start import SumStart
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.storage.other_traffic import OtherTraffic
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
 
@@ -99,15 +103,40 @@ def wait_for_weights_and_sums() -> None:
     late_sums.LateSums.__init__ = at_once  # type: ignore[method-assign]
 
 
+def never_give_way() -> None:
+    """Makes limited uploads send their share whatever else is under way."""
+    OtherTraffic.is_under_way = lambda self: False  # type: ignore[method-assign]
+
+
+def start_sums(when: str) -> None:
+    """Changes when sums over replicas start: `after` the last backward as FSDP's own, or `at-once`.
+
+    At once: in each stage's last backward, also where its last gradient is still to be sent.
+    """
+    if when == "after":
+        apply._replica_sums = lambda *_: None
+    elif when == "at-once":
+        runtime.sum_start = lambda actions, stages: SumStart(frozenset(), -1, waits=False)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cut", default="")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
     parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
+    parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
+    parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
+    parser.add_argument("--sums", choices=("after", "at-once"), help="start sums over replicas at another time")
     arguments = parser.parse_args()
+    if arguments.pace:
+        sleep_instead(arguments.pace)
+    if arguments.sums:
+        start_sums(arguments.sums)
     if arguments.no_overlap:
         wait_for_weights_and_sums()
+    if arguments.no_yield:
+        never_give_way()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
     job = job_of(arguments.set, world=world, steps=arguments.steps, cut=arguments.cut, url=url)

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from benchmarks.awake import cores_awake
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from raypp.ports import free_port
 
 WARM = 5
@@ -85,6 +85,7 @@ class _Stage:
 
     stage_index = 0
     late_sums = None
+    replica_sums = None
 
     def __init__(self) -> None:
         import torch
@@ -156,11 +157,11 @@ def main() -> None:
     parser.add_argument("--spans-only", action="store_true", help="measure the CPU time of a span only")
     parser.add_argument("--asleep", action="store_true", help="do not keep the cores awake")
     options = parser.parse_args()
+    announce()
     cases = {
         "pp 2, 16 microbatches": job(2, 1, 16, 128, 4, 128),
         "pp 2 × fsdp 2, 8 microbatches": job(2, 2, 8, 128, 4, 128),
     }
-    print(describe())
     action, wait = span_costs()
     print(f"\nCPU time: {action * 1e6:.1f} µs per action, {wait * 1e6:.1f} µs per wait")
     if options.spans_only:

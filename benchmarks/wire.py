@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kept import Kept, add_resume
+from benchmarks.surroundings import announce
 from raypp.ports import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for wire.md and wire.svg")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     kept = Kept("wire", {"steps": options.steps}, resume=options.resume)
     found, page = {}, ""
     for name, wire, seed in [*((name, wire, 0) for name, wire in WIRES.items()), (OTHER_SEED, {}, 1)]:

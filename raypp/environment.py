@@ -23,20 +23,22 @@ ON_NODES = (
 """The distributions that ranks and controllers import."""
 
 
-def need(module: str, extra: str, what: str) -> None:
-    """Checks that an optional package is installed here. Does not import it.
+def need(module: str, extra: str, what: str, node: str = "") -> None:
+    """Checks that an optional package is installed in this process' Python. Does not import it.
 
     Args:
         module: Its module, such as `torch`.
         extra: The extra of raypp that installs it.
         what: Who needs it, for the error: "raypp parity".
+        node: The node's name, if this is not the machine of the user.
 
     Raises:
         JobError: It is not installed; names the extra.
     """
     if importlib.util.find_spec(module) is None:
-        what_else = f"needs {module}, which is not installed here"
-        raise JobError(Problem(what, what_else, f"pip install 'raypp[{extra}]'"))
+        where = f"on node {node}" if node else "here"
+        fix = f"pip install 'raypp[{extra}]'" + (" there, into the Python that runs Ray" if node else "")
+        raise JobError(Problem(what, f"needs {module}, which is not installed {where}", fix))
 
 
 def is_older(version: str, oldest: str) -> bool:

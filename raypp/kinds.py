@@ -59,13 +59,23 @@ class ScheduleKind(Kind):
         """Returns the smallest number of microbatches on `pp` ranks; 1 on a single rank."""
         return max(1, self.microbatches_per_rank * pp) if pp > 1 else 1
 
-    def held_messages(self, pp: int, microbatches: int) -> int:
+    def held_messages(self, pp: int, microbatches: int, lookahead: int = 0) -> int:
         """Returns how many messages each channel must hold if sends block until they are received.
 
         Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
         when its first rank turns to its next stage. Receives that are posted ahead take two.
+        With several stages per rank, a rank is busy with its other stages while messages are under
+        way: at most `lookahead` if it splits backwards. Otherwise what a round has more than one
+        microbatch per rank; a lookahead makes rounds longer.
         """
-        return max(0, microbatches // pp - 2) if self.breadth_first else 0
+        if self.breadth_first:
+            return max(0, microbatches // pp - 2)
+        if not lookahead or self.stages_per_rank[1] == 1:
+            return 0
+        if self.splits_backward:
+            return lookahead
+        rounds = max(1, microbatches // (pp + (pp * lookahead + 1) // 2))
+        return max(0, -(-microbatches // rounds) - pp)
 
     def allows_stages(self, stages_per_rank: int) -> bool:
         return stages_per_rank == self.nearest_stages(stages_per_rank)

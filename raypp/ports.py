@@ -6,7 +6,8 @@ import errno
 import random
 import socket
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 _LOWEST = 20_000
@@ -51,20 +52,39 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def _claim(port: int) -> bool:
-    """Takes the name of a port; False if another process has it.
+@contextmanager
+def held_port(port: int, host: str = "127.0.0.1") -> Iterator[bool]:
+    """Takes a port of the caller's own choice, until a server listens on it.
 
-    The name is an abstract Unix socket: it belongs to one network namespace, and is no file.
+    Yields:
+        Whether it is free, and no other process of this host has it from here.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0raypp-port-{port}")
-    except OSError as error:
+    with claim:
+        yield _name(claim, port) and port_is_free(port, host)
+
+
+def _claim(port: int) -> bool:
+    """Takes the name of a port for long; False if another process has it."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if not _name(claim, port):
         claim.close()
-        return error.errno != errno.EADDRINUSE  # other systems have no such names
+        return False
     _claims.append(claim)
     if len(_claims) > _MOST_CLAIMS:
         _claims.popleft().close()
+    return True
+
+
+def _name(claim: socket.socket, port: int) -> bool:
+    """Gives a socket the name of a port; False if another one has it.
+
+    The name is an abstract Unix address: it belongs to one network namespace, and is no file.
+    """
+    try:
+        claim.bind(f"\0raypp-port-{port}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE  # other systems have no such names
     return True
 
 

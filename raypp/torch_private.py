@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard, _ComputationType
@@ -48,11 +49,13 @@ __all__ = [
     "gather_from",
     "integer_weights",
     "read_scalar",
+    "reduced_together",
     "register_fake_device",
     "restart_group_names",
     "set_local",
     "stage_backward_input",
     "stage_backward_weight",
+    "take_replica_sum",
 ]
 
 # Programs (pipeline.runtime): torch's passes add the gather and release of weights and the
@@ -198,6 +201,15 @@ def integer_weights() -> Iterator[None]:
         module.nn = nn
 
 
+def _fsdp_groups(module: Any) -> list[Any]:
+    """Returns FSDP's records of what one of its modules reduces together."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return list(groups)
+
+
 def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:
     """Returns FSDP's record of each parameter of one FSDP module, the parameter, and its shard.
 
@@ -205,10 +217,7 @@ def fsdp_shards(module: Any) -> list[tuple[Any, nn.Parameter, Tensor]]:
     `FSDPParamGroup.lazy_init`, which FSDP calls again in its first forward without effect on the
     shards, and `FSDPParam._sharded_param_data`. Since 2.6; several groups of a module since 2.13.
     """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    groups = _fsdp_groups(module)
     for group in groups:
         group.lazy_init()
     return [(one, one.sharded_param, one._sharded_param_data) for group in groups for one in group.fsdp_params]
@@ -224,6 +233,39 @@ def gather_from(record: Any, shard: Tensor) -> None:
         shard: Of the same number of elements.
     """
     record._sharded_param_data = shard
+
+
+# Sums over replicas (parallel.replica_sums).
+
+
+def take_replica_sum(module: Any) -> dist.ProcessGroup | None:
+    """Makes FSDP leave a module's sum over replicas to its hook (`set_all_reduce_hook`).
+
+    Weights and gradients stay replicated along the same axis. Replaces `FSDPParamGroup.mesh_info`
+    and, where it is the same, `post_forward_mesh_info`; by the first, FSDP decides whether to sum
+    over replicas itself. Since 2.6; several groups of a module
+    since 2.13.
+
+    Returns:
+        The group of the replicas; None if the module has none, or no parameters.
+    """
+    replicas = None
+    for group in _fsdp_groups(module):
+        info = group.mesh_info
+        if isinstance(info, FSDPMeshInfo) and isinstance(info, DDPMeshInfo):
+            replicas = info.replicate_process_group
+            group.mesh_info = FSDPMeshInfo(info.mesh, info.shard_mesh_dim)
+            if group.post_forward_mesh_info is info:  # FSDP gathers differently where the two differ
+                group.post_forward_mesh_info = group.mesh_info
+    return replicas
+
+
+def reduced_together(module: Any) -> list[nn.Parameter]:
+    """Returns the parameters whose gradients a module of FSDP reduces as one flat tensor, in order.
+
+    Uses `FSDPParam.sharded_param`. Since 2.6; several groups of a module since 2.13.
+    """
+    return [one.sharded_param for group in _fsdp_groups(module) for one in group.fsdp_params]
 
 
 # Operators (parallel.attention_blocks, models.varlen_attention, parallel.recompute, train.reduce).

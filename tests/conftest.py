@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,33 +41,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context that only one worker of pytest-xdist can be in at a time.
-
-    A cluster chooses its ports some seconds before it listens on them.
-    """
-    place = tmp_path_factory.getbasetemp().parent / "alone"
-
-    @contextmanager
-    def lock() -> Iterator[None]:
-        with place.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    return lock
-
-
-@pytest.fixture(scope="session")
-def laptop(
-    tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], AbstractContextManager[None]]
-) -> Iterator[Laptop]:
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     """Runs `raypp local up` with its own home directory. When the session ends, nothing that it
     started may be left."""
     from laptop import Laptop
+    from one_at_a_time import one_at_a_time
 
     from raypp.memory.files import remove_dead
 
-    with alone():
+    with one_at_a_time():
         laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
     try:
         yield laptop

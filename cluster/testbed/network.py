@@ -223,6 +223,9 @@ class Network:
             _do(*inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _do(*inside, "link", "set", "eth0", "up")
             _do(*inside, "route", "add", "default", "via", self.switch)
+            if _CONGESTION in _AVAILABLE.read_text().split():
+                own = ("proto", "kernel", "scope", "link", "src", self.address(host))
+                _do(*inside, "route", "replace", f"{self.subnet}.0/24", "dev", "eth0", *own, "congctl", _CONGESTION)
             if rate != "none":
                 self.set_rate(host, rate)
 
@@ -262,20 +265,31 @@ class _End:
         return ["-n", self.namespace] if self.namespace else []
 
 
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_CONGESTION = "cubic"
+"""The congestion control of the hosts' connections: Linux's default, whatever this machine uses."""
 _WHOLE_BLOCK = 72_000
 """Bytes that TCP's largest block (64 KiB, and the headers of its 45 packets) takes in a bucket.
 Blocks that do not fit are cut into packets, and each of them wakes the reader. The network cards of
 real hosts cut and join blocks in hardware, which costs their CPUs nothing."""
 
 
+_OWN_QUEUE = 1000 * 1514
+"""Bytes that wait in a host before its own card: Linux queues 1000 packets there. TCP is told when
+one has left and does not drop any, as it would with a shorter queue and two connections."""
+_SWITCH_QUEUE = "50ms"
+"""How long a packet may wait at the switch before a host's cable. A longer queue drops packets."""
+
+
 def _limit(end: _End, rate: str) -> None:
-    """Returns the smallest token bucket that reaches the rate: it passes bursts at full speed."""
+    """Sets the smallest token bucket that reaches the rate: it passes bursts at full speed."""
     if rate == "none":
         _do("tc", *end.replacing("root", "pfifo"))
         return
     bits = bits_per_s(rate)
     burst = max(_WHOLE_BLOCK, int(bits / 8 * 0.001))
-    _do("tc", *end.replacing("root", "tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "latency", "50ms"))
+    queue = ("limit", f"{_OWN_QUEUE}b") if end.namespace else ("latency", _SWITCH_QUEUE)
+    _do("tc", *end.replacing("root", "tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", *queue))
 
 
 def leftovers(name: str) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Protocol
+from typing import NotRequired, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypedDict
@@ -23,10 +23,11 @@ _POLL_S = 0.02
 
 
 class Facts(TypedDict):
-    """Seconds of a save on one rank."""
+    """Seconds of a save on one rank; `yielded_s` are part of `upload_s`."""
 
     stall_s: Seconds
     upload_s: Seconds
+    yielded_s: NotRequired[Seconds]
 
 
 class Announcement(TypedDict, total=False):

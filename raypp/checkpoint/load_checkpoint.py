@@ -17,7 +17,7 @@ from raypp.checkpoint.boxes import Box, cover_once, volume
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
-from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
+from raypp.checkpoint.state import OPTIMIZER, SavedResiduals, Slice, model_slices, optimizer_slices, residual_slices
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
@@ -35,6 +35,7 @@ class Loaded:
         commit: The checkpoint's COMMIT.
         bytes_read: Bytes that this rank read.
         seconds: Duration on this rank.
+        remark: What is not as it was saved, for people; "" if all is.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Loaded:
     commit: Commit
     bytes_read: int
     seconds: float
+    remark: str = ""
 
     @property
     def data_position(self) -> dict[str, Any] | None:
@@ -109,6 +111,7 @@ def load_checkpoint(
     saved = _index(files)
     targets = model_slices(stages)
     entries: list[tuple[Tensor, str, Any]] = []
+    residuals: SavedResiduals | None = None
     if optimizer is not None:
         known = {
             name: (parts[0][1].global_shape, DTYPES[parts[0][1].dtype])
@@ -117,6 +120,8 @@ def load_checkpoint(
         }
         more, entries = optimizer_slices(stages, optimizer, known)
         targets.update(more)
+        residuals = residual_slices(stages, known)
+        targets.update(residuals.targets)
     pieces = _plan(targets, saved, commit)
     ranges: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -125,7 +130,10 @@ def load_checkpoint(
     _copy(pieces, data)
     if optimizer is not None:
         fill_optimizer(optimizer, stages, entries, _python_numbers(saved))
-    return Loaded(step, dict(commit.extra), commit, data.bytes_read, time.monotonic() - started)
+    if residuals is not None:
+        residuals.finish()
+    remark = "" if residuals is None else residuals.remark
+    return Loaded(step, dict(commit.extra), commit, data.bytes_read, time.monotonic() - started, remark)
 
 
 def _index(files: Sequence[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:

@@ -26,7 +26,7 @@ from raypp.checkpoint.upload import upload_snapshot, with_patience
 from raypp.errors import CheckpointError, RayppError, in_words
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
-from raypp.storage.rate_limit import Abandoned, Pace
+from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
@@ -192,11 +192,15 @@ class CheckpointSaver:
                 torch.cuda.set_device(self.seat.device_index)  # a new thread would use device 0, and its memory
             try:
                 snapshot.data()  # waits for the copy, which does not count as upload time
-                copied = time.monotonic()
+                copied, yielded_s = time.monotonic(), self._pace.yielded_s
                 record = self._upload(step, snapshot)
             finally:
                 snapshot.release()
-            facts: Facts = {"stall_s": stall_s + snapshot.held_s, "upload_s": time.monotonic() - copied}
+            facts: Facts = {
+                "stall_s": stall_s + snapshot.held_s,
+                "upload_s": time.monotonic() - copied,
+                "yielded_s": self._pace.yielded_s - yielded_s,
+            }
             self._announcements.announce(step, rank, {"object": record, "facts": facts})
         except Abandoned:
             return
@@ -234,7 +238,10 @@ class CheckpointSaver:
 
     def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
-        said = self._announcements.wait_all(step, range(seat.world_size), self._timeout_s, self._closed.is_set)
+        # Another rank's upload may have given way to its training where this one's did not.
+        longer_s = YIELDED * (time.monotonic() - started) if self._pace.bytes_per_s else 0.0
+        timeout_s = self._timeout_s + longer_s
+        said = self._announcements.wait_all(step, range(seat.world_size), timeout_s, self._closed.is_set)
         failed = {
             rank: message.get("error", "its message has no facts")
             for rank, message in said.items()
@@ -254,8 +261,12 @@ class CheckpointSaver:
             self._report("prune_failed", f"cannot remove old checkpoints: {error}", step)
 
     def _report_commit(self, commit: Commit, facts: Sequence[Facts], seconds: float) -> None:
-        """Reports a commit: stall and upload of the slowest rank, the upload rate of all ranks."""
+        """Reports a commit: stall and upload of the slowest rank, the upload rate of all ranks.
+
+        And the longest time for which a rank's upload gave way to its training.
+        """
         stall_s, upload_s = max(fact["stall_s"] for fact in facts), max(fact["upload_s"] for fact in facts)
+        yielded_s = max(fact.get("yielded_s", 0.0) for fact in facts)
         rate = commit.size / 1e6 / max(upload_s, 1e-9)
         self._report(
             "committed",
@@ -266,6 +277,7 @@ class CheckpointSaver:
             stall_s=round(stall_s, 6),
             upload_s=round(upload_s, 3),
             upload_mb_per_s=round(rate, 1),
+            yielded_s=round(yielded_s, 3),
             bytes=commit.size,
             objects=len(commit.objects),
         )

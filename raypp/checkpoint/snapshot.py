@@ -195,7 +195,10 @@ class SnapshotBuffer:
         if len(there) == len(pairs):
             return _DeviceCopy(event)
 
+        device = torch.cuda.current_device()
+
         def rest() -> None:
+            torch.cuda.set_device(device)  # a new thread would use device 0, and its memory
             event.synchronize()  # what is in host memory has been copied there by then
             for view, part in pairs:
                 if not part.tensor.is_cuda:

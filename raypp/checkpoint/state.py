@@ -7,8 +7,8 @@ are no part of the state: every attempt loads them from where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from raypp.parallel.replica_sums import Residuals
 from raypp.parallel.shard import zeros_beside
 from raypp.records import Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
@@ -25,6 +26,10 @@ OPTIMIZER = "optim/"
 SCALE = "_scale"
 """Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
 sharded like it: the scales of quantised values."""
+RESIDUAL = "residual."
+"""Begins the key of a residual of int8 gradient sums, followed by the number of its replica."""
+RESIDUAL_OF_COPY = "residual_of_copy."
+"""The same, of the copy of a tied weight that the last stage holds."""
 _DATA_AXES = ("dp_replicate", "fsdp", "cp")
 
 
@@ -82,6 +87,8 @@ def gather_state(
             for key, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     _add(slices, f"{OPTIMIZER}{name}/{key}", value, coordinates)
+        for full_name, value, *_ in _residuals(stages):
+            _add(slices, full_name, value, None)  # each replica has its own
     return slices
 
 
@@ -123,7 +130,8 @@ def optimizer_slices(
     keys: dict[str, list[str]] = {}
     for full_name in saved:
         name, _, key = full_name[len(OPTIMIZER) :].rpartition("/")
-        keys.setdefault(name, []).append(key)
+        if not key.startswith((RESIDUAL, RESIDUAL_OF_COPY)):
+            keys.setdefault(name, []).append(key)
     on_device = {
         id(parameter)
         for group in optimizer.param_groups
@@ -154,6 +162,95 @@ def optimizer_slices(
             targets.setdefault(full_name, []).append(slice_of(full_name, value))
             entries.append((parameter, key, value))
     return targets, entries
+
+
+@dataclass(frozen=True)
+class SavedResiduals:
+    """How a checkpoint's residuals of int8 gradient sums fill those of this rank.
+
+    Attributes:
+        targets: Where saved residuals go, by global name.
+        added: Residuals that are added to this rank's own once they are filled.
+        cleared: This rank's residuals that the checkpoint does not have.
+        remark: What is not as it was saved, for people; "" if all is.
+    """
+
+    targets: dict[str, list[Slice]]
+    added: list[tuple[Tensor, Tensor]]
+    cleared: list[Tensor]
+    remark: str
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Adds and clears. Call it once the targets are filled."""
+        for own, other in self.added:
+            own.add_(other)
+        for own in self.cleared:
+            own.zero_()
+
+
+def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> SavedResiduals:
+    """Plans how to load residuals that may be those of another number of replicas.
+
+    What counts is their sum over the replicas: that is what the weights have not received yet. With
+    fewer replicas, each takes the residuals of several; with more, some begin at zero.
+
+    Args:
+        stages: Modules whose parameters have global names.
+        saved: Names of the checkpoint's `optim/…` tensors.
+    """
+    found: dict[str, list[int]] = {}
+    for full_name in saved:
+        start, _, number = full_name.rpartition(".")
+        if f"{start}.".endswith((f"/{RESIDUAL}", f"/{RESIDUAL_OF_COPY}")) and number.isdecimal():
+            found.setdefault(f"{start}.", []).append(int(number))
+    before = max((len(numbers) for numbers in found.values()), default=0)
+    now = 0
+    plan = SavedResiduals({}, [], [], "")
+    for full_name, value, held, starts in _residuals(stages):
+        now, own = held.replicas, slice_of(full_name, value).tensor
+        taken = [f"{start}{n}" for start in starts for n in sorted(found.get(start, ())) if n % now == held.replica]
+        for position, name in enumerate(taken):
+            into = own if position == 0 else torch.zeros_like(own)
+            plan.targets.setdefault(name, []).append(replace(slice_of(name, value), tensor=into))
+            if position:
+                plan.added.append((own, into))
+        if not taken:
+            plan.cleared.append(own)
+    return replace(plan, remark=_residuals_remark(before, now))
+
+
+def _residuals_remark(before: int, now: int) -> str:
+    """Says what becomes of the residuals of so many replicas on so many."""
+    if before == now:
+        return ""
+    if not before:
+        return "the checkpoint has no residuals of int8 gradient sums: they begin at zero"
+    if not now:
+        return (
+            f"gradients are no longer summed in int8: the residuals of {before} replicas, what rounding took from "
+            "earlier gradients, are dropped"
+        )
+    return f"residuals of int8 gradient sums: those of {before} replicas go to {now}, their sum unchanged"
+
+
+def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Residuals, tuple[str, ...]]]:
+    """Yields this rank's residuals of int8 gradient sums.
+
+    Yields:
+        Name, values, all of the stage's, and what names of saved residuals of the same weight begin
+        with. A stage that holds both ends of the model also takes those of a tied weight's copy.
+    """
+    for stage in stages:
+        held: Residuals | None = getattr(stage, "replica_residuals", None)
+        if held is None:
+            continue
+        copies = getattr(stage, "tied_copies", ())
+        for name, value in held.parts.items():
+            one, other = (f"{OPTIMIZER}{name}/{key}" for key in (RESIDUAL, RESIDUAL_OF_COPY))
+            own = other if name in copies else one
+            starts = (one, other) if getattr(stage, "holds_both_ends", False) else (own,)
+            yield f"{own}{held.replica}", value, held, starts
 
 
 def slice_of(name: str, tensor: Tensor) -> Slice:

@@ -127,6 +127,16 @@ class BlockSums:
         """Returns the digests of all blocks, concatenated as in the header."""
         return "".join(_hex(self._block(index)) for index in range(len(self._crcs)))
 
+    def compute(self, share: int, shares: int) -> None:
+        """Computes one of several shares of the blocks, for threads that divide the work.
+
+        Goes from the end to the beginning: those who need a part's CRC-32 go the other way, and two
+        that go the same way would compute every block twice.
+        """
+        count = len(self._crcs)
+        for index in reversed(range(count * share // shares, count * (share + 1) // shares)):
+            self._block(index)
+
     def crc32(self, start: int, end: int, before: int = 0) -> int:
         """Continues the CRC-32 `before` over bytes [start, end) of the section.
 

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raypp.checkpoint.commit import ObjectRecord
@@ -16,6 +17,9 @@ from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Abandoned, Pace
 
 _HASHED_AT_ONCE = 4 << 20
+_SUMMING = 3
+"""Threads that compute the blocks' CRC-32, for which the SHA-256 waits. Under a cap there is time:
+one, which leaves the other cores to the training."""
 
 
 def upload_snapshot(
@@ -44,7 +48,7 @@ def upload_snapshot(
         StoreError: The last try failed.
     """
     data = snapshot.data()
-    sums = _Checksums(snapshot, data, about)
+    sums = _Checksums(snapshot, data, about, 1 if pace is not None and pace.bytes_per_s else _SUMMING)
     sizes = (header_size(snapshot.entries, len(data), about), len(data))
     source = MemorySource(sizes, lambda index: data if index else sums.header(), pace, sums.crc32)
     try:
@@ -76,9 +80,9 @@ def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tr
 class _Checksums:
     """The file's header with block checksums, and its SHA-256, computed during the upload."""
 
-    def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any]) -> None:
+    def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any], threads: int) -> None:
         self._entries, self._data, self._about = snapshot.entries, data, about
-        self._blocks = BlockSums(data)
+        self._blocks, self._threads = BlockSums(data), threads
         self._header: bytes | None = None
         self._digest = hashlib.sha256()
         self._error: Exception | None = None
@@ -89,6 +93,8 @@ class _Checksums:
 
     def _run(self) -> None:
         try:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="raypp-checksums") as pool:
+                list(pool.map(lambda share: self._blocks.compute(share, self._threads), range(self._threads)))
             self._header = encode_header(self._entries, self._data, self._about, self._blocks)
             self._has_header.set()
             self._digest.update(self._header)

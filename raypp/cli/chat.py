@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypp.cli.output import echo, echo_lines, styled
-from raypp.data.chat_template import TemplateFault
+from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
 from raypp.inference.processes import Generators
-from raypp.inference.prompts import Answer, encode_conversation
+from raypp.inference.prompts import Answer, encode_conversation, end_of_turn
 from raypp.inference.source import Source
 
 _MOST_CHARACTERS = 1 << 20
@@ -20,6 +20,7 @@ _MOST_CHARACTERS = 1 << 20
 def converse(
     source: Source,
     tokenizer: PromptTokenizer,
+    template: ChatTemplate,
     generators: Generators,
     max_new_tokens: int | None,
     choice: Mapping[str, Any],
@@ -29,6 +30,7 @@ def converse(
     Args:
         source: The model.
         tokenizer: Its tokenizer.
+        template: Its chat template.
         generators: Its processes.
         max_new_tokens: The most tokens of an answer; None: as for prompts.
         choice: How tokens are chosen: `temperature`, `top_p`, `seed`.
@@ -36,7 +38,7 @@ def converse(
     Raises:
         JobError: The conversation no longer fits into the context, or its template refuses it.
     """
-    template = source.open_template()
+    stop = end_of_turn(template)
     messages: list[dict[str, Any]] = []
     while True:
         if sys.stdin.isatty():
@@ -51,7 +53,7 @@ def converse(
             text = template.render(messages, add_generation_prompt=True).text
         except TemplateFault as fault:
             raise JobError(Problem("--chat", str(fault))) from fault
-        answer = Answer(encode_conversation(source, tokenizer, text, max_new_tokens))
+        answer = Answer(encode_conversation(source, tokenizer, text, max_new_tokens), stop=stop)
         for new in generators.generate([answer.prompt], **choice):
             answer.add(new.token, new.finish)
             if fresh := answer.news(tokenizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -41,13 +41,21 @@ def chosen_cluster(on_cluster: bool, address: str | None) -> Cluster | None:
     return cluster
 
 
-def note_paths(cluster: Cluster, source: Source, job: Job | None = None) -> None:
-    """Says which paths every node must have, unless all ranks run on this machine."""
+def note_paths(cluster: Cluster, source: Source, job: Job | None = None, files: Sequence[str] = ()) -> None:
+    """Says which paths every node must have, unless all ranks run on this machine.
+
+    Args:
+        cluster: The cluster.
+        source: The model.
+        job: Names data, if it reads any.
+        files: Other files that ranks read.
+    """
     if cluster.embedded is not None:
         return
     named = [source.store, source.model.get("from_hf")]
     if job is not None:
         named += [job.data.path, job.data.tokenizer if job.data.tokenizer != "bytes" else None]
+    named += [file for file in files if file != "bytes"]
     paths = [str(path).removeprefix("file://") for path in named if path]
     here = [path for path in paths if not is_remote(path)]
     if here:

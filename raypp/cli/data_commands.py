@@ -13,6 +13,7 @@ from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo_json
 from raypp.cli.tokenize_command import tokenize_command
+from raypp.errors import DataError
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
 
@@ -54,7 +55,10 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
         lend_store_settings()
     from raypp.data.look import look_at
 
-    look = look_at(file.job, rows)
+    try:
+        look = look_at(file.job, rows)
+    except DataError as error:
+        raise DataError(file.locate(problem) for problem in error.problems) from error
     if as_json:
         echo_json(_document(look, file.job))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from raypp.control.inference_client import use_on_cluster
 from raypp.environment import need
 from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
+from raypp.inference.prompts import end_ids
 from raypp.inference.source import Source, find_source
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -58,10 +60,8 @@ def eval_command(
     machine, unless you ask for a cluster.
     """
     if tasks is not None:
-        if on_cluster or address is not None:
-            what = "run on this machine only"
-            raise JobError(Problem("--tasks", what, "leave out --on-cluster and --address"))
-        need("lm_eval", "eval", "--tasks")
+        if not on_cluster and address is None:
+            need("lm_eval", "eval", "--tasks")
         if data is not None:
             raise JobError(Problem(DATA, "tasks bring their own data", f"leave out {DATA} or --tasks"))
     elif limit is not None:
@@ -77,7 +77,8 @@ def eval_command(
             if cluster is None:
                 answer = _asked(request | {"job": job_document(job)}, as_json)
             else:
-                answer = _asked_cluster(cluster, source, job, as_json)
+                note_paths(cluster, source, job)
+                answer = _asked_cluster(cluster, source, job, {}, as_json)
         except RayppError as error:
             told = type(error)(as_asked(error.problems, data))
             told.exit_code = error.exit_code
@@ -87,8 +88,15 @@ def eval_command(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
-    request["job"] = job_document(task_job(source, pp, overrides))
-    answer = _asked(request | {"tasks": [_absolute(name) for name in names], "limit": limit}, as_json)
+    job = task_job(source, pp, overrides)
+    asked: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
+    if cluster is None:
+        answer = _asked(request | {"job": job_document(job), **asked}, as_json)
+    else:
+        ends = end_ids(source, source.open_tokenizer())
+        note_paths(cluster, source, files=[source.tokenizer or "", *filter(_is_file, asked["tasks"])])
+        asked |= {"ends": list(ends), "folder": str(Path.cwd())}
+        answer = _asked_cluster(cluster, source, job, asked, as_json)
     if as_json:
         echo_json(answer)
     else:
@@ -100,23 +108,28 @@ def _asked(request: dict[str, Any], as_json: bool) -> dict[str, Any]:
         return ask("raypp.inference.evaluate", request, "the evaluation", progress)
 
 
-def _asked_cluster(cluster: Cluster, source: Source, job: Job, as_json: bool) -> dict[str, Any]:
-    note_paths(cluster, source, job)
+def _asked_cluster(
+    cluster: Cluster, source: Source, job: Job, request: dict[str, Any], as_json: bool
+) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     with (
         evaluation_progress(quiet=as_json) as progress,
-        closing(use_on_cluster(cluster, "eval", source, job, {})) as reports,
+        closing(use_on_cluster(cluster, "eval", source, job, request)) as reports,
     ):
         for answer in reports:
             if "progress" in answer:
                 progress(answer["progress"])
-    if not answer.keys() >= {*_KEYS, "seconds"}:
+    if not answer.keys() >= ({"tasks"} if "tasks" in request else {*_KEYS, "seconds"}):
         raise RunFailedError("the evaluation on the cluster ended without a result")
     return answer
 
 
 def _absolute(name: str) -> str:
-    return str(expand_home(name).absolute()) if name.endswith((".yaml", ".yml")) else name
+    return str(expand_home(name).absolute()) if _is_file(name) else name
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
 
 
 def _show_loss(source: Source, answer: dict[str, Any], as_json: bool) -> None:

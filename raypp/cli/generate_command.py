@@ -102,7 +102,7 @@ def generate_command(
     from raypp.cli.chat import converse
     from raypp.control.inference_client import use_on_cluster
     from raypp.inference.processes import Generators, NewToken
-    from raypp.inference.prompts import Answer, encode_prompts, end_ids, read_prompts
+    from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, end_ids, read_prompts
     from raypp.inference.source import find_source
 
     if (count := bool(given) + (file is not None) + chat) != 1:
@@ -127,9 +127,9 @@ def generate_command(
     codec = source.open_tokenizer()
     choice: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if chat:
-        source.open_template()  # before processes start
-        with Generators(source, pp, end_ids(source, codec), 1) as generators:
-            converse(source, codec, generators, max_new_tokens, choice)
+        template = source.open_template()
+        with Generators(source, pp, chat_end_ids(source, codec, template), 1) as generators:
+            converse(source, codec, template, generators, max_new_tokens, choice)
         return
     prompts = encode_prompts(source, codec, texts, max_new_tokens)
     answers = [Answer(prompt) for prompt in prompts]

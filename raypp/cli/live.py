@@ -289,7 +289,11 @@ def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str,
         commands += [(f"raypp events {name}", "what happened"), (f"raypp logs {name}", "the output of the ranks")]
     else:
         commands += [(f"raypp history {name}", "every step, as JSON lines"), (f"raypp events {name}", "what happened")]
+    if is_final(status):
+        commands.append((f"raypp report {name}", "one page: curves, events, checkpoints"))
     if status["checkpoint"]:
+        if status["state"] in ("SUCCEEDED", "STOPPED"):
+            commands.append((f"raypp generate {name} --prompt …", "what the model writes"))
         commands.append((f"raypp checkpoints verify {name}", "read and check every byte"))
         if status["state"] in ("FAILED", "STOPPED"):
             commands.append((resume, "resume from the checkpoint"))

@@ -173,6 +173,7 @@ def _measure(job: Job, path: Path) -> None:
     """
     from raypp.cli.console import Console
     from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
+    from raypp.schedules.slow_starts import SlowStart
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
@@ -185,7 +186,10 @@ def _measure(job: Job, path: Path) -> None:
             "The measured costs include that."
         )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    found = Costs(layer, first, last, measured=True, **{name: answer[name] for name in NUMBERS})
+    waits = tuple(SlowStart(**one) for one in answer["slow_starts"])
+    found = Costs(layer, first, last, slow_starts=waits, measured=True, **{name: answer[name] for name in NUMBERS})
+    if slow := found.slowest_start():
+        console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs count that.")
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

@@ -14,6 +14,7 @@ from raypp.cli.schedule_picture import schedule_picture
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
+from raypp.planning.replica_sums import ReplicaSums
 from raypp.planning.search import Found
 from raypp.spec.job import Job
 from raypp.untrusted.text import shell_word
@@ -183,6 +184,14 @@ def _links(plan: Plan) -> RenderableType:
     return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {time_text(plan.link_s_per_microbatch)} per message"))
 
 
+def _sums(sums: ReplicaSums) -> str:
+    """Describes the sums of gradients over replicas, in both kinds."""
+    exact, int8 = size_text(sums.exact_bytes), size_text(sums.int8_bytes)
+    sent = f"exact, {exact} (int8: {int8})" if sums.kind == "exact" else f"int8, {int8} (exact: {exact})"
+    share = f"{sums.hidden_s / sums.seconds:.0%} beside the backwards" if sums.seconds else "at no cost"
+    return f"sums over replicas: {sent} per rank and step, {share}, {time_text(sums.exposed_s)} after them"
+
+
 def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
     if not predictions:
         return Text("none for this job")
@@ -200,6 +209,8 @@ def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
         parts.append(Text(f"{lead}{prediction.bottleneck}"))
         if prediction.lookahead:
             parts.append(Text(f"{lead}with lookahead {prediction.lookahead}"))
+        if prediction.replica_sums is not None:
+            parts.append(Text(f"{lead}{_sums(prediction.replica_sums)}"))
         need, have = size_text(prediction.peak_memory), size_text(prediction.device_memory)
         if prediction.peak_memory <= prediction.device_memory:
             parts.append(Text(f"{lead}a rank needs {need} of the {have} of a {prediction.device}"))

@@ -59,7 +59,8 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
     else:
         trace = _next_steps(place, reader, store, steps)
     events = reader.events()
-    found = analyse(trace, measured_links(events, trace[0].attempt))
+    attempt = trace[0].attempt
+    found = analyse(trace, measured_links(events, attempt), measured_cards(events, attempt))
     console = wide_console()
     console.print(timeline_view(trace, found))
     if out is not None:
@@ -86,6 +87,17 @@ def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[
         if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
             return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
     return []
+
+
+def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[int | None] | None:
+    """Returns the network card of every pipeline rank, as `lookahead: auto` found them last, or in
+    an attempt; None where no messages share one."""
+    for event in reversed(events):
+        cards = event.details.get("cards")
+        if event.kind == "lookahead" and attempt in (None, event.attempt):
+            usable = isinstance(cards, list) and all(card is None or type(card) is int for card in cards)
+            return cards if usable else None
+    return None
 
 
 def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:

@@ -17,7 +17,7 @@ from raypp.cli.console import Console
 from raypp.cli.load_job import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
-from raypp.errors import JobError
+from raypp.errors import DataError, JobError
 from raypp.spec.checks import check_spec
 from raypp.spec.load import load_job
 from raypp.storage import open_store
@@ -49,7 +49,10 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     lend_store_settings()
     made: list[tuple[Output, str, Manifest]] = []
     for output in outputs_of(file.job):
-        url, manifest = _written(output, out, processes or len(os.sched_getaffinity(0)))
+        try:
+            url, manifest = _written(output, out, processes or len(os.sched_getaffinity(0)))
+        except DataError as error:
+            raise DataError(file.locate(problem) for problem in error.problems) from error
         made.append((output, url, manifest))
         if not as_json:
             name = f"{output.name}: " if output.name else ""

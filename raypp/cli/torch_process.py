@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from raypp.errors import (
     UnreachableError,
 )
 
+_QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+"""No bars of libraries: standard error is shown when all is over."""
 _KINDS: dict[int, type[RayppError]] = {
     EXIT_USAGE: JobError,
     EXIT_UNREACHABLE: UnreachableError,
@@ -61,7 +64,13 @@ def ask(
     with (
         TemporaryFile("w+", errors="replace") as said,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, errors="replace"
+            command,
+            env=os.environ | _QUIET,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            errors="replace",
         ) as process,
     ):
         try:

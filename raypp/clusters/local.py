@@ -31,12 +31,14 @@ from raypp.clusters.user_folder import locked, private_directory, raypp_home, wr
 from raypp.environment import need
 from raypp.errors import RayppError, UnreachableError
 from raypp.memory.files import remove_dead
-from raypp.ports import free_ports, port_is_free
+from raypp.ports import free_ports, held_port
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
 
 BUCKET = "raypp"
 _STATE_BYTES = 64 << 10
+_DASHBOARD_PORT = 8265
+"""Ray's own, for the dashboard of the first cluster on a machine. Others get one that is free."""
 _RAY_PARENT, _RAY_PREFIX = "/tmp", "raypp-"
 
 
@@ -131,7 +133,8 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
             return _with_prometheus(running), False
         need("ray", "local", "raypp local up")
         _end_leftovers()
-        return _start(num_cpus or default_num_cpus()), True
+        with held_port(_DASHBOARD_PORT) as free:
+            return _start(num_cpus or default_num_cpus(), _DASHBOARD_PORT if free else None), True
 
 
 def down(*, delete_data: bool = False) -> bool:
@@ -180,14 +183,19 @@ def _end_leftovers() -> bool:
     return alive
 
 
-def _start(num_cpus: int) -> LocalCluster:
+def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
+    """Starts the servers.
+
+    Args:
+        num_cpus: Number of logical CPU slots.
+        wanted_port: Of the dashboard. None: any that is free.
+    """
     home = private_directory(directory())
     write_private(home / "token", secrets.token_hex(32))
     # A short path: Ray creates sockets in it, whose paths may not exceed 107 bytes.
     ray_dir = tempfile.mkdtemp(prefix=_RAY_PREFIX, dir=_RAY_PARENT)
-    (gcs_port, client_port, dashboard_port, prometheus_port) = free_ports(4)
-    if port_is_free(8265):
-        dashboard_port = 8265
+    (gcs_port, client_port, free_port, prometheus_port) = free_ports(4)
+    dashboard_port = wanted_port or free_port
     settings = (home, ray_dir, num_cpus, gcs_port, client_port, dashboard_port, f"http://127.0.0.1:{prometheus_port}")
     head = start_ray_head(*settings)
     own = OwnProcess.of(head.pid)  # at once, so that a process that ends early can be identified

@@ -171,7 +171,12 @@ def submit_run(
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = collect_settings(cluster)
     request = RunRequest(
-        job.name, without_secrets(job_document(job)), submission_id, {}, rank_function, relays_from_ranks
+        job.name,
+        without_secrets(job_document(job)),
+        submission_id,
+        rank_function=rank_function,
+        relays_from_ranks=relays_from_ranks,
+        one_node=len(cluster.dashboard.nodes()) == 1,
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking

@@ -58,6 +58,7 @@ class _Report(TypedDict, total=False):
     tokens: Count
     bytes_per_token: float | None
     seconds: float
+    tasks: dict[str, dict[str, int | float]]
 
 
 def use_on_cluster(

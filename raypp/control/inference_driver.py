@@ -70,6 +70,8 @@ def carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
     job = parse_job(request["job"])
     ranks = _started(request["name"], job, request["device"])
     seats = seats_for(request["name"], 1, Mesh.of(job.mesh), ranks, request["device"])
+    if "tasks" in request:
+        _prepare(request, ranks[0])
     running = {rank.actor.run.remote(request, seat): rank for rank, seat in zip(ranks, seats, strict=True)}
     reports = ranks[0].actor.reports.remote(_REPORTS_S)
     answers: dict[int, dict[str, Any]] = {}
@@ -131,6 +133,18 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
             ) from error
         rank.set_info(info, info.facts.device_index)
     return ranks
+
+
+def _prepare(request: Mapping[str, Any], rank: Rank) -> None:
+    """Lets rank 0 load what it alone needs.
+
+    Raises:
+        GenerationError: It cannot.
+    """
+    errors: dict[int, dict[str, Any]] = {}
+    _take(rank.actor.prepare.remote(request), rank, {}, errors)
+    if errors:
+        raise first_error(errors)
 
 
 def _take(reference: Any, rank: Rank, answers: dict[int, dict[str, Any]], errors: dict[int, dict[str, Any]]) -> None:

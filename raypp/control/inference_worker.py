@@ -46,6 +46,12 @@ class InferenceWorker:
         check_node(f"node {socket.gethostname()}")
         return worker_info()
 
+    def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Prepares rank 0 for tasks; see `inference.on_seat.prepare`."""
+        from raypp.inference.on_seat import prepare
+
+        return prepare(request)
+
     def run(self, request: Mapping[str, Any], seat: Seat) -> dict[str, Any]:
         """Does this rank's part; see `inference.on_seat.use_model`."""
         from raypp.inference.on_seat import use_model

@@ -3,8 +3,10 @@ private file."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import json
 import zipfile
@@ -13,11 +15,12 @@ from pathlib import Path
 
 import raypp
 from raypp.control.credentials import FILE as PRIVATE_FILE
-from raypp.control.driver import REQUEST_FILE
-from raypp.control.protocol import RunRequest
+from raypp.control.protocol import REQUEST_FILE, RunRequest
 
 INFERENCE_FILE = "raypp-inference.json"
 """The request of `raypp.control.inference_driver`."""
+_ONLY_HERE = ("cli", "clusters", "doctor")
+_UNCHECKED_HASH = (0b01).to_bytes(4, "little")
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 
 
@@ -29,6 +32,31 @@ def code_files() -> list[tuple[str, bytes]]:
         for path in sorted(root.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts and path.suffix in (".py", ".typed", ".json", ".html")
     ]
+
+
+def compiled_files() -> list[tuple[str, bytes]]:
+    """Returns the compiled form of files that a run's processes import, as (path in the package,
+    content), as far as Python has it here.
+
+    Each run has a package of its own, whose processes would otherwise compile raypp each time.
+    A node's Python ignores them where its version differs. It does not compare them with the source
+    (PEP 552), which is done here.
+    """
+    root = Path(raypp.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in _ONLY_HERE:
+            continue
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            compiled = Path(importlib.util.cache_from_source(str(path))).read_bytes()
+            size_and_time = int(stat.st_mtime).to_bytes(4, "little") + (stat.st_size & 0xFFFFFFFF).to_bytes(4, "little")
+            if compiled[:16] == importlib.util.MAGIC_NUMBER + bytes(4) + size_and_time:
+                name = importlib.util.cache_from_source(f"raypp/{relative.as_posix()}")
+                head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(path.read_bytes())
+                found.append((name, head + compiled[16:]))
+    return found
 
 
 def build_package(
@@ -49,6 +77,7 @@ def build_package(
     """
     files = [(name, data, 0o644) for name, data in [*code_files(), *own]]
     if request is not None:
+        files += [(name, data, 0o644) for name, data in compiled_files()]
         files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode(), 0o644))
     if secrets:
         files.append((PRIVATE_FILE, json.dumps(secrets).encode(), 0o600))

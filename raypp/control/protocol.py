@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raypp.observe.json_lines import LogLine
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
+from raypp.spec.secret import HIDDEN
 
 NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
+REQUEST_FILE = "raypp-run.json"
+"""Name of the `RunRequest` in a run's package."""
 RELAYS_FROM_RANKS = 64
 """Ranks of smaller runs report to the controller directly."""
 
@@ -31,6 +35,7 @@ class RunRequest:
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
+        one_node: The driver's node is the only one, so ranks will run on it.
     """
 
     run: str
@@ -39,6 +44,24 @@ class RunRequest:
     environment: dict[str, str] = field(default_factory=dict)
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
+    one_node: bool = False
+
+
+def forks_workers(request: RunRequest) -> bool:
+    """Returns whether a run's workers are forked from a process that has torch imported."""
+    return request.rank_function is None and sys.platform == "linux"
+
+
+def rank_environment(job: dict[str, Any]) -> dict[str, str]:
+    """Returns the variables that a job sets in its ranks' processes; no secret ones.
+
+    Args:
+        job: The resolved job, as plain JSON.
+    """
+    resources = job["resources"]
+    # Ray would give every actor one thread, however many CPUs it reserves.
+    threads = {"OMP_NUM_THREADS": str(max(1, int(resources["cpus_per_rank"])))}
+    return threads | {name: value for name, value in resources["env"].items() if value != HIDDEN}
 
 
 @dataclass(frozen=True)

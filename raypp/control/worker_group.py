@@ -12,9 +12,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raypp.control.cleanup import end_actor
+from raypp.control.fork_client import EXECUTABLE
 from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
-from raypp.control.protocol import NAMESPACE, RunRequest
+from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers, rank_environment
 from raypp.control.report.relay import Relays
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
@@ -164,12 +165,11 @@ class WorkerGroup:
         self.relays.stop()
 
     def _start(self, name: str, label: str, **options: Any) -> Any:
-        # Ray would give every actor one thread, however many CPUs it reserves.
-        threads = {"OMP_NUM_THREADS": str(max(1, int(self.job.resources.cpus_per_rank)))}
+        forked = {"py_executable": EXECUTABLE} if forks_workers(self.request) else {}
         arguments = (
             self.request.run,
             label,
-            threads | self.job.resources.env,
+            rank_environment(self.request.job),
             self.controller,
             self.job.recovery.orphan_timeout_s,
             self.request.rank_function,
@@ -183,7 +183,7 @@ class WorkerGroup:
                 lifetime="detached",
                 max_concurrency=_THREADS,
                 max_restarts=0,
-                runtime_env={"env_vars": ACTOR_ENVIRONMENT},
+                runtime_env={"env_vars": ACTOR_ENVIRONMENT} | forked,
                 **options,
             )
             .remote(*arguments)

@@ -38,8 +38,11 @@ class RowFault(Exception):
     """
 
     def __init__(self, what: str, fix: str) -> None:
-        super().__init__(what)
+        super().__init__(what, fix)  # both: it travels between processes
         self.what, self.fix = what, fix
+
+    def __str__(self) -> str:
+        return self.what
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ def parse_row(row: Mapping[str, Any], text_key: str | None) -> Conversation | Co
         f"has neither messages, nor conversations, nor prompt and completion{plain} (it has {keys})",
         "rename the field that holds the conversation" if text_key is None else "set data.text_key to the field",
     )
+
+
+def is_conversation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the keys of a conversation, or of a prompt and its completion."""
+    return "messages" in row or "conversations" in row or {"prompt", "completion"} <= row.keys()
 
 
 def _messages(found: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from raypp.data.conversations import RowFault
+from raypp.data.conversations import RowFault, is_conversation
 from raypp.data.corpus import Corpus
 from raypp.data.json_rows import parse_object
 from raypp.data.source_files import SourceFile, find_files
@@ -54,7 +54,10 @@ def _text(line: str, place: str, request: Request) -> str:
         keys = ", ".join(repr(name[:_LONGEST_KEY]) for name in islice(entry, _SHOWN))
         has = f"it has {keys or 'no keys'}" if key not in entry else f"it is {type(text).__name__}"
         what = f"{place} has no text under {key!r} ({has})"
-        raise DataError(Problem(request.place, what, "set data.text_key to the field that holds the text"))
+        fix = "set data.text_key to the field that holds the text"
+        if is_conversation(entry):
+            fix = "set data.kind to chat, which reads conversations"
+        raise DataError(Problem(request.place, what, fix))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import AssembledRank, assemble
+from raypp.train.cuda_settings import prepare_queues
 from raypp.train.evaluate import Evaluator
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
@@ -94,6 +94,7 @@ def on_ranks(function: Any, source: Source, job: Job, *arguments: Any) -> Any:
         What rank 0's function returned.
     """
     world = job.mesh.world
+    prepare_queues()
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     given = (asdict(source), job_document(job), device, *arguments)
     return function(0, free_port(), *given) if world == 1 else run_ranks(world, function, *given, patience_s=None)
@@ -156,8 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = parse_job(request["job"])
         if request.get("tasks"):
-            # Read when the libraries are imported: bars would be shown when all is over.
-            os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
             from raypp.inference.harness import run_tasks
 
             answer = run_tasks(source, job, request["tasks"], request.get("limit"))

@@ -17,11 +17,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
-from raypp.inference.evaluate import loaded, on_ranks, print_report
+from raypp.inference.evaluate import on_ranks, print_report
 from raypp.inference.prompts import Answer, Encoded, end_ids
 from raypp.inference.scoring import Scored
 from raypp.inference.source import Source
-from raypp.inference.task_model import TaskModel
+from raypp.inference.task_model import TaskModel, ask_on_seat
 from raypp.pipeline.next_token import Choice
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -138,8 +138,12 @@ def run_tasks(source: Source, job: Job, tasks: Sequence[str], limit: int | None)
     return answer
 
 
-def load_tasks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def load_tasks(names: Sequence[str], where: str = "") -> dict[str, dict[str, Any]]:
     """Loads tasks and their data, as the harness's `TaskManager.load` returns them.
+
+    Args:
+        names: Names, or paths of YAML files.
+        where: Follows the name of a missing file: ` on node …`.
 
     Raises:
         JobError: There is no such task, or it cannot be loaded.
@@ -151,7 +155,7 @@ def load_tasks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         if name.endswith((".yaml", ".yml")):
             if not Path(name).is_file():
-                raise JobError(Problem(TASKS, f"there is no file {name}", "check the path"))
+                raise JobError(Problem(TASKS, f"there is no file {name}{where}", "check the path"))
         elif name not in manager.task_index:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             fix = f"did you mean {', '.join(close)}?" if close else "name one of the harness, or a YAML file"
@@ -189,26 +193,29 @@ def _tasks_on_rank(
     job, trained = parse_job(document), Source(**source)
     seat = local_seat(rank, job.mesh.world, port, job, device=device)
     ends = end_ids(trained, trained.open_tokenizer())
-    with loaded(trained, job, seat) as (assembled, runner):
-        model = TaskModel(assembled, runner, ends, lambda report: print_report({"progress": report}))
-        if rank != 0:
-            model.serve()
-            return {}
-        try:
-            return {"tasks": _results(PipelineLM(trained, model), tasks, limit)}
-        finally:
-            model.end()
+    answer = ask_on_seat(trained, job, seat, ends, lambda model: results(trained, model, tasks, limit), print_report)
+    return answer or {}
 
 
-def _results(model: PipelineLM, tasks: list[str], limit: int | None) -> dict[str, dict[str, Any]]:
+def results(source: Source, model: TaskModel, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
+    """Returns what `run_tasks` returns.
+
+    Args:
+        source: The model.
+        model: Rank 0's part of it.
+        tasks: Names, or paths of YAML files.
+        limit: Documents of each task. None: all.
+    """
     random.seed(0)
     np.random.seed(_SEED)
-    found = evaluate_tasks(lm=model, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
+    lm = PipelineLM(source, model)
+    found = evaluate_tasks(lm=lm, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
     assert found is not None
-    return {
+    by_task = {
         task: {name: value for name, value in metrics.items() if _is_metric(name, value)}
         for task, metrics in found["results"].items()
     }
+    return {"tasks": by_task}
 
 
 def _is_metric(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
+from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.tokenizer import NotEncodable, PromptTokenizer
 from raypp.errors import DataError, JobError, Problem
 from raypp.inference.source import Source
@@ -20,6 +21,7 @@ _MOST_BYTES = 256 << 20
 _LINE = Bounds(size=16 << 20)
 _SHOWN = 5
 _UNFINISHED = "\ufffd"
+_CONTENT = "what-the-assistant-writes"
 
 
 class _Row(TypedDict):
@@ -129,8 +131,33 @@ def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, m
 
 
 def end_ids(source: Source, tokenizer: PromptTokenizer) -> tuple[int, ...]:
-    """Returns the ids that end a text."""
-    return source.eos_ids or (tokenizer.eos_id,)
+    """Returns the ids that end a text; for a run, those that its export has."""
+    own = (tokenizer.eos_id,) if source.run or not source.eos_ids else ()
+    return tuple(dict.fromkeys((*source.eos_ids, *own)))
+
+
+def end_of_turn(template: ChatTemplate) -> str:
+    """Returns what a template writes right behind an assistant's turn, up to the next blank; ""
+    if nothing.
+
+    A model that was trained on conversations writes it where it has answered.
+    """
+    try:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        _, _, behind = template.render(turns).text.rpartition(_CONTENT)
+    except TemplateFault:  # the conversation will tell
+        return ""
+    return next(iter(behind.split()), "")
+
+
+def chat_end_ids(source: Source, tokenizer: PromptTokenizer, template: ChatTemplate) -> tuple[int, ...]:
+    """Returns the ids that end an answer: those of a text, and that of the end of a turn if it is
+    one token."""
+    try:
+        turn = tokenizer.encode(end_of_turn(template)).tolist()
+    except NotEncodable:
+        turn = []
+    return tuple(dict.fromkeys((*end_ids(source, tokenizer), *(turn if len(turn) == 1 else ()))))
 
 
 @dataclass
@@ -141,12 +168,14 @@ class Answer:
         prompt: The prompt.
         tokens: The new tokens, without one that ends the text.
         finish: `length` or `eos`; None: not yet.
+        stop: A text that ends the answer, and is no part of it.
     """
 
     prompt: Encoded
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     shown: int = 0
+    stop: str = ""
 
     def add(self, token: int, finish: str | None) -> None:
         """Adds a token."""
@@ -159,12 +188,18 @@ class Answer:
         before = tokenizer.decode(self.prompt.tokens)
         whole = tokenizer.decode([*self.prompt.tokens, *self.tokens])
         # A tokenizer may write a word's space only where another word precedes it.
-        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
+        text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(self.tokens)
+        return text.partition(self.stop)[0] if self.stop else text
 
     def news(self, tokenizer: PromptTokenizer) -> str:
-        """Returns the text since the last call, up to the last whole character."""
+        """Returns the text since the last call, up to the last whole character.
+
+        What may become `stop` waits, too.
+        """
         text = self.text(tokenizer)
         if self.finish is None:
             text = text.rstrip(_UNFINISHED)
+            begun = next((n for n in range(len(self.stop) - 1, 0, -1) if text.endswith(self.stop[:n])), 0)
+            text = text[: len(text) - begun]
         fresh, self.shown = text[self.shown :], max(self.shown, len(text))
         return fresh

@@ -52,7 +52,7 @@ class Source:
         context: Longest sequence, in tokens.
         precision: `fp32` or `bf16`: the dtype that it was trained or stored in.
         tokenizer: `bytes`, or the path or URL of a tokenizer.json; None: there is none.
-        eos_ids: The ids that end a text. Empty: the tokenizer's.
+        eos_ids: The ids that end a text, as generation_config.json says. Empty: the tokenizer's.
         store: URL of the run's store; None: the weights are in the files of `model.from_hf`.
         run: The run's name; empty for a Hugging Face folder.
         step: The step of the checkpoint.
@@ -263,6 +263,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
         context=context,
         precision="fp32" if train.get("precision", "fp32") == "fp32" else "bf16",
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
+        eos_ids=_ids_beside(tokenizer) if isinstance(tokenizer, str) else (),
         store=store.url,
         run=commit.run,
         step=commit.step,
@@ -292,6 +293,14 @@ def _of_folder(argument: str) -> Source:
 def _context(config: Mapping[str, Any]) -> int:
     length = config.get("max_position_embeddings")
     return int(length) if isinstance(length, int | float) and length > 0 else _CONTEXT
+
+
+def _ids_beside(tokenizer: str) -> tuple[int, ...]:
+    """Returns the ids of generation_config.json beside a tokenizer.json, as in an export."""
+    folder = expand_home(tokenizer).parent
+    if is_remote(tokenizer) or Path(tokenizer).name != _TOKENIZER or not (folder / _GENERATION).is_file():
+        return ()
+    return _end_ids(HfFiles(str(folder)), {})
 
 
 def _end_ids(files: HfFiles, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -40,14 +40,14 @@ def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: f
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([function.__module__])
         port = free_port()
-        processes = [
-            context.Process(target=_rank, args=(rank, port, function, arguments, name), daemon=True)
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        processes = []
         deadline = None if patience_s is None else time.monotonic() + patience_s
         try:
+            for rank in range(world):
+                # No daemon: those may not start processes, as lm-evaluation-harness does.
+                process = context.Process(target=_rank, args=(rank, port, function, arguments, name), daemon=False)
+                process.start()
+                processes.append(process)
             while any(process.is_alive() for process in processes):
                 late = deadline is not None and time.monotonic() > deadline
                 if late or any(process.exitcode for process in processes):
@@ -62,8 +62,8 @@ def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: f
         if failed:
             reports = sorted(folder.glob("failed.*"))
             cause = reports[0].read_text().strip() if reports else f"no answer within {patience_s or 0:.0f} s"
-            rank = reports[0].suffix[1:] if reports else failed[0]
-            raise RunFailedError(f"rank {rank} of {len(processes)} failed: {cause}")
+            which = reports[0].suffix[1:] if reports else failed[0]
+            raise RunFailedError(f"rank {which} of {len(processes)} failed: {cause}")
         return json.loads((folder / "answer").read_text())
 
 

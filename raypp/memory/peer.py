@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_frame
+from raypp.storage.other_traffic import LOW_PRIORITY
 from raypp.storage.rate_limit import Abandoned, Pace
 from raypp.untrusted.sockets import Listener, introduce, receive
 
@@ -38,7 +39,6 @@ _BUFFER_BYTES = 128 << 10
 is that of the network, not of a copy into the buffer."""
 _SLOWEST_BYTES_PER_S = 64 << 10
 _ANSWER = struct.Struct("<Q?")
-_LOW_PRIORITY = 0x20  # DSCP CS1: background traffic
 
 Place = Callable[[int, int], Slot]
 """(rank whose copy arrives, bytes) -> a slot that may be overwritten; raises OSError if there is no
@@ -243,7 +243,7 @@ class CopySender:
         self._socket = connection  # from here on `close` can shut it down
         try:
             with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_PRIORITY)
+                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_PRIORITY)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             introduce(connection, self._secret, self._rank)
             connection.settimeout(_IO_S)

@@ -22,7 +22,14 @@ from raypp.checkpoint.commit import job_identity
 from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.layout import attempt_key
 from raypp.checkpoint.load_checkpoint import fill_optimizer
-from raypp.checkpoint.state import OPTIMIZER, Slice, model_slices, optimizer_slices
+from raypp.checkpoint.state import (
+    OPTIMIZER,
+    RESIDUAL,
+    Slice,
+    model_slices,
+    optimizer_slices,
+    residual_slices,
+)
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.memory.fetch import choose, fetch_snapshot, from_rank_zero, gather_json, snapshots_here
 from raypp.memory.rank_slots import RunLife
@@ -198,6 +205,10 @@ class PreparedLoad:
         targets = model_slices(stages)
         more, self._entries = optimizer_slices(stages, optimizer, saved)
         targets.update(more)
+        residuals = residual_slices(stages, saved)
+        if residuals.cleared or (not residuals.targets and any(f"/{RESIDUAL}" in name for name in saved)):
+            raise ValueError("gradients were summed over replicas in another way (train.sync)")
+        targets.update(residuals.targets)
         self._python = {name: entry.python for name, entry in by_name.items() if entry.python}
         self._pairs: list[tuple[Tensor, TensorEntry]] = []
         for name, slices in targets.items():

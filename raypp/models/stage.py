@@ -59,6 +59,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.options = options
         self.first = first
+        self.holds_both_ends = first and last
         self.ends = options.stage_ends()
         self.model = Backbone(options, layers, first, last, make_layer)
         untied = last and not options.tie_embeddings

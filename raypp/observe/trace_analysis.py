@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from raypp.observe.slow_passes import Pass, slow_starts_of, waited_before
 from raypp.observe.trace import COMPUTE, RankTrace, Span
 from raypp.schedules.action import Action
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
@@ -108,13 +109,16 @@ class Analysis:
     error_s: float
 
 
-def analyse(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Analysis:
+def analyse(
+    ranks: Sequence[RankTrace], link_s: Sequence[float] = (), cards: Sequence[int | None] | None = None
+) -> Analysis:
     """Analyses a trace.
 
     Args:
         ranks: The parts of the ranks.
         link_s: Seconds of a message between each stage and the next, if they were measured; the
             simulation has free links without.
+        cards: The network card of every pipeline rank, if messages share any.
     """
     messages = list(messages_of(ranks))
     times = {one.rank: _times_of(one) for one in ranks}
@@ -127,7 +131,7 @@ def analyse(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Analysi
         messages=messages,
         step_s=_whole(ranks, "step"),
         pipeline_s=_whole(ranks, "pipeline"),
-        prediction=predicted(ranks, link_s),
+        prediction=predicted(ranks, link_s, cards),
         error_s=max((one.clock_error_s for one in ranks), default=0.0),
     )
 
@@ -186,19 +190,27 @@ def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
     return [ends[step] - begins[step] for step in sorted(begins)]
 
 
-def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Prediction | None:
+def predicted(
+    ranks: Sequence[RankTrace], link_s: Sequence[float] = (), cards: Sequence[int | None] | None = None
+) -> Prediction | None:
     """Simulates the program that the ranks ran, with the median times of their actions.
+
+    Where passes after waits were slower than those in a row, so they are in the simulation.
 
     Returns:
         None if the trace lacks actions, or they are no program that can run.
     """
     program: dict[int, list[Action]] = {}
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    passes: list[Pass] = []  # of CPUs: a device's clock does not stop with its host
     for one in ranks:
         waits = _gather_waits(one)
         own = [span for span in one.spans if span.kind in COMPUTE]
-        for index, span in enumerate(own):
-            seconds[span.kind, span.stage].append(max(0.0, span.seconds - waits.get((span.step, index), 0.0)))
+        for index, (span, waited) in enumerate(zip(own, waited_before(one), strict=True)):
+            took = max(0.0, span.seconds - waits.get((span.step, index), 0.0))
+            seconds[span.kind, span.stage].append(took)
+            if one.device == "cpu":
+                passes.append(Pass((span.kind, span.stage), waited, took))
         last = [Action(s.stage, s.kind, s.microbatch) for s in own if s.step == own[-1].step]  # type: ignore[arg-type]
         program.setdefault(one.coordinates.pp, last)
     actions = [action for line in program.values() for action in line]
@@ -211,7 +223,10 @@ def predicted(ranks: Sequence[RankTrace], link_s: Sequence[float] = ()) -> Predi
         return None
     if microbatches > len(actions) or check_program(program, placement, microbatches):
         return None
-    times = _stage_times(seconds, stages, link_s)
+    in_a_row, starts = slow_starts_of(passes)
+    times = replace(_stage_times(seconds | in_a_row, stages, link_s), slow_starts=starts)
+    if cards is not None and len(cards) == len(program):
+        times = replace(times, cards=cards)
     return Prediction(simulate(program, times), times)
 
 

@@ -26,6 +26,7 @@ from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_exper
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled_blocks
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
 from raypp.spec.quantised import quantised_base
@@ -40,10 +41,12 @@ class PreparedStage:
         module: The module.
         late_sums: The stage's gradient sums, which the caller waits for at the end of a step. None
             where FSDP's own reduce-scatter is used.
+        replica_sums: The stage's sums over replicas. None where there are none, or FSDP takes them.
     """
 
     module: nn.Module
     late_sums: LateSums | None
+    replica_sums: ReplicaSums | None = None
 
 
 def compute_dtype(job: Job) -> torch.dtype:
@@ -91,11 +94,16 @@ def prepare_stage(
         _compile_blocks(stage)
     if extent != "none" and not within:
         recompute_blocks(stage, "selective" if extent == "selective" else "full")
-    late_sums = None if data_mesh is None else _shard(stage, job, data_mesh, expert_mesh)
+    late_sums = replica_sums = None
+    if data_mesh is not None:
+        late_sums = _shard(stage, job, data_mesh, expert_mesh)
+        replica_sums = _replica_sums(stage, job, data_mesh)
     stage = stage.to_empty(device=device)
+    if replica_sums is not None:
+        replica_sums.allocate(stage)
     if pure and data_mesh is None and job.train.reduce_dtype == "fp32":
         sum_in_fp32(stage)
-    return PreparedStage(stage, late_sums)
+    return PreparedStage(stage, late_sums, replica_sums)
 
 
 def _compile_blocks(stage: nn.Module) -> None:
@@ -161,5 +169,22 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         if job.mesh.reshard_after_forward:
             _prefetch_next_block(stage)
         return None
-    in_place = job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"
-    return sum_by_parts(stage, late=data_mesh.ndim == 1 and in_place)
+    return sum_by_parts(stage, late=data_mesh.ndim == 1 and _sums_in_place(job))
+
+
+def _sums_in_place(job: Job) -> bool:
+    """Whether a reduced gradient is the weight's gradient itself, not a copy in another dtype."""
+    return job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"
+
+
+def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaSums | None:
+    """Takes the sums over replicas from FSDP where that gains anything.
+
+    On CUDA, FSDP sums on a separate stream, so its exact sums are beside the backward already.
+    """
+    if data_mesh.ndim == 1:
+        return None
+    int8, late = job.train.sync.kind == "int8", data_mesh.device_type == "cpu"
+    if not _sums_in_place(job) or not (int8 or late):
+        return None
+    return ReplicaSums(stage, int8=int8, late=late)

@@ -88,14 +88,6 @@ class LateSums:
         if not self.late:
             self.wait()
 
-    def begin_within(self, stage: FSDPModule, root: Tensor) -> None:
-        """Starts sums within the backward from `root`, if they may complete late.
-
-        See `reduce_within_backward`, which also describes the arguments.
-        """
-        if self.late:
-            reduce_within_backward(stage, root)
-
     @property
     def under_way(self) -> int:
         """The number of sums in flight."""

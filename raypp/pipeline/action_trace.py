@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raypp.parallel.late_sums import LateSums
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.device_clock import DeviceClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.torch_private import Computation
@@ -63,6 +64,8 @@ class ActionTrace:
         self._hooks: list[Any] = []
         self._restore: list[Callable[[], None]] = []
         for stage in stages:
+            if stage.replica_sums is not None:
+                self._watch_replica_sums(stage.replica_sums, stage.stage_index)
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
                     self._watch_gather(module, stage)
@@ -131,6 +134,10 @@ class ActionTrace:
     def _watch_sums(self, module: FSDPModule, sums: LateSums, stage: int) -> None:
         module.set_custom_reduce_scatter(_TimedSums(sums, self, stage))  # type: ignore[arg-type]
         self._restore.append(lambda: module.set_custom_reduce_scatter(sums))  # type: ignore[arg-type]
+
+    def _watch_replica_sums(self, sums: ReplicaSums, stage: int) -> None:
+        sums.timed = lambda: self.timed("sum", stage)
+        self._restore.append(lambda: setattr(sums, "timed", nullcontext))
 
 
 class _TimedSums:

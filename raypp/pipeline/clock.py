@@ -14,6 +14,8 @@ from raypp.schedules.action import Kind
 
 _Key = tuple[Kind, int, bool]
 """The action's kind and stage, and whether its message was timed."""
+_ENOUGH = 8
+"""Times of one kind from which a spread is told."""
 
 
 class ActionClock:
@@ -53,6 +55,19 @@ class ActionClock:
         for (kind, stage, _), seconds in self._seconds().items():
             found[kind, stage] += statistics.median(seconds)
         return dict(found)
+
+    def spread(self) -> float:
+        """Returns by what fraction an action's time varies, up or down.
+
+        Half the distance between the 10th and the 90th percentile, as a mean over the kinds of
+        actions. 0: too few were timed.
+        """
+        found = []
+        for (*_, message), seconds in self._seconds().items():
+            if not message and len(seconds) >= _ENOUGH:
+                tenths = statistics.quantiles(seconds, n=10)
+                found.append((tenths[-1] - tenths[0]) / 2 / max(statistics.median(seconds), 1e-9))
+        return statistics.mean(found) if found else 0.0
 
     def taken_s(self) -> float:
         """Returns the seconds of everything timed since the last call."""

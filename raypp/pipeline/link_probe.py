@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from raypp.schedules.communication import channels_of
 
-_ROUNDS = 4
+_ROUNDS = 5
 """Messages per channel, one after another. The first is not timed: it may fit into buffers."""
 
 
@@ -38,18 +41,36 @@ def connect(
             dist.recv(number, group=group, group_src=source)
 
 
-def message_seconds(
+@dataclass(frozen=True)
+class Channel:
+    """What a message takes on one channel.
+
+    Attributes:
+        wire_s: Seconds while no other channel of the pipeline uses the cards at either end.
+        crowded_s: Seconds while all channels are in use. Cards that several channels share make it
+            longer.
+    """
+
+    wire_s: float
+    crowded_s: float
+
+
+def time_channels(
     rank: int,
     rank_of_stage: Sequence[int],
     up: dist.ProcessGroup,
     down: dist.ProcessGroup,
     device: torch.device,
     size: int,
-) -> dict[tuple[int, int], float]:
-    """Measures the seconds of a message on each channel that ends at this rank, all channels busy.
+    together: Callable[[], None],
+) -> dict[tuple[int, int], Channel]:
+    """Measures the seconds of a message on each channel that ends at this rank.
 
-    In the middle of a step a rank between two others has two messages in each direction on its one
-    cable; so the probe loads all channels of the pipeline at once. Collective over its ranks.
+    First in a few turns, in each of which no rank has more than one message to send and one to
+    receive at a time: that is what the wire needs. Then with all channels in use, as in the middle
+    of a step: that is the wire and the queue at its cards. Only receivers take times, each the
+    difference between messages that follow one another without a pause, so no clocks are compared
+    and no wait for a sender is counted. Collective over the pipeline's ranks.
 
     Args:
         rank: This pipeline rank.
@@ -58,11 +79,50 @@ def message_seconds(
         down: Group of messages to lower ranks.
         device: The device of the messages.
         size: Bytes of a message, a uint8 tensor `[size]`.
+        together: Waits for all ranks that may use the same cards, in this pipeline and in others.
 
     Returns:
-        Seconds by (source rank, this rank).
+        By (source rank, this rank).
     """
     channels = channels_of(rank_of_stage)
+    wire: dict[tuple[int, int], list[float]] = {}
+    for turn in turns_of(channels):
+        together()
+        wire |= _intervals(rank, turn, up, down, device, size)
+    together()
+    crowded = _intervals(rank, channels, up, down, device, size)
+    # Alone, messages arrive evenly, and one that is late has a cause outside. Among others, a card
+    # may serve one channel for a while and then another.
+    return {
+        channel: Channel(statistics.median(wire[channel]), statistics.mean(seconds))
+        for channel, seconds in crowded.items()
+    }
+
+
+def turns_of(channels: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divides channels into turns in which each rank sends on at most one and receives on one."""
+    turns: list[list[tuple[int, int]]] = []
+    for source, to in channels:
+        free = (turn for turn in turns if all(source != other and to != target for other, target in turn))
+        turn = next(free, None)
+        if turn is None:
+            turns.append(turn := [])
+        turn.append((source, to))
+    return turns
+
+
+def _intervals(
+    rank: int,
+    channels: Sequence[tuple[int, int]],
+    up: dist.ProcessGroup,
+    down: dist.ProcessGroup,
+    device: torch.device,
+    size: int,
+) -> dict[tuple[int, int], list[float]]:
+    """Returns the seconds between messages on these channels, all in use at once.
+
+    By (source rank, this rank).
+    """
     incoming = [channel for channel in channels if channel[1] == rank]
     buffers = {
         channel: [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_ROUNDS)] for channel in incoming
@@ -85,7 +145,7 @@ def message_seconds(
             arrived[channel].append(time.perf_counter())
     for send in sends:
         _wait(send, device)
-    return {channel: (times[-1] - times[0]) / (_ROUNDS - 1) for channel, times in arrived.items()}
+    return {channel: [b - a for a, b in pairwise(times)] for channel, times in arrived.items()}
 
 
 def _wait(work: dist.Work | None, device: torch.device) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.parallel.late_sums import LateSums
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.receive_stream import computes_on, posting_receives
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 from raypp.torch_private import ChunkStage
@@ -49,6 +50,8 @@ class PlannedStage(ChunkStage):
         gradients: Wire format of gradients; None: as computed.
         seed: Seeds the formats' random numbers, with the step, the stage and the microbatch.
         late_sums: The gradient sums that are awaited at the end of a step; None if there are none.
+        replica_sums: The sums over replicas that FSDP does not take; None if there are none.
+        replicated: Whether other replicas hold the same weights.
         frees_weights: Whether each block frees its gathered weights after its use.
         below_trains: Whether a stage below has trained parameters. If not, the backward ends here.
     """
@@ -69,6 +72,8 @@ class PlannedStage(ChunkStage):
         gradients: WireFormat | None = None,
         seed: int = 0,
         late_sums: LateSums | None = None,
+        replica_sums: ReplicaSums | None = None,
+        replicated: bool = False,
         frees_weights: bool = False,
         below_trains: bool = True,
     ) -> None:
@@ -78,6 +83,7 @@ class PlannedStage(ChunkStage):
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
         self.late_sums, self.frees_weights, self.below_trains = late_sums, frees_weights, below_trains
+        self.replica_sums, self.replicated = replica_sums, replicated
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []
@@ -110,6 +116,12 @@ class PlannedStage(ChunkStage):
         self.backward_state.clear()
         self.dw_runner.clear()
         self.output_chunks.clear()
+
+    @property
+    def sums_beside(self) -> bool:
+        """Whether sums of gradients can run beside the backward that completes the gradients."""
+        own = (self.late_sums, self.replica_sums)
+        return self.device.type != "cpu" or any(sums is not None and sums.late for sums in own)
 
     # Messages to and from other ranks.
 

@@ -27,6 +27,7 @@ from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
+from raypp.pipeline.sum_start import sum_start
 from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages
@@ -192,6 +193,7 @@ class ProgramRuntime:
         self.posting = posting_on(stages[0].device.type)
         self.load(program)
         self._reducing: list[PlannedStage] = []
+        self._held: list[PlannedStage] = []
         self._sends: dict[SendKey, dist.Work] = {}
         self._receives: dict[SendKey, dist.Work] = {}
         self._do: dict[Computation, Callable[[PlannedStage, int], None]] = {
@@ -223,6 +225,8 @@ class ProgramRuntime:
         self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
         self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
         self._backwards = stages_with_backward(program) if self._has_backward else set()
+        replicated = [index for index, stage in self.planned.items() if stage.replicated and stage.sums_beside]
+        self._sum_start = sum_start(self.actions, replicated)
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
@@ -265,6 +269,8 @@ class ProgramRuntime:
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets
         self._losses: dict[int, Tensor] = {}
         self._reducing.clear()
+        self._held.clear()
+        self._all_sent = False
         do = self._do if self.trace is None else self.trace.around(self._do)
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
             self.now = name
@@ -274,22 +280,37 @@ class ProgramRuntime:
             do[action.computation_type](self.planned[action.stage_index], microbatch)
             for key in self._arrivals.get(position, ()):
                 self._sends.pop(key).wait()
+            if position == self._sum_start.last_send and not self._sum_start.waits:
+                self._all_sent = True
+                self._start_held_sums()
         if self._sends and self.mark is not None:
             self.mark("sends")
         with self._traced("wait sends"):
             for work in self._sends.values():
                 work.wait()
         self._sends.clear()
-        with self._traced("wait sums"):
-            for stage in self._reducing:
-                stage.perform_reduce_grad(1)
-            for stage in self.planned.values():
-                if stage.late_sums is not None:
-                    stage.late_sums.wait()
+        self._start_held_sums()
+        self._wait_for_sums()
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
         return [self._losses[index] for index in sorted(self._losses)]
+
+    def _start_held_sums(self) -> None:
+        """Starts the sums that waited for the rank's last message (`pipeline.sum_start`)."""
+        for stage in self._held:
+            stage.perform_reduce_grad(1)
+        self._held.clear()
+
+    def _wait_for_sums(self) -> None:
+        sums = [one for stage in self.planned.values() for one in (stage.late_sums, stage.replica_sums) if one]
+        if self.mark is not None and any(one.under_way for one in sums):
+            self.mark("sums")
+        with self._traced("wait sums"):
+            for stage in self._reducing:
+                stage.perform_reduce_grad(1)
+            for one in sums:
+                one.wait()
 
     def _traced(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self.trace is None else self.trace.timed(kind)
@@ -349,12 +370,10 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        if isinstance(stage.submod, FSDPModule) and self._last_whole.get(stage.stage_index) == microbatch:
-            root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
-            if stage.late_sums is not None:
-                stage.late_sums.begin_within(stage.submod, root)
-            else:
-                reduce_within_backward(stage.submod, root)
+        last = self._last_whole.get(stage.stage_index) == microbatch
+        if last and isinstance(stage.submod, FSDPModule) and self._sums_within(stage):
+            reduce_within_backward(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
+            if stage.device.type != "cpu":
                 self._reducing.append(stage)
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
@@ -367,6 +386,10 @@ class ProgramRuntime:
         elif stage.stage_index - 1 in self.planned:
             gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
             self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
+
+    def _sums_within(self, stage: PlannedStage) -> bool:
+        """Whether a stage's sums begin within its last backward."""
+        return stage.sums_beside and stage.stage_index not in self._sum_start.held
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):
@@ -418,5 +441,7 @@ class ProgramRuntime:
     def _reduce(self, stage: PlannedStage, microbatch: int) -> None:
         # A reduction under way on a GPU ends with the step: ending it here would make what this
         # rank still computes wait for it.
-        if stage not in self._reducing:
+        if stage.stage_index in self._sum_start.held and not self._all_sent:
+            self._held.append(stage)
+        elif stage not in self._reducing:
             stage.perform_reduce_grad(1)

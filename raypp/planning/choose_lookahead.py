@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,11 @@ _PATIENCE = 3
 _MOST_SIMULATED = 300_000
 """Actions of all programs together beyond which no deeper one is tried: a simulation takes time."""
 
+_DRAWS = 6
+"""Simulations of a program whose actions vary, each with other times."""
+_BY_EVENTS = 5
+"""How much longer a simulation takes that follows events: with shared cards, or varying times."""
+
 
 @dataclass(frozen=True)
 class Depth:
@@ -25,7 +31,7 @@ class Depth:
 
     Attributes:
         lookahead: Extra forwards per rank below.
-        step_s: Simulated time of the program.
+        step_s: Simulated time of the program; a mean over several if the times vary.
         in_flight: Largest number of microbatches in flight, by stage.
         simulator: Of the program.
         timeline: Its simulation.
@@ -57,9 +63,10 @@ def depths(
             Depth 0 is always included, because it is what the job would do anyway.
     """
     found: list[Depth] = []
+    repeats = _DRAWS * _BY_EVENTS if times.spread or times.link_spread else _BY_EVENTS if times.cards else 1
     for lookahead in range(microbatches):
         before = found[-1].simulator if found else None
-        if before is not None and (lookahead + 1) * before.actions > _MOST_SIMULATED:
+        if before is not None and (lookahead + 1) * before.actions * repeats > _MOST_SIMULATED:
             break
         try:
             one = simulator(lookahead)
@@ -71,7 +78,8 @@ def depths(
         in_flight = tuple(timeline.in_flight)
         if found and most_in_flight is not None and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True)):
             break
-        found.append(Depth(lookahead, timeline.makespan, in_flight, one, timeline))
+        step_s = statistics.mean(one.run_varied(times, _DRAWS))
+        found.append(Depth(lookahead, step_s, in_flight, one, timeline))
         if len(found) > _PATIENCE and found[-1].step_s >= found[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return found

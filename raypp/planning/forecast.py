@@ -3,7 +3,8 @@
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
 of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
 schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute, and for what is offloaded: a stage takes as long as the slower of the two.
+overlaps with compute, for sums over replicas (`planning.replica_sums`), and for what is offloaded:
+a stage takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind, microbatch_tokens, stage_activation_bytes
+from raypp.planning.cards import cards_of_nodes
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
@@ -22,19 +24,24 @@ from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
+from raypp.planning.replica_sums import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     MOST_LISTED,
+    MOST_ON_CARDS,
     Border,
     LinkUse,
     border_between,
     collectives,
     gatherings,
     layer_traffic,
+    link_of_replicas,
     link_uses,
+    nodes_of_pipeline,
     of_pipeline_rank,
 )
 from raypp.schedules.simulate import StageTimes, Timeline
+from raypp.schedules.slow_starts import SlowStarts
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 
@@ -58,6 +65,7 @@ class Forecast:
         bottleneck: Description of what a step waits for most.
         measured: Which inputs were measured: "costs", "links".
         sources: Description of where costs and links come from.
+        replica_sums: Sums of gradients over replicas; None without replicas.
     """
 
     step_s: float
@@ -72,6 +80,7 @@ class Forecast:
     bottleneck: str
     measured: tuple[str, ...]
     sources: tuple[str, ...]
+    replica_sums: ReplicaSums | None = None
 
     @property
     def peak_memory(self) -> int:
@@ -110,6 +119,9 @@ def forecast(
     slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
     speeds = [slowest_of[rank] for rank in holder]
     times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
+    apart = sum(map(len, pipeline.program.values())) > MOST_ON_CARDS
+    if not apart:
+        times = replace(times, cards=cards_of_nodes(holder, nodes_of_pipeline(mesh, seats)))
 
     lookahead = job.pipeline.lookahead
     if lookahead == "auto":
@@ -131,12 +143,14 @@ def forecast(
     sent = collectives(job, machines, mesh, seats, max(parameters), trained)
     copied = _copies(job, costs, max(parameters), trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+    between = link_of_replicas(machines, mesh, seats)
+    summed = replica_sums(job, pipeline, timeline, between, [border.seconds for border in borders], kind)
     share = job.mesh.fsdp * job.mesh.cp
     parts = {
         "other": costs.step_s,
         "unshard": unshard,
         "pipeline": timeline.makespan,
-        "reduce": reduce,
+        "reduce": reduce + (summed.exposed_s if summed is not None else 0.0),
         "optimizer": costs.optimizer_s * trained / share / slowest
         + _state_copies(job, machines, costs, pipeline, kind),
     }
@@ -160,8 +174,10 @@ def forecast(
             costs.source,
             machines.source,
             *offload_assumption(job, machines.inside_gbps),
+            *(["messages of different borders share no card (the program is very long)"] * (apart and cables > 1)),
             *([f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed"] * (cables > MOST_LISTED)),
         ),
+        replica_sums=summed,
     )
 
 
@@ -189,7 +205,10 @@ def _stage_times(
         forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
         backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
     links = [border.seconds for border in borders]
-    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
+    slow = SlowStarts.of(costs.slow_starts)
+    return StageTimes(
+        forward, backward, costs.input_share, links, costs.weight_share, first_whole=True, slow_starts=slow
+    )
 
 
 def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[float, float]:

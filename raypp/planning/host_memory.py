@@ -14,7 +14,7 @@ from raypp.errors import Problem
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
 from raypp.planning.machines import Machines
-from raypp.planning.memory import RankMemory, offloaded_bytes, state_of
+from raypp.planning.memory import RankMemory, offloaded_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.stored_bytes import size_text
@@ -104,7 +104,7 @@ def host_memory(
     tier = job.checkpoint.memory_tier
     situations = pipeline.simulator().situations
     parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
-    saved = [state_of(job, stages, cut, kind).saved for stages, cut, _ in parts]
+    saved = [state_of(job, stages, cut, kind).saved + residual_bytes(job, stages, cut) for stages, cut, _ in parts]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
     pipeline_ranks: dict[str, list[int]] = {}

@@ -63,7 +63,8 @@ class RankMemory:
     Attributes:
         weights: Parameters, frozen ones in `model.lora.base`; this rank's share under fsdp · cp.
         gradients: Of trained parameters; this rank's share.
-        optimizer: State of the optimizer for them; this rank's share.
+        optimizer: State of the optimizer for them, and residuals of int8 sums (train.sync); this
+            rank's share.
         gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
             gradients until they are reduced.
         activations: What forwards in flight keep for their backwards.
@@ -122,7 +123,7 @@ def rank_memory(
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut),
         gradients=0,
-        optimizer=held.optimizer,
+        optimizer=held.optimizer + residual_bytes(job, stages, cut),
         gathered=0,
         activations=0,
         logits=0,
@@ -169,6 +170,13 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
     largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
     weights = weight_bytes(job) * share
     return held_state(job, share, -(-largest // ranks), weights, state_bytes(job, share), kind)
+
+
+def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of a rank's residuals of int8 sums over replicas, for its stages."""
+    return (
+        _FP32 * _trained_share(job, stages, cut) if job.train.sync.kind == "int8" and job.mesh.dp_replicate > 1 else 0
+    )
 
 
 def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:
@@ -314,9 +322,10 @@ class Gathered:
         """Returns the figures of a rank's stages.
 
         A reduction has a buffer with what is sent and, if there are other ranks, one with what is
-        received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`),
-        unless there are replicas or sums are in bf16. Otherwise one block after the other is
-        reduced, beside the gradients.
+        received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`,
+        `parallel.replica_sums`), unless they are in bf16. Otherwise one block after the other is
+        reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
+        replicas' messages and the next residuals.
         """
         replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
         replaces = replicas > 1 or job.train.precision == "bf16"
@@ -345,11 +354,15 @@ class Gathered:
         total = sum(trained.values())
         share = weight_bytes(job) * _trained_share(job, stages, cut)
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
-        one_by_one = job.mesh.dp_replicate > 1 or job.train.reduce_dtype == "bf16"
-        if kind == "cuda" or one_by_one or job.train.precision == "bf16_pure":
-            buffers //= 1 + sum(cut[stage] for stage in stages)  # of one block; the ends are another
-            return cls(True, weights, flat, gradients, buffers, gradient_bytes(job) * total, share, weight_bytes(job))
-        return cls(True, weights, flat, gradients, buffers, 0, share, weight_bytes(job))
+        residuals = residual_bytes(job, stages, cut)
+        messages = residuals // _FP32 * job.mesh.dp_replicate
+        if kind == "cuda" or job.train.reduce_dtype == "bf16" or job.train.precision == "bf16_pure":
+            buffers = (buffers + messages) // (1 + sum(cut[stage] for stage in stages))  # of one block, or the ends
+            beside = gradient_bytes(job) * total + residuals
+            return cls(True, weights, flat, gradients, buffers, beside, share, weight_bytes(job))
+        if job.mesh.fsdp * job.mesh.cp == 1 and replicas > 1:
+            buffers = total * sum_bytes(job)
+        return cls(True, weights, flat, gradients, buffers + messages + residuals, 0, share, weight_bytes(job))
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""

@@ -9,6 +9,7 @@ from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
+from raypp.planning.replica_sums import ReplicaSums
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.planning.search import advice
 from raypp.planning.traffic import LinkUse
@@ -40,6 +41,7 @@ class Prediction:
         device_memory: Bytes of a device; 0: unknown.
         measured: Which inputs were measured: costs, links.
         assumptions: Description of each assumption.
+        replica_sums: Sums of gradients over replicas; None without replicas.
     """
 
     device: str
@@ -55,6 +57,7 @@ class Prediction:
     device_memory: int
     measured: tuple[str, ...]
     assumptions: tuple[str, ...]
+    replica_sums: ReplicaSums | None = None
 
 
 @dataclass(frozen=True)
@@ -144,4 +147,5 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         device_memory=device.memory,
         measured=found.measured,
         assumptions=(*found.sources, "every row is data.seq_len tokens long"),
+        replica_sums=found.replica_sums,
     )

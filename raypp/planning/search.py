@@ -23,6 +23,7 @@ from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 
@@ -100,7 +101,7 @@ def search(
             out_of_time = True
             break
         one = changed_job(job, changes)
-        if one is None or check_plan(one):
+        if one is None or check_plan(one) or check_training(one):
             refused += 1
             continue
         try:
@@ -149,11 +150,13 @@ def advice(
         else:
             more = 2 * pipeline.microbatches
             single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
+    if job.mesh.dp_replicate > 1 and job.train.sync.kind == "exact":
+        single.append(("train.sync.kind int8 (changes the numbers)", {"train.sync.kind": "int8"}))
     gains = []
     tokens = now.tokens_per_s
     for text, changes in single:
         one = changed_job(job, changes)
-        if one is None or check_plan(one):
+        if one is None or check_plan(one) or check_training(one):
             continue
         cast = forecast(one, machines, costs, device_memory)
         gain = 1 - tokens / cast.tokens_per_s

@@ -1,7 +1,9 @@
 """The traffic of a step between and within stages, and the time it takes on the links.
 
 Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
-from one node to another at the same place, each gets an `n`-th of the cable's rate.
+from one node to another at the same place, each gets an `n`-th of the cable's rate. Messages of one
+pipeline that cross different boundaries share a node's cable only while both are on their way
+(`schedules.shared_cards`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from raypp.planning.sizes import sizes_of
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 
-_FP32 = 4
 MOST_LISTED = 1024
 """Most cables in a forecast: those of large meshes are alike."""
+MOST_ON_CARDS = 4096
+"""Actions of a program beyond which messages of different boundaries are taken to share no card: a
+simulation that knows about cards takes several times as long."""
 _MOST_LINKS = 16
 """With more cables than this, the gain from each one is not simulated."""
 
@@ -34,7 +38,8 @@ class LinkUse:
         gbps: Its rate.
         bytes_per_step: Activations or gradients of all pipelines that cross here.
         message_s: Seconds per message, including the share of others on the cable.
-        busy: Fraction of the step in which the cable is in use.
+        busy: Fraction of the step in which the busier of the two nodes' cards is in use, in one
+            direction, by this link or others.
         exposed_s: Seconds by which a step would be shorter if the cable were free.
     """
 
@@ -85,6 +90,13 @@ def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper:
     return Border(crossings, seconds)
 
 
+def nodes_of_pipeline(mesh: Mesh, seats: Sequence[Node]) -> list[int]:
+    """Returns the node of every rank of the first pipeline, as a number; the others lie alike."""
+    names = [of_pipeline_rank(mesh, seats, rank)[0].name for rank in range(mesh.sizes.pp)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
 def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> float:
     """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
 
@@ -113,13 +125,14 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
 def collectives(
     job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: int, trained: int
 ) -> tuple[float, float]:
-    """Returns the seconds of gathering weights and of reducing gradients, for the slowest rank.
+    """Returns the seconds of gathering weights and of summing gradients over shards.
+
+    Both for the slowest rank. The sums over replicas are in `planning.replica_sums`.
 
     It has so many parameters, of which so many are trained.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link, an all-reduce twice as
-    many. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted
-    at a network card).
+    A ring over n ranks passes (n - 1) / n of the bytes through each link. The parts that ranks on
+    CPUs send each other take as long (`parallel.late_sums`; counted at a network card).
     """
     shards = job.mesh.fsdp * job.mesh.cp
     unshard = reduce = 0.0
@@ -128,10 +141,12 @@ def collectives(
         part = (shards - 1) / shards
         unshard = gatherings(job) * _over(rate, part * parameters * activation_bytes(job))
         reduce += _over(rate, part * trained * sum_bytes(job))
-    if job.mesh.dp_replicate > 1:
-        rate, count = _slowest(machines, seats, mesh.groups("dp_replicate")), job.mesh.dp_replicate
-        reduce += _over(rate, 2 * (count - 1) / count * trained / shards * _FP32)
     return unshard, reduce
+
+
+def link_of_replicas(machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> Link | None:
+    """Returns the slowest link between replicas; None if none takes any time."""
+    return _slowest(machines, seats, mesh.groups("dp_replicate"))
 
 
 def gatherings(job: Job) -> int:
@@ -192,8 +207,12 @@ def link_uses(
     links = {pair: link for pair in messages if (link := machines.between(*pair)) is not None}
     carried = {pair: messages[pair] * microbatches * size for pair in links}
     busy = {pair: carried[pair] * 8 / (link.gbps * 1e9) / step_s for pair, link in links.items()}
+    on_card: dict[str, float] = {}
+    for pair, share in busy.items():
+        for node in pair:
+            on_card[node] = on_card.get(node, 0.0) + share
     found = []
-    for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -busy[pair]):
+    for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -max(on_card[node] for node in pair)):
         own = crossed[pair]
         gained = 0.0
         if len(messages) <= _MOST_LINKS:
@@ -202,5 +221,6 @@ def link_uses(
             gained = max(0.0, timeline.makespan - simulator.run(relieved).makespan)
         one, other = sorted(pair)
         message = max(borders[s].seconds for s in own)
-        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, busy[pair], gained))
+        most = max(on_card[node] for node in pair)
+        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
     return found, len(busy)

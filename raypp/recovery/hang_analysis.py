@@ -10,6 +10,7 @@ Every rank marks what it does. This module understands these marks, which `raypp
 | `step 1F7`, `step 1B7`, `step 1I7`, `step 1W7` | computes microbatch 7 of stage 1 |
 | `step 1F7 waits` | waits for the message it needs: activations of stage 0 |
 | `step 1B7 waits` | waits for the message it needs: gradients of stage 2 |
+| `step sums` | is in a sum of gradients over the ranks of its stage |
 | `step sends` | waits until its last messages have been taken |
 | `step update` | updates its weights |
 | `rendezvous`, `build`, `load`, `finish` | does what the mark says |
@@ -152,6 +153,10 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
         # A rank that has taken everything has finished the step's work and waits for others itself.
         busy = [rank for rank in neighbours if _WORK.fullmatch(_of(everyone, rank).phase) or _of(everyone, rank).silent]
         return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
+    if words[:1] == ["step"] and inner == "sums":
+        stage = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
+        late = [other.rank for other in stage if not _there(other, inner)]
+        return _Wait("the sum of gradients with", tuple(late)) if late else None
     if words[:1] == ["step"] and inner in _WORLD_COLLECTIVES:
         late = [other.rank for other in everyone if other.rank != one.rank and not _there(other, inner)]
         return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None

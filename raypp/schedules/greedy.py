@@ -1,28 +1,35 @@
 """Split-backward programs by list scheduling: at each tick, each rank runs its most urgent action.
 
-The scheduler assumes that every action (F, I, W) takes one tick and every message arrives by the
-next. The order of urgency: I, because earlier pipeline ranks wait for it; then F, while the rank
+The scheduler assumes that every action (F, I, W) takes one tick. A message between two ranks
+crosses in a given number of ticks, one after another on each channel; 0: it is there by the next
+tick. The order of urgency: I, because earlier pipeline ranks wait for it; then F, while the rank
 may hold another microbatch; then W, which no rank waits for. So W fills what would otherwise be a
 bubble (Qi et al., arXiv:2401.10241).
 
 The resulting programs cannot deadlock. A rank starts the forward of its n-th last stage only if n
 slots are free, so its later stages keep theirs. Each stage takes microbatches in order. So the
-oldest unfinished microbatch can always continue.
+oldest unfinished microbatch can always continue, once its message has arrived: no forward of it is
+unread.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from raypp.schedules.action import Action, Kind
+
+_UNREAD = 2
+"""Forwards of a stage that the next stage has not run yet; only where messages take time. Two keep
+it busy: one is on the link, one is waiting. More fill the room of the ranks above for nothing."""
 
 Urgency = Callable[[Action], tuple[int, ...]]
 """Sort key of the F or I actions of one rank: the smallest runs first. No two may be equal."""
 
 
 def greedy_program(
-    placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency
+    placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency, message: int = 0
 ) -> dict[int, list[Action]]:
     """Builds the program of every rank.
 
@@ -32,10 +39,12 @@ def greedy_program(
         room: For each rank, the most forwards whose W is not done; at least the number of its
             stages.
         urgency: Orders the forwards, or the I actions, that are possible at the same time.
+        message: Ticks in which a message crosses from one rank to another. If it takes any, a stage
+            is at most `_UNREAD` forwards ahead of the next stage: more would only queue there.
     """
-    clock = _Clock(placement, microbatches, room, urgency)
+    clock = _Clock(placement, microbatches, room, urgency, message)
     program: dict[int, list[Action]] = {rank: [] for rank in range(len(placement))}
-    awake = set(program)  # a rank that could do nothing waits for another one's action
+    awake = set(program)  # a rank that could do nothing waits for a result of another one
     while awake:
         taken = []
         for rank in awake:
@@ -59,7 +68,7 @@ class _Clock:
     """
 
     def __init__(
-        self, placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency
+        self, placement: Sequence[Sequence[int]], microbatches: int, room: Sequence[int], urgency: Urgency, message: int
     ) -> None:
         self.microbatches, self.urgency, self.room = microbatches, urgency, list(room)  # what is left
         stages = sum(map(len, placement))
@@ -67,6 +76,12 @@ class _Clock:
         self.rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
         self.later = {stage: later for held in placement for later, stage in enumerate(reversed(held))}
         self.done: dict[Kind, list[int]] = {kind: [0] * stages for kind in ("F", "I", "W")}
+        self.arrived: dict[Kind, list[int]] = {kind: [0] * stages for kind in ("F", "I")}
+        self.arrived["F"][0] = microbatches
+        self.message, self.now = message, 0
+        self.unread = _UNREAD if message else microbatches
+        self.crossing: list[tuple[int, Kind, int]] = []  # a heap: when a result arrives, and at which stage
+        self.free: defaultdict[tuple[int, int], int] = defaultdict(int)  # when a channel can take a message
         self.offered: set[tuple[Kind, int]] = set()
         self.heaps: dict[Kind, list[_Heap]] = {kind: [[] for _ in placement] for kind in ("F", "I", "W")}
         self._offer("F", 0)
@@ -75,11 +90,11 @@ class _Clock:
         """Takes the most urgent action that a rank can run in this tick, if any."""
         if self.heaps["I"][rank]:
             return heappop(self.heaps["I"][rank])[1]
-        forwards, room = self.heaps["F"][rank], self.room[rank]
-        if forwards and self.later[forwards[0][1].stage] < room:
+        forwards = self.heaps["F"][rank]
+        if forwards and self._fits(rank, forwards[0][1].stage):
             self.room[rank] -= 1
             return heappop(forwards)[1]
-        possible = [entry for entry in forwards if self.later[entry[1].stage] < room] if room > 0 else []
+        possible = [entry for entry in forwards if self._fits(rank, entry[1].stage)] if self.room[rank] > 0 else []
         if possible:
             best = min(possible)
             forwards.remove(best)
@@ -91,8 +106,19 @@ class _Clock:
             return heappop(self.heaps["W"][rank])[1]
         return None
 
+    def _fits(self, rank: int, stage: int) -> bool:
+        """Whether a rank may run the next forward of one of its stages."""
+        done = self.done["F"]
+        return self.later[stage] < self.room[rank] and (
+            stage == self.last or done[stage] - done[stage + 1] < self.unread
+        )
+
     def tick(self, taken: Sequence[Action]) -> set[int]:
-        """Makes the results of a tick available; returns the ranks that may run something next."""
+        """Makes the results of a tick available; returns the ranks that may run something next.
+
+        If no rank ran anything, time passes until the next message arrives.
+        """
+        self.now = self.now + 1 if taken or not self.crossing else self.crossing[0][0]
         for stage, kind, _ in taken:
             self.done[kind][stage] += 1
             self.offered.discard((kind, stage))
@@ -103,15 +129,28 @@ class _Clock:
             if kind == "F":
                 self._offer("I", stage)
                 reader = stage + 1
+                if stage > 0 and self.message:
+                    awake.add(self.rank_of[stage - 1])  # has one unread forward less
             elif kind == "I":
                 self._offer("W", stage)
                 reader = stage - 1
             else:
                 continue
             if 0 <= reader <= self.last:
-                self._offer(kind, reader)
-                awake.add(self.rank_of[reader])
+                self._send(kind, stage, reader)
+        while self.crossing and self.crossing[0][0] <= self.now:
+            _, kind, reader = heappop(self.crossing)
+            self.arrived[kind][reader] += 1
+            self._offer(kind, reader)
+            awake.add(self.rank_of[reader])
         return awake
+
+    def _send(self, kind: Kind, stage: int, reader: int) -> None:
+        """Lets the result of an action cross to the stage that reads it."""
+        channel, arrives = (self.rank_of[stage], self.rank_of[reader]), self.now
+        if channel[0] != channel[1]:
+            arrives = self.free[channel] = max(self.free[channel], self.now) + self.message
+        heappush(self.crossing, (arrives, kind, reader))
 
     def _offer(self, kind: Kind, stage: int) -> None:
         """Adds the next action of a stage to what its rank can run, once its inputs are there."""
@@ -126,11 +165,11 @@ class _Clock:
     def _ready(self, kind: Kind, stage: int) -> int:
         """Returns how many microbatches have the inputs that an action needs."""
         if kind == "F":
-            return self.microbatches if stage == 0 else self.done["F"][stage - 1]
+            return self.arrived["F"][stage]
         if kind == "W":
             return self.done["I"][stage]
         forwards = self.done["F"][stage]
-        return forwards if stage == self.last else min(forwards, self.done["I"][stage + 1])
+        return forwards if stage == self.last else min(forwards, self.arrived["I"][stage])
 
 
 def _joined(actions: Sequence[Action]) -> list[Action]:

@@ -17,13 +17,14 @@ KIND = ScheduleKind(
 )
 
 
-def rounds_of(pp: int, microbatches: int) -> list[range]:
+def rounds_of(least: int, microbatches: int) -> list[range]:
     """Splits microbatches into rounds that pass through all stages of a rank together.
 
-    A round has at least `pp` microbatches; rounds are as equal as possible. Longer rounds come
-    first: the first round sets the length of the warm-up, which then is enough for all.
+    A round has at least `least` microbatches, if there are so many; rounds are as equal as
+    possible. Longer rounds come first: the first round sets the length of the warm-up, which then
+    is enough for all.
     """
-    count = max(1, microbatches // pp)
+    count = max(1, microbatches // least)
     each, longer = divmod(microbatches, count)
     rounds, start = [], 0
     for index in range(count):
@@ -37,11 +38,12 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     """Builds the program of every rank. Stage s is on rank s mod pp.
 
     The warm-up of rank r is a round through all stages but the last, plus two forwards for each
-    later pipeline rank. `lookahead` adds that many more for each later rank. The sum is capped: a
-    longer warm-up would need forwards that the last rank can only run after rank 0's first
-    backward.
+    later pipeline rank. `lookahead` adds that many more for each later rank, and half as many
+    microbatches per rank to a round: while a microbatch crosses the links between the ranks, a rank
+    has others of the same round to compute. The warm-up is capped: a longer one would need forwards
+    that the last rank can only run after rank 0's first backward.
     """
-    rounds = rounds_of(pp, microbatches)
+    rounds = rounds_of(pp + (pp * lookahead + 1) // 2, microbatches)
     most = (stages_per_rank + (len(rounds) > 1)) * len(rounds[-1])
     program: dict[int, list[Action]] = {}
     for rank in range(pp):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
 from raypp.schedules.greedy import greedy_program
@@ -24,17 +26,21 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     """Builds the program of every rank. Stage s is on rank s mod pp.
 
     Each rank may hold as many microbatches as the first rank of interleaved 1F1B: a round through
-    all stages but the last, plus two forwards for each rank after the first.
+    all stages but the last, plus two forwards for each rank after the first. With `lookahead`, the
+    order is that for messages that take so many forwards of a stage. From stage s of the first rank
+    to the last stage and back, a microbatch crosses 2·(S - 1 - s) links. The sum over the rank's
+    stages, divided by the time that the rank takes for one microbatch (three forwards of each
+    stage), is the room that messages need: (pp·(stages per rank + 1) - 2) / 3 for each unit.
     """
     rounds = rounds_of(pp, microbatches)
     round_of = {index: number for number, part in enumerate(rounds) for index in part}
     placement = [[rank + turn * pp for turn in range(stages_per_rank)] for rank in range(pp)]
     most = (stages_per_rank - 1) * len(rounds[0]) + 2 * (pp - 1) + 1
-    room = [max(stages_per_rank, most) + lookahead * (pp - 1 - rank) for rank in range(pp)]
+    room = max(stages_per_rank, most) + ceil(lookahead * (pp * (stages_per_rank + 1) - 2) / 3)
 
     def urgency(action: Action) -> tuple[int, ...]:
         """Orders depth first: a round passes all stages of a rank before the next one starts."""
         turn = action.stage if action.kind == "F" else -action.stage
         return (round_of[action.microbatch], turn, action.microbatch)
 
-    return greedy_program(placement, microbatches, room, urgency)
+    return greedy_program(placement, microbatches, [room] * pp, urgency, lookahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
 from raypp.schedules.repeats import without_repeats
+from raypp.schedules.shared_cards import Channel, SharedCards, Step
+from raypp.schedules.slow_starts import SlowCores, SlowStarts
 from raypp.schedules.waiting import Waiting, waiting_sends
 
 
@@ -27,6 +30,13 @@ class StageTimes:
             longer than B.
         first_whole: True: on the first stage, W takes the time of B and I takes none, as in torch:
             its input needs no gradient.
+        cards: The network card of every pipeline rank, as any number; ranks on one host have the
+            same. Messages that leave or reach a card at the same time share its rate
+            (`schedules.shared_cards`). None, for all ranks or for one: its channels share nothing.
+        spread: Times of actions vary by this fraction, up or down (`Simulator.run_varied`).
+        link_spread: Times of messages do.
+        slow_starts: How cores come back from waits; None: at full speed. Does not count where cards
+            are shared.
     """
 
     forward: Sequence[float]
@@ -35,6 +45,10 @@ class StageTimes:
     link: float | Sequence[float] = 0.0
     weight_share: float | None = None
     first_whole: bool = False
+    cards: Sequence[int | None] | None = None
+    spread: float = 0.0
+    link_spread: float = 0.0
+    slow_starts: SlowStarts | None = None
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
@@ -134,11 +148,13 @@ class Simulator:
 
     A rank runs its actions in order, each as soon as its input has arrived. Sends never block a
     rank. Messages from one rank to another cross one after the other; the two directions are
-    independent. Stages on the same rank pass results without delay. Receives delay nothing; see
-    `schedules.simulate_lines` for those that do.
+    independent. Messages between other pairs of ranks are, too, unless `StageTimes.cards` says
+    which cards they share. Stages on the same rank pass results without delay. Receives delay
+    nothing; see `schedules.simulate_lines` for those that do.
 
     What an action waits for does not depend on times. So all actions are put into one order, in
-    which each follows those that it waits for, and a simulation is one pass over that order.
+    which each follows those that it waits for, and a simulation is one pass over that order. With
+    shared cards, it follows events in the order of their times.
 
     Args:
         program: Actions of every rank; `check_program` finds no problem in it.
@@ -157,6 +173,8 @@ class Simulator:
 
     def run(self, times: StageTimes) -> Timeline:
         """Simulates the program with given times of actions and messages."""
+        if times.cards is not None and any(times.message(boundary) for boundary in range(self._stages - 1)):
+            return self._run_by_events(times, None)
         seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
         messages = [times.message(boundary) for boundary in range(self._stages - 1)]
         clock, busy = [0.0] * len(self.program), [0.0] * len(self.program)
@@ -164,11 +182,14 @@ class Simulator:
         arrivals = [0.0]  # in the order of the results
         starts: list[float] = []
         ends: list[float] = []
+        cores = SlowCores(times.slow_starts, len(clock)) if times.slow_starts is not None else None
         for rank, which, needs, channel, boundary in self._steps:
-            start = clock[rank]
+            start, takes = clock[rank], seconds[which]
             if needs and arrivals[needs] > start:
                 start = arrivals[needs]
-            clock[rank] = end = start + seconds[which]
+            if cores is not None:
+                takes = cores.seconds(rank, start - clock[rank], takes)
+            clock[rank] = end = start + takes
             busy[rank] += end - start
             starts.append(start)
             ends.append(end)
@@ -182,6 +203,60 @@ class Simulator:
         by_rank = [busy[index] for _, index in sorted((rank, index) for index, rank in enumerate(self.program))]
         idle = [makespan - time for time in by_rank]
         return Timeline(makespan, by_rank, idle, *self.peaks, lambda: self._slots(starts, ends))
+
+    def run_varied(self, times: StageTimes, draws: int) -> list[float]:
+        """Returns the makespans with times drawn at random, within `spread` and `link_spread`.
+
+        The same on every rank and machine, and of all programs of the same stages and microbatches:
+        a draw gives each action and its message their times. Without a spread: one makespan.
+        """
+        if not (times.spread or times.link_spread):
+            return [self.run(times).makespan]
+        return [self._run_by_events(times, random.Random(draw)).makespan for draw in range(draws)]
+
+    def steps(self, times: StageTimes, draw: random.Random | None = None) -> tuple[list[list[Step]], list[Channel]]:
+        """Returns what `SharedCards` takes: the steps of every rank, and the channels.
+
+        Args:
+            times: Times of actions and messages.
+            draw: Draws what varies; None: nothing does.
+        """
+        seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
+        messages = [times.message(boundary) for boundary in range(self._stages - 1)]
+        lines: list[list[Step]] = [[] for _ in self.program]
+        actions = [iter(line) for line in self.program.values()]
+        factors: list[list[tuple[float, float]]] = []
+        if draw is not None:
+            microbatches = 1 + max(action.microbatch for line in self.program.values() for action in line)
+            for _ in range(microbatches):
+                drawn = [(2 * draw.random() - 1, 2 * draw.random() - 1) for _ in seconds]
+                factors.append([(1 + times.spread * one, 1 + times.link_spread * other) for one, other in drawn])
+        results = 0
+        for rank, which, needs, channel, boundary in self._steps:
+            results += channel != _UNUSED
+            microbatch = next(actions[rank]).microbatch
+            slower, later = factors[microbatch][which] if factors else (1.0, 1.0)
+            gives, message = (results, messages[boundary]) if channel != _UNUSED else (0, 0.0)
+            lines[rank].append(Step(needs, gives, channel, seconds[which] * slower, message * later))
+        return lines, list(self._channels)
+
+    def _run_by_events(self, times: StageTimes, draw: random.Random | None) -> Timeline:
+        lines, channels = self.steps(times, draw)
+        cards = times.cards or [None] * len(lines)
+        run = SharedCards(lines, channels, [cards[rank] for rank in self.program])
+        run.run()
+        slots = dict(zip(self.program, run.slots, strict=True))
+        makespan = max(line[-1][1] for line in slots.values())
+        busy = [sum(end - start for start, end in slots[rank]) for rank in sorted(slots)]
+        idle = [makespan - time for time in busy]
+
+        def listed() -> dict[int, list[Slot]]:
+            return {
+                rank: [Slot(action, *slot) for action, slot in zip(self.program[rank], found, strict=True)]
+                for rank, found in slots.items()
+            }
+
+        return Timeline(makespan, busy, idle, *self.peaks, listed)
 
     @cached_property
     def peaks(self) -> tuple[list[int], list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program
 from raypp.schedules.greedy import greedy_program
@@ -21,11 +23,13 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     """Builds the program of every rank. Rank r holds the stages r and 2·pp - 1 - r.
 
     A rank holds the activations of at most 2·pp half-size stages, as much as the first rank of
-    1F1B. `lookahead` lets it hold that many more for each later rank.
+    1F1B. With `lookahead`, the order is that for messages that take so many forwards of a stage. A
+    microbatch crosses 4·(pp - 1) links on its way through the two stages of a rank and back, and a
+    rank takes six forwards' time for one. So it holds 2/3·(pp - 1) more for each unit.
     """
     placement = [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
-    room = [2 * pp + lookahead * (pp - 1 - rank) for rank in range(pp)]
-    return greedy_program(placement, microbatches, room, lambda action: _urgency(action, pp))
+    room = 2 * pp + ceil(2 * lookahead * (pp - 1) / 3)
+    return greedy_program(placement, microbatches, [room] * pp, lambda action: _urgency(action, pp), lookahead)
 
 
 def _urgency(action: Action, pp: int) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
     problems += [problem for problem in (*_model(job), *_lora(job)) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
     problems += _elastic(job)
+    problems += _sync(job)
     problems += check_trackers(job)
     if "train.optimizer.kind" not in refused:
         problems += _optimizer(job)
@@ -62,7 +63,7 @@ def check_training(job: Job) -> list[Problem]:
     Args:
         job: A job in which `check_spec` found no problem, with other values of these options.
     """
-    return [*_lora(job), *_optimizer(job)]
+    return [*_lora(job), *_optimizer(job), *_sync(job)]
 
 
 def _kinds(job: Job) -> Iterator[Problem]:
@@ -133,6 +134,33 @@ def _elastic(job: Job) -> Iterator[Problem]:
         yield Problem(
             "recovery.elastic.min_ranks", what, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
         )
+
+
+MOST_INT8_REPLICAS = 7
+"""With more, int8 sums send no less than exact ones: each replica sends its gradients to every
+other."""
+
+
+def _sync(job: Job) -> Iterator[Problem]:
+    """Checks whether gradients can be summed over replicas in int8, and whether that helps."""
+    key, replicas, train = "train.sync.kind", job.mesh.dp_replicate, job.train
+    if train.sync.kind == "exact":
+        return
+    if replicas == 1:
+        what = "int8 has no effect: mesh.dp_replicate is 1, so no gradients are summed over replicas"
+        yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
+    elif replicas > MOST_INT8_REPLICAS:
+        what = f"int8 saves nothing with {replicas} replicas: each sends its gradients to the {replicas - 1} others"
+        yield Problem(key, what, f"use exact, or mesh.dp_replicate of 2 to {MOST_INT8_REPLICAS} and more mesh.fsdp")
+    if train.precision == "bf16_pure":
+        what = "int8 needs fp32 gradients, but train.precision: bf16_pure has them in bf16"
+        yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
+    elif train.reduce_dtype == "bf16":
+        what = "int8 needs gradients that are summed in fp32, but train.reduce_dtype is bf16"
+        yield Problem(key, what, "use train.reduce_dtype: fp32 (what is sent is int8 all the same), or exact")
+    if job.mesh.ep > 1:
+        what = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
+        yield Problem(key, what, "use exact, or mesh.ep: 1")
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:

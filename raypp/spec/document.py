@@ -7,6 +7,7 @@ are text. The job file has values such as `off` that YAML 1.1 would read as bool
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +19,22 @@ from raypp.untrusted.documents import shown
 
 KeyPath = tuple[str | int, ...]
 
+_CParser: Any = yaml.CSafeLoader.__mro__[1] if yaml.__with_libyaml__ else object
+
 _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
 )
 
 
-class _Yaml12Loader(yaml.SafeLoader):
-    """PyYAML's parser with the scalar rules of YAML 1.2's core schema."""
+class _Composer(yaml.composer.Composer, yaml.resolver.Resolver):
+    """PyYAML's composer with limits and the scalar rules of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
+    get_mark: Any
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
+    def __init__(self) -> None:
+        yaml.composer.Composer.__init__(self)
+        yaml.resolver.Resolver.__init__(self)
         self._depth = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -48,6 +53,50 @@ class _Yaml12Loader(yaml.SafeLoader):
         return node
 
 
+class _Loader(_Composer, yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
+    """Scans and parses in Python. Its errors are those that are shown."""
+
+    def __init__(self, text: str) -> None:
+        yaml.reader.Reader.__init__(self, text)
+        yaml.scanner.Scanner.__init__(self)
+        yaml.parser.Parser.__init__(self)
+        _Composer.__init__(self)
+
+
+class _LibyamlLoader(_Composer, _CParser):  # type: ignore[misc]  # PyYAML may be without it
+    """Scans and parses in C."""
+
+    def __init__(self, text: str) -> None:
+        _CParser.__init__(self, text)
+        _Composer.__init__(self)
+
+    def get_mark(self) -> Any:
+        """Returns the place of the next event."""
+        return self.peek_event().start_mark
+
+
+_READ_ALIKE = re.compile(r"[\n -~\xa0-\u2027\u202a-\ud7ff]*\n")
+_READ_OTHERWISE = re.compile(r"[!?]|[|>][-+0-9]*#")
+"""Tags, complex keys, and a comment directly after the mark of a block: libyaml accepts more."""
+
+
+def _root(text: str) -> yaml.Node | None:
+    """Returns the root node of a text; None if it is empty.
+
+    libyaml takes a third of the time, but words its errors in another way and accepts some texts
+    that PyYAML refuses. So it reads only texts without such parts, and PyYAML says what is wrong.
+    """
+    if yaml.__with_libyaml__ and _READ_ALIKE.fullmatch(text) and not _READ_OTHERWISE.search(text):
+        with suppress(yaml.YAMLError, ValueError, OverflowError):
+            return _LibyamlLoader(text).get_single_node()
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except (ValueError, OverflowError) as error:  # of int and chr, for the digits of an escape or a directive
+        what = "a number that is too large"
+        raise yaml.MarkedYAMLError(problem=what, problem_mark=loader.get_mark()) from error
+
+
 class _LimitError(yaml.MarkedYAMLError):
     """A text exceeds a limit; `note` is the fix."""
 
@@ -63,7 +112,7 @@ class _LimitError(yaml.MarkedYAMLError):
 
 
 def _resolve_as(tag: str, pattern: str, first: str) -> None:
-    _Yaml12Loader.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])
+    _Composer.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])
 
 
 _resolve_as(_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
@@ -121,12 +170,7 @@ def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
     document = reading.document
     document.where[()] = reading.place(None)
     try:
-        loader = _Yaml12Loader(text)
-        try:
-            node = loader.get_single_node()
-        except (ValueError, OverflowError) as error:  # of int and chr, for the digits of an escape or a directive
-            what = "a number that is too large"
-            raise yaml.MarkedYAMLError(problem=what, problem_mark=loader.get_mark()) from error
+        node = _root(text)
         if node is not None:
             document.value = reading.value(node, ())
     except yaml.YAMLError as error:

@@ -169,8 +169,9 @@ class PipelineSection(Section):
     stages_per_rank: int = Field(default=1, ge=1, le=limits.STAGES)
     """Stages on each rank. Interleaved and V schedules use more than one."""
     lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=limits.ACTIONS)] = "auto"
-    """Extra warm-up forwards that hide link latency. 0: the classic schedule | auto: measured in
-    the first steps, then chosen."""
+    """How far ranks run ahead so that messages are hidden: 1f1b has that many more warm-up forwards
+    for each later rank. 0: the classic schedule | auto: measured in the first steps, then
+    chosen."""
     variable_seq_len: Literal["microbatch", "step", "off"] = "microbatch"
     """How ranks agree on sequence lengths. microbatch: one length per microbatch | step: one length
     per step | off: data.seq_len."""
@@ -237,6 +238,15 @@ class SampleOptions(Section):
     """New tokens of each text, fewer where the model ends it."""
 
 
+class SyncOptions(Section):
+    """How gradients are summed over the replicas of mesh.dp_replicate."""
+
+    kind: Literal["exact", "int8"] = "exact"
+    """exact: sums of the gradients as computed | int8: each replica sends its gradients in int8, a
+    quarter of the bytes with two replicas; what rounding takes away is added in the next step
+    (error feedback), and is part of checkpoints. Needs gradients that are summed in fp32."""
+
+
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
 
@@ -262,6 +272,8 @@ class TrainSection(Section):
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
     summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
+    sync: SyncOptions = Field(default_factory=SyncOptions)
+    """How gradients are summed over replicas: {kind: exact} or {kind: int8}."""
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
     """Recompute activations in the backward to save memory. selective: all but the results of
     matrix products and attention | full: everything but the inputs of layers | offload: like full,
@@ -303,7 +315,8 @@ class CheckpointSection(Section):
     operator requests are never skipped."""
     max_upload_mbps: float = Field(default=0, ge=0, le=limits.RATE)
     """Upload limit per node in Mbit/s, shared equally by its ranks. Covers saves and the copies of
-    snapshots to another node. 0: no limit for saves, a quarter of the link for copies."""
+    snapshots to another node, which also wait while training messages are under way, so that a save
+    may take up to four times as long. 0: no limit for saves, a quarter of the link for copies."""
     memory_tier: bool = True
     """Keep the newest snapshots in host memory (/dev/shm), with a copy on another node if there is
     one. After a failure the run resumes from them. Takes 2 × the rank's state on one node, 6 × on

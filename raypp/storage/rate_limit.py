@@ -11,14 +11,29 @@ _SHORTEST_PIECE, _LONGEST_PIECE = 16 << 10, 256 << 10
 _PIECE_S = 0.01
 """A piece is what the limit lets through in this time. Others that share the link wait for at most
 one piece."""
+YIELDED = 3.0
+"""Longest time for which pieces give way, as a multiple of the time that they take at the limit: a
+save takes at most 1 + YIELDED times as long as the limit alone makes it, whatever else is sent."""
+_MOST_SAVED_S = 1.0
+"""Time to give way that pieces may save up by not giving way."""
+_LOOK_EVERY_S = 0.003
 
 
 @dataclass
 class _Bucket:
-    """State that the writers under one limit share."""
+    """State that the writers under one limit share.
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    Attributes:
+        turn: Held by the writer whose piece is next.
+        free_at: When the limit allows the next piece.
+        may_yield_s: For how long pieces may still give way.
+        yielded_s: For how long they have given way.
+    """
+
+    turn: threading.Lock = field(default_factory=threading.Lock)
     free_at: float = 0.0
+    may_yield_s: float = 0.0
+    yielded_s: float = 0.0
 
 
 class Abandoned(BaseException):
@@ -26,21 +41,28 @@ class Abandoned(BaseException):
 
 
 class Pace:
-    """Limits the bytes per second of all threads together, evenly.
+    """Limits the bytes per second of all threads together, evenly, and lets other traffic pass.
 
     Args:
-        bytes_per_s: The limit; 0 for none.
+        bytes_per_s: The limit; 0 for none, and then nothing gives way either.
         stopped: Polled before each piece; True ends the upload with `Abandoned`.
+        gives_way: Returns whether traffic that goes first is under way; None: there is none.
     """
 
-    def __init__(self, bytes_per_s: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float = 0.0,
+        stopped: Callable[[], bool] = lambda: False,
+        gives_way: Callable[[], bool] | None = None,
+    ) -> None:
         self.bytes_per_s = bytes_per_s
         self._stopped = stopped
+        self._gives_way = gives_way
         self._bucket = _Bucket()
 
     def shared(self, stopped: Callable[[], bool]) -> Pace:
         """Returns an object under the same shared limit, with its own stop condition."""
-        other = Pace(self.bytes_per_s, stopped)
+        other = Pace(self.bytes_per_s, stopped, self._gives_way)
         other._bucket = self._bucket
         return other
 
@@ -51,20 +73,50 @@ class Pace:
             return _LONGEST_PIECE
         return max(_SHORTEST_PIECE, min(_LONGEST_PIECE, int(self.bytes_per_s * _PIECE_S)))
 
+    @property
+    def yielded_s(self) -> float:
+        """Seconds for which pieces have given way, of all who share the limit."""
+        return self._bucket.yielded_s
+
     def take(self, size: int) -> None:
         """Waits until `size` bytes may be sent. Unused time does not accumulate.
 
         Raises:
             Abandoned: The upload must stop.
         """
-        if self._stopped():
-            raise Abandoned
+        self._check()
         if not self.bytes_per_s:
             return
-        with self._bucket.lock:
-            begin = max(self._bucket.free_at, time.monotonic())
-            self._bucket.free_at = begin + size / self.bytes_per_s
-        while (left := begin - time.monotonic()) > 0:
-            time.sleep(min(left, 0.5))
-            if self._stopped():
-                raise Abandoned
+        bucket, own_s = self._bucket, size / self.bytes_per_s
+        # One at a time: pieces that have all waited for the same pause must not leave together.
+        while not bucket.turn.acquire(timeout=0.5):
+            self._check()
+        try:
+            begin = max(bucket.free_at, time.monotonic())
+            while (left := begin - time.monotonic()) > 0:
+                time.sleep(min(left, 0.5))
+                self._check()
+            bucket.may_yield_s = min(bucket.may_yield_s + YIELDED * own_s, max(_MOST_SAVED_S, YIELDED * own_s))
+            if yielded := self._yield(bucket.may_yield_s):
+                bucket.may_yield_s -= yielded
+                bucket.yielded_s += yielded
+                begin = time.monotonic()
+            bucket.free_at = begin + own_s
+        finally:
+            bucket.turn.release()
+
+    def _yield(self, longest_s: float) -> float:
+        """Waits while other traffic is under way; returns for how long."""
+        if self._gives_way is None or not self._gives_way():
+            return 0.0
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < longest_s:
+            time.sleep(min(_LOOK_EVERY_S, longest_s - waited))
+            self._check()
+            if not self._gives_way():
+                break
+        return time.monotonic() - begun
+
+    def _check(self) -> None:
+        if self._stopped():
+            raise Abandoned

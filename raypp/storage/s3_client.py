@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -97,6 +98,7 @@ class S3Clients:
 
         try:
             core = botocore.session.get_session()
+            core.register_component("data_loader", _loader(core.get_config_variable("data_path") or ""))
             profile = core.get_scoped_config()
             session = boto3.session.Session(botocore_session=core)
             # boto3 itself ignores AWS_REGION, which every other AWS SDK reads.
@@ -113,11 +115,14 @@ class S3Clients:
                 )
                 return client
 
-            client = make(style, None)
-            if not _is_aws(str(client.meta.endpoint_url)):
-                # Many servers have no host name per bucket, and respond to boto3's newer checksum
-                # headers with errors or damaged bodies: both are used only if set explicitly.
-                client = make(style or "path", None if _checksums_are_set(profile) else "when_required")
+            # Many servers have no host name per bucket, and respond to boto3's newer checksum
+            # headers with errors or damaged bodies: both are used only if set explicitly.
+            elsewhere = (style or "path", None if _checksums_are_set(profile) else "when_required")
+            # Only a client knows its server for sure, but each costs tens of milliseconds.
+            guess = bool(self._given_endpoint or _endpoint_in_environment())
+            client = make(*elsewhere) if guess else make(style, None)
+            if _is_aws(str(client.meta.endpoint_url)) == guess:
+                client = make(style, None) if guess else make(*elsewhere)
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
             prepare_client(client)
@@ -140,6 +145,21 @@ class S3Clients:
                     "check AWS_ENDPOINT_URL_S3, AWS_PROFILE and AWS_REGION",
                 )
             ) from error
+
+
+@cache
+def _loader(search_path: str) -> Any:
+    """Returns botocore's reader of service descriptions, which keeps what it has parsed.
+
+    Parsing S3's takes two thirds of the time to make a client, and each session would do it again.
+    """
+    from botocore.loaders import create_loader
+
+    return create_loader(search_path or None)
+
+
+def _endpoint_in_environment() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
 def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from raypp.storage.byte_source import MemorySource
+from raypp.storage.other_traffic import LOW_PRIORITY
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-_DSCP_LOWER_EFFORT = 0x20
-"""DSCP CS1 as a TOS byte: switches that honour it send this traffic last."""
+_LONGEST_PIECE = 4 << 20
+_FAST_S = 0.02
+"""Pieces double while each takes less than this, so that few system calls and thread switches are
+made, and the socket's timeout covers no more than a moment of a slow network."""
 _PRIORITY_FILLER = 1
 """Linux's TC_PRIO_FILLER: last in the sender's own queue."""
 
@@ -30,6 +34,7 @@ class PartBody:
         self._source, self._start, self._end = source, start, end
         self._views = source.views(start, end)
         self._place = 0
+        self._piece_bytes, self._handed_at = source.pace.piece_bytes, 0.0
         self.sending = False
         self.summed = False
         """Whether a header carries its CRC-32 and the server compares it. The signature then omits
@@ -44,6 +49,7 @@ class PartBody:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._place = offset + (0, self._place, len(self))[whence]
+        self._piece_bytes, self._handed_at = self._source.pace.piece_bytes, 0.0
         return self._place
 
     def crc32(self) -> int:
@@ -52,10 +58,11 @@ class PartBody:
     def read(self, size: int | None = -1) -> memoryview | bytes:
         """Returns the next piece as a view.
 
-        While sending, the rate limit sets the piece's size, whatever was requested: boto3's HTTP
-        client requests 16 KiB, each of which would cost a system call and a thread switch.
+        While sending, the rate limit and the network set the piece's size, whatever was requested:
+        boto3's HTTP client requests 16 KiB, each of which would cost a system call and a thread
+        switch.
         """
-        wanted = self._source.pace.piece_bytes if self.sending or size is None or size < 0 else size
+        wanted = self._next_piece() if self.sending or size is None or size < 0 else size
         begin = 0
         for view in self._views:
             if self._place < begin + len(view):
@@ -63,9 +70,20 @@ class PartBody:
                 if self.sending:
                     self._source.pace.take(len(piece))
                 self._place += len(piece)
+                self._handed_at = time.monotonic()
                 return piece
             begin += len(view)
         return b""
+
+    def _next_piece(self) -> int:
+        """Returns the bytes of the next piece; the last one has been sent when it is asked for."""
+        pace = self._source.pace
+        if pace.bytes_per_s or not self.sending:
+            return pace.piece_bytes
+        if self._handed_at:
+            fast = time.monotonic() - self._handed_at < _FAST_S
+            self._piece_bytes = min(2 * self._piece_bytes, _LONGEST_PIECE) if fast else pace.piece_bytes
+        return self._piece_bytes
 
 
 def send_parts(
@@ -120,7 +138,7 @@ def prepare_client(client: S3Client) -> None:
 
 def low_priority_options() -> list[tuple[int, int, int]]:
     """Returns the socket options for low-priority traffic that this machine accepts."""
-    wanted = [(socket.IPPROTO_IP, socket.IP_TOS, _DSCP_LOWER_EFFORT)]
+    wanted = [(socket.IPPROTO_IP, socket.IP_TOS, LOW_PRIORITY)]
     if hasattr(socket, "SO_PRIORITY"):
         wanted.append((socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_FILLER))
     accepted = []

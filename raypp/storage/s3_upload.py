@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 PART_BYTES = 16 << 20
-"""Objects up to this size take one request, larger ones parts of this size."""
+"""Objects up to this size take one request, larger ones parts of this size, or up to twice it."""
+_ROUNDS = 2
+"""Larger parts, as long as each thread sends this many: a request costs milliseconds of CPU."""
 PARTS_IN_FLIGHT = 4
 """Number of parts of one object uploaded at once; a stream holds one more in memory at most."""
 _MOST_PARTS = 9000
@@ -88,7 +90,9 @@ def _upload_parts(
     server: _Server, key: str, name: str, upload: str, chunks: Iterable[Data], size: int
 ) -> list[dict[str, Any]]:
     """Uploads the parts as the chunks arrive; returns what the completion needs."""
-    part_bytes = max(server.part_bytes, -(-size // _MOST_PARTS))
+    in_memory = isinstance(chunks, MemorySource) and not chunks.pace.bytes_per_s  # larger parts take no more memory
+    even = min(-(-size // (_ROUNDS * PARTS_IN_FLIGHT)), 2 * server.part_bytes) if in_memory else 0
+    part_bytes = max(server.part_bytes, even, -(-size // _MOST_PARTS))
     futures: list[Future[dict[str, Any]]] = []
 
     def send(number: int, body: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages, build_stages
-from raypp.train.cuda_settings import cuda_event, prepare_allocator, set_product_precision
+from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_queues, set_product_precision
 from raypp.train.device_check import check_device, tell_of_mixed_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
@@ -94,7 +94,9 @@ def assemble(
         JobError: The rank's device is not there, or cannot run the job.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
-    allocator = prepare_allocator() if seat.device == "cuda" else None  # before CUDA is used
+    if seat.device == "cuda":  # both before CUDA is used
+        prepare_queues()
+    allocator = prepare_allocator() if seat.device == "cuda" else None
     card = check_device(job, seat)
     device = pick_device(seat)
     if allocator is not None:

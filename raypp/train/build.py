@@ -13,6 +13,7 @@ from raypp.models.loss import token_loss_sum
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.link_probe import connect
@@ -37,6 +38,11 @@ class BuiltStages:
     modules: list[nn.Module]
     runtime: ProgramRuntime
     tied: TiedEmbedding | None = None
+
+    @property
+    def replica_sums(self) -> list[ReplicaSums]:
+        """The sums over replicas that FSDP does not take, of these stages."""
+        return [stage.replica_sums for stage in self.runtime.planned.values() if stage.replica_sums is not None]
 
 
 def draw_weights(stages: Iterable[nn.Module], job: Job, *, frozen: bool | None = None) -> None:
@@ -103,6 +109,8 @@ def build_stages(
                 gradients=wire_format(pipeline.wire.gradients),
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
                 late_sums=prepared.late_sums,
+                replica_sums=prepared.replica_sums,
+                replicated=job.mesh.dp_replicate > 1,
                 frees_weights=job.mesh.reshard_after_forward,
                 below_trains=any(pipeline.trained[:index]),
             )

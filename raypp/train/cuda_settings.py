@@ -1,4 +1,4 @@
-"""Settings of CUDA for a whole process: its allocator, and the precision of products in fp32."""
+"""Settings of CUDA for a process: allocator, hardware queues, precision of products in fp32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raypp.spec.job import Job
 # torch 2.11 and 2.13 read both; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR = "expandable_segments:True"
+_QUEUES = "32"
 
 
 def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> str:
@@ -30,6 +31,21 @@ def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> st
     environment = os.environ if environment is None else environment
     name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
     return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
+
+
+def prepare_queues(environment: MutableMapping[str, str] | None = None) -> None:
+    """Asks for the most hardware queues that a GPU has, unless the user sets their number.
+
+    Streams that share a queue wait for each other's heads, and a receive that is posted early must
+    not stop the compute, or the send that its peer waits for. Call it before the process asks CUDA
+    for anything, even whether there is a device: the driver reads the variable when it starts, and
+    never again.
+
+    Args:
+        environment: Where the variable is set; None: this process's environment.
+    """
+    environment = os.environ if environment is None else environment
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
 
 
 def set_product_precision(job: Job) -> None:

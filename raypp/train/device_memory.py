@@ -24,7 +24,7 @@ _FULL = (
     "Cuda failure 2 'out of memory'",
     "Cuda failure 'out of memory'",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 _FRAGMENTED = 0.1
 _ROOM = 0.95

@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 # The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
 _CONNECT_S = 2.0
-_CONNECTIONS = "32"
-"""Hardware queues of a GPU, the most there are. Streams that share one wait for each other's heads;
-a receive that is posted early must not stop the compute, or the send that its peer waits for."""
 _BACKLOG = 2048
 _DESCRIPTORS = 65_536
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
@@ -43,12 +40,10 @@ _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
 def pick_device(seat: Seat) -> torch.device:
     """Returns the seat's device and makes it current.
 
-    A CPU rank computes with OMP_NUM_THREADS threads (default 1) and keeps the memory it frees. Call
-    it before anything uses a GPU: the number of its hardware queues is fixed then.
+    A CPU rank computes with OMP_NUM_THREADS threads (default 1) and keeps the memory it frees.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if seat.device == "cuda":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)  # read when the device is first used
         torch.cuda.set_device(seat.device_index)
         return torch.device("cuda", seat.device_index)
     keep_freed_memory()

@@ -24,6 +24,7 @@ from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
+from raypp.storage.other_traffic import OtherTraffic
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups
@@ -87,7 +88,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         if seat.rank == 0:
             look_after_store(store, job.name, seat, reporter)
         recent = RecentReports()
-        pace = CablePace(job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size))
+        rate = job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size)
+        pace = CablePace(rate, gives_way=OtherTraffic().is_under_way)
         tier = open_memory_tier(job, seat, store, reporter, pace)
         if tier is not None:
             stack.push(tier.leave)

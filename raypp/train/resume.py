@@ -124,6 +124,8 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             continue
         assert loaded is not None
         _take_up(mine, loaded.extra, step)
+        if loaded.remark and mine.seat.rank == 0:
+            mine.tell("sync", loaded.remark, step)
         return step
 
 

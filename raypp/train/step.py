@@ -261,6 +261,8 @@ class StepRunner:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
+            for one in self.built.replica_sums:
+                one.drop_residuals()
         if self._injection is not None:
             self._injection.updated(self.built.modules)
         return self._report(step, read.plan, sums, rate, watch)
@@ -305,6 +307,8 @@ class StepRunner:
             factor = coefficient(sums.grad_norm, tokens, self.job.train.clip_norm)
             begin_update(self.optimizer, gradients, factor, rate, step)
             self.optimizer.step()
+            for one in self.built.replica_sums:
+                one.keep_residuals()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _report(self, step: int, plan: StepPlan, sums: GlobalSums, rate: float, watch: Stopwatch) -> StepReport:

@@ -1,17 +1,18 @@
 """`pipeline.lookahead: auto`: times the first steps, then chooses one warm-up depth for all ranks.
 
 Steps 2 and 3 of an attempt are timed action by action. Before step 4 the channels are timed with a
-few messages of the size that was sent. One `all_reduce(MAX)` over the world gives every rank, for
-every stage and border, the slowest replica's figures and the least memory. Every rank then runs the
-same simulation on the same numbers. A program of another depth adds the same gradients in the same
-order, so the choice changes no bit. A new attempt measures and chooses again: it may run on other
-machines.
+few messages of the size that was sent, each alone and then all at once. One `all_reduce(MAX)` over
+the world gives every rank, for every stage and border, the slowest replica's figures and the least
+memory. Every rank then runs the same simulation on the same numbers. A program of another depth
+adds the same gradients in the same order, so the choice changes no bit. A new attempt measures and
+chooses again: it may run on other machines.
 
 Legend: S stages.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from raypp.pipeline.clock import ActionClock
-from raypp.pipeline.link_probe import message_seconds
+from raypp.pipeline.link_probe import Channel, time_channels
 from raypp.pipeline.wire import wire_format
 from raypp.planning.activations import Kind, stage_activation_bytes
+from raypp.planning.cards import cards_and_links
 from raypp.planning.choose_lookahead import Depth, best_depth, depths
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.records import Event
@@ -32,6 +34,10 @@ from raypp.train.assemble import AssembledRank
 
 _TIMED = (2, 3)
 """The steps of an attempt that are timed. The first allocates, connects and compiles: not timed."""
+_MOST_SPREAD = 0.3
+"""Actions vary more than this only while something else disturbs the machine."""
+_LINK_SPREAD = 0.15
+"""By what fraction a message's time varies where cards are shared: TCP's shares are not equal."""
 _SHARE = 0.8
 """Share of the free memory for activations; the rest is for temporary buffers of the compute."""
 
@@ -41,11 +47,13 @@ class Choice:
     """The measurements and the choice; the same on every rank.
 
     Attributes:
-        times: Seconds of every stage and border.
+        times: Seconds of every stage and border, and the cards that messages share.
         found: The depths that fit into memory, with their simulated steps.
         best: The depth to use.
         free: The depth to use if memory were unlimited.
         most_in_flight: Microbatches that fit into memory, per stage.
+        wire: Seconds of a message between each stage and the next while its cards carry no other.
+        crowded: The same while all channels of the pipeline are in use.
     """
 
     times: StageTimes
@@ -53,13 +61,17 @@ class Choice:
     best: Depth
     free: Depth
     most_in_flight: Sequence[int]
+    wire: Sequence[float]
+    crowded: Sequence[float]
 
     def words(self) -> str:
         """Returns the choice and its reason, in one line."""
-        links = [self.times.message(border) for border in range(len(self.times.forward) - 1)]
-        border = max(range(len(links)), key=lambda b: links[b] / max(self.times.forward[b], 1e-9))
+        borders = range(len(self.times.forward) - 1)
+        border = max(borders, key=lambda b: self.times.message(b) / max(self.times.forward[b], 1e-9))
+        queue = f", {_seconds(self.crowded[border])} while its cards carry others," if self.times.cards else ""
         measured = (
-            f"link {_seconds(links[border])} per message against {_seconds(self.times.forward[border])} forward and "
+            f"link {_seconds(self.wire[border])} per message{queue} against "
+            f"{_seconds(self.times.forward[border])} forward and "
             f"{_seconds(self.times.backward[border])} backward between stage {border} and {border + 1}"
         )
         now, classic = self.best, self.found[0]
@@ -80,6 +92,10 @@ class Choice:
             "forward_s": [round(t, 6) for t in self.times.forward],
             "backward_s": [round(t, 6) for t in self.times.backward],
             "link_s": [round(self.times.message(b), 6) for b in range(len(self.times.forward) - 1)],
+            "wire_s": [round(seconds, 6) for seconds in self.wire],
+            "crowded_s": [round(seconds, 6) for seconds in self.crowded],
+            "cards": None if self.times.cards is None else list(self.times.cards),
+            "spread": round(self.times.spread, 3),
             "step_s": {depth.lookahead: round(depth.step_s, 6) for depth in self.found},
             "most_in_flight": list(self.most_in_flight),
         }
@@ -123,32 +139,36 @@ class LookaheadTuner:
         return choice
 
     def _gathered(self) -> list[float]:
-        """Returns the maximum of all ranks' figures, `[5 · S]` in the order `choose` takes them."""
+        """Returns the maximum of all ranks' figures, `[8 · S]` in the order `choose` takes them."""
         stages, ranks = self.pipeline.num_stages, self.pipeline.rank_of_stage
-        own = torch.zeros(5 * stages, dtype=torch.float64)
-        own[4 * stages :] = -float("inf")
+        own = torch.zeros(8, stages, dtype=torch.float64)
+        own[6:] = -float("inf")
         for (kind, stage), seconds in self._clock.medians().items():
             if kind == "F":
-                own[stage] = seconds
+                own[0, stage] = seconds
             else:
-                own[stages + stage] += seconds
-                own[2 * stages + stage] += seconds if kind == "I" else 0.0
-        for (source, to), seconds in self._links().items():
+                own[1, stage] += seconds
+                own[2, stage] += seconds if kind == "I" else 0.0
+        for (source, to), channel in self._channels().items():
             for border in range(stages - 1):
                 if {ranks[border], ranks[border + 1]} == {source, to}:
-                    own[3 * stages + border] = max(float(own[3 * stages + border]), seconds)
+                    own[3, border] = max(float(own[3, border]), channel.wire_s)
+                    own[4, border] = max(float(own[4, border]), channel.crowded_s)
+        own[5] = self._clock.spread()
+        place = self._rank.groups.coordinates
         for stage, fits in self._room().items():
-            own[4 * stages + stage] = -fits
+            if place.dp_replicate == place.fsdp == place.cp == 0:  # the other replicas lie alike
+                own[6, stage] = self._rank.seat.node_rank
+            own[7, stage] = -fits
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        return [float(number) for number in own]
+        return [float(number) for number in own.flatten()]
 
-    def _links(self) -> dict[tuple[int, int], float]:
+    def _channels(self) -> dict[tuple[int, int], Channel]:
         wire, shape = self.pipeline.wire, (1, self._tokens, self.job.model.hidden_size)
         formats = wire_format(wire.activations), wire_format(wire.gradients)
         size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
-        dist.barrier()  # all channels start together
-        groups, ranks = self._rank.groups, self.pipeline.rank_of_stage
-        return message_seconds(groups.coordinates.pp, ranks, groups.forward, groups.backward, self._rank.device, size)
+        groups, ranks, device = self._rank.groups, self.pipeline.rank_of_stage, self._rank.device
+        return time_channels(groups.coordinates.pp, ranks, groups.forward, groups.backward, device, size, dist.barrier)
 
     def _room(self) -> dict[int, int]:
         """Returns how many microbatches fit, per stage, if its stages share free memory equally."""
@@ -167,18 +187,33 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
 
     Args:
         pipeline: The job's resolved pipeline.
-        figures: `[5 · S]`, five groups of one number per stage: seconds of a forward, of a
-            backward, of its input half (0: backwards are not split), of a message to the next
-            stage; and minus the number of microbatches that fit into memory.
+        figures: `[8 · S]`, eight groups of one number per stage: seconds of a forward, of a
+            backward, of its input half (0: backwards are not split), of a message to the next stage
+            alone, of one among all others; by what fraction actions vary; the node; and minus the
+            number of microbatches that fit into memory.
     """
-    stages = pipeline.num_stages
-    forward, backward, inputs, links, memory = (figures[i * stages : (i + 1) * stages] for i in range(5))
+    stages, ranks = pipeline.num_stages, pipeline.rank_of_stage
+    forward, backward, inputs, wire, crowded, spread, node, memory = (
+        figures[i * stages : (i + 1) * stages] for i in range(8)
+    )
+    nodes = {rank: int(node[stage]) for stage, rank in enumerate(ranks)}
+    cards, links = cards_and_links(ranks, [nodes[rank] for rank in sorted(nodes)], wire, crowded)
     # The first stage's backward is all W: its input needs no gradient.
     share = sum(inputs[1:]) / max(sum(backward[1:]), 1e-12)
-    times = StageTimes(list(forward), list(backward), share or 0.5, list(links), first_whole=True)
+    times = StageTimes(
+        list(forward),
+        list(backward),
+        share or 0.5,
+        links,
+        first_whole=True,
+        cards=cards,
+        spread=min(_MOST_SPREAD, statistics.median(spread)),
+        link_spread=_LINK_SPREAD if cards else 0.0,
+    )
     most = [int(-number) for number in memory]
     found, unbounded = (depths(pipeline.simulator, pipeline.microbatches, times, room) for room in (most, None))
-    return Choice(times, found, best_depth(found), best_depth(unbounded), most)
+    chosen, free = best_depth(found), best_depth(unbounded)
+    return Choice(times, found, chosen, free, most, list(wire[:-1]), list(crowded[:-1]))
 
 
 def free_bytes(device: torch.device, sharers: int) -> float:

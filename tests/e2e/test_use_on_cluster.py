@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from laptop import Answer, Laptop, wait_for
+from local_tasks import TASKS, write_tasks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(400)]
 
@@ -76,6 +77,37 @@ def test_the_loss_is_that_of_the_local_command(laptop: Laptop, model: str) -> No
     nothing_is_left(laptop)
 
 
+@pytest.fixture(scope="module")
+def tasks(laptop: Laptop) -> str:
+    """Tasks whose data lie where the command is typed."""
+    pytest.importorskip("lm_eval")
+    words = (laptop.directory / "words.txt").read_text().split()
+    rows = [
+        {
+            "question": " ".join(words[7 * row : 7 * row + 2 + row % 4]),
+            "choices": [f" {words[7 * row + other]}" for other in range(4)],
+            "answer": row % 4,
+            "continuation": words[7 * row + 3] if row % 2 else "",
+        }
+        for row in range(13)
+    ]
+    return write_tasks(laptop.directory, rows, "rows.jsonl")
+
+
+def test_tasks_have_the_results_of_the_local_command(laptop: Laptop, model: str, tasks: str) -> None:
+    words = ("eval", model, "--tasks", tasks, "--json")
+    cache = {"HF_HOME": str(laptop.directory / "hf")}
+    here = laptop.raypp(*words, environment=cache)
+    there = laptop.raypp(*words, "--mesh", "pp=2", "--on-cluster", environment=cache)
+    assert here.code == there.code == 0, (here, there)
+    assert there.out == here.out and there.json()["tasks"].keys() == TASKS.keys()
+    found = there.json()["tasks"]["next"]
+    assert found["perplexity_stderr,none"] > 0 and found["acc,none"] < 1
+    few = laptop.raypp(*words, "--limit", "3", "--on-cluster", environment=cache).json()
+    assert few == laptop.raypp(*words, "--limit", "3", environment=cache).json() != there.json()
+    nothing_is_left(laptop)
+
+
 def slow(laptop: Laptop, model: str) -> subprocess.Popen[str]:
     """Starts a generation that takes long, and returns it once tokens arrive."""
     (laptop.directory / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "In the "}) for _ in range(4000)))
@@ -109,7 +141,8 @@ def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
     [
         (("generate", NAME, "--chat"), 2, "--chat: a conversation runs on this machine only"),
         (("generate", NAME, "--prompt", "x", "--mesh", "pp=4", "--address", "127.0.0.1:1"), 3, "no Ray cluster"),
-        (("eval", NAME, "--tasks", "hellaswag"), 2, "--tasks: run on this machine only"),
+        (("eval", NAME, "--tasks", "nowhere.yaml"), 2, "nowhere.yaml on node "),
+        (("eval", NAME, "--tasks", "hellaswg"), 2, "no task 'hellaswg'\n  fix: did you mean hellaswag"),
         (("eval", NAME, "--set", "resources.cpus_per_rank=64"), 4, "1 ranks need 1 places of 64 CPU"),
         (("eval", NAME, "--set", "data.path=nowhere.txt", "--set", "data.eval=null"), 2, "nowhere.txt"),
     ],

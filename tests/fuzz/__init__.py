@@ -12,8 +12,9 @@ def commit(data: bytes) -> None:
 ```
 
 The arguments are valid samples, small ones: the target must accept each of them, without an error,
-and the runner mutates them. It recognises JSON, lines of JSON, and JSON behind a length of 8 bytes
-(safetensors); it changes their values, keys and structure. It changes the bytes of every sample.
+and the runner mutates them. One that takes long to make is given as a function. The runner
+recognises JSON, lines of JSON, and JSON behind a length of 8 bytes (safetensors); it changes their
+values, keys and structure. It changes the bytes of every sample.
 `words=(b"&a", b"*a")` are pieces that it inserts and that the format gives a meaning.
 
 A target fails when it raises anything but a `RayppError`, takes more than 2 s of CPU or 20 s in
@@ -30,8 +31,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 Run = Callable[[bytes], None]
+Sample = bytes | Callable[[], bytes]
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,25 @@ class Target:
     Attributes:
         name: `SUBJECT.FUNCTION`.
         run: The function.
-        samples: Inputs that it accepts.
+        given: Inputs that it accepts, or functions that return one.
         words: Pieces with a meaning in its format.
     """
 
     name: str
     run: Run
-    samples: Sequence[bytes]
+    given: Sequence[Sample]
     words: Sequence[bytes]
+
+    @cached_property
+    def samples(self) -> list[bytes]:
+        return [one() if callable(one) else one for one in self.given]
 
 
 _found: dict[str, Target] = {}
 
 
 def target(
-    *samples: bytes, words: Sequence[bytes] = ()
+    *samples: Sample, words: Sequence[bytes] = ()
 ) -> Callable[[Callable[[bytes], None]], Callable[[bytes], None]]:
     """Registers the decorated function as a target with these samples and words."""
 

@@ -7,11 +7,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tests.fuzz import target
 
@@ -31,31 +29,36 @@ _PAIRS = b'{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "de
 
 
 def _parquet(columns: dict[str, Any], compression: str, dictionary: bool) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink, compression=compression, use_dictionary=dictionary, row_group_size=2)
     return sink.getvalue()
 
 
-def _arrow(columns: dict[str, Any], new: Callable[..., Any], dictionary: bool = False) -> bytes:
+def _arrow(columns: dict[str, Any], new: str, dictionary: bool = False) -> bytes:
+    import pyarrow as pa
+
     sink, table = io.BytesIO(), pa.table(columns)
     if dictionary:
         table = table.set_column(0, "text", table["text"].dictionary_encode())
-    with new(sink, table.schema) as writer:
+    with getattr(pa.ipc, new)(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
     return sink.getvalue()
 
 
 @target(
-    _parquet(_TEXT, "none", False), _parquet(_TEXT, "snappy", True), _parquet(_TEXT, "zstd", True),
-    _parquet(_CHAT, "gzip", False),
+    partial(_parquet, _TEXT, "none", False), partial(_parquet, _TEXT, "snappy", True),
+    partial(_parquet, _TEXT, "zstd", True), partial(_parquet, _CHAT, "gzip", False),
 )  # fmt: skip
 def parquet(data: bytes) -> None:
     _hf("a.parquet", data)
 
 
 @target(
-    _arrow(_TEXT, pa.ipc.new_stream), _arrow(_TEXT, pa.ipc.new_file), _arrow(_TEXT, pa.ipc.new_stream, True),
-    _arrow(_CHAT, pa.ipc.new_stream),
+    partial(_arrow, _TEXT, "new_stream"), partial(_arrow, _TEXT, "new_file"),
+    partial(_arrow, _TEXT, "new_stream", True), partial(_arrow, _CHAT, "new_stream"),
 )  # fmt: skip
 def arrow(data: bytes) -> None:
     _hf("a.arrow", data)
@@ -77,19 +80,21 @@ def _shards(folder: str) -> None:
     write_shards(read, request, open_store(f"{folder}/out"), Options(1, 300))
 
 
+@cache
 def _objects() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         _shards(folder)
         return {path.name: path.read_bytes() for path in (Path(folder) / "out").iterdir() if path.is_file()}
 
 
-_SHARDS = _objects()
+def _object(name: str) -> Callable[[], bytes]:
+    return lambda: _objects()[name]
 
 
 def _read_with(name: str, data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RAYPP_CACHE_DIR"] = f"{folder}/cache"
-        for other, content in {**_SHARDS, name: data}.items():
+        for other, content in {**_objects(), name: data}.items():
             (Path(folder) / other).write_bytes(content)
         train = open_documents(job(kind="tokens", path=folder)).train
         for index in range(len(train)):
@@ -97,27 +102,27 @@ def _read_with(name: str, data: bytes) -> None:
             train.carries_loss(index)
 
 
-@target(_SHARDS["tokens.json"])
+@target(_object("tokens.json"))
 def shard_manifest(data: bytes) -> None:
     _read_with("tokens.json", data)
 
 
-@target(_SHARDS["shard-000000.index"])
+@target(_object("shard-000000.index"))
 def shard_index(data: bytes) -> None:
     _read_with("shard-000000.index", data)
 
 
-@target(_SHARDS["shard-000000.ids"])
+@target(_object("shard-000000.ids"))
 def shard_ids(data: bytes) -> None:
     _read_with("shard-000000.ids", data)
 
 
-@target(_SHARDS["shard-000000.loss"])
+@target(_object("shard-000000.loss"))
 def shard_loss(data: bytes) -> None:
     _read_with("shard-000000.loss", data)
 
 
-@target(_SHARDS["shard-000000.json"])
+@target(_object("shard-000000.json"))
 def shard_record(data: bytes) -> None:
     """Goes on as after a kill."""
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,9 @@ from training import merged, train_steps
 from raypp import ports
 from raypp.mesh.geometry import Mesh
 from raypp.spec.load import parse_job
+from raypp.train.cuda_settings import prepare_queues
 
+prepare_queues()  # before CUDA is asked for a device; the ranks' processes inherit it
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 """The device that all ranks of a test share."""
 

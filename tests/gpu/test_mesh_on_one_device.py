@@ -85,6 +85,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "full recomputation": document(mesh={"pp": 2}, train={"activation_checkpointing": "full"}),
     "pp and fsdp": document(mesh={"pp": 2, "fsdp": 2}),
     "hsdp": document(mesh={"dp_replicate": 2, "fsdp": 2}),
+    "pp and dp_replicate": document(mesh={"pp": 2, "dp_replicate": 2}),
     "pp and ring": document(mesh={"pp": 2, "cp": 2}),
     "pp, ep": document(EXPERTS, mesh={"pp": 2, "fsdp": 2, "ep": 2}),
 }
@@ -94,6 +95,8 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "bf16, ring": document(mesh={"cp": 2}, train={"precision": "bf16"}),
     "bf16 messages": document(mesh={"pp": 2}, pipeline={"wire": {"dtype": "bf16"}}),
     "int8 messages": document(mesh={"pp": 2}, pipeline={"wire": {"compression": "int8"}}),
+    "int8 sums": document(mesh={"dp_replicate": 2}, train={"sync": {"kind": "int8"}}),
+    "int8 sums, pp": document(mesh={"pp": 2, "dp_replicate": 2}, train={"sync": {"kind": "int8"}}),
     "compiled": document(mesh={"pp": 2}, train={"compile": True, "activation_checkpointing": "full"}),
 }
 JOBS = {**EXACT, **ROUNDED}

@@ -13,20 +13,31 @@ from cluster.testbed import TestBed, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 
-_PROGRAM = str(Path(__file__).parent / "summing.py")
+_HERE = Path(__file__).parent
 _NEEDED = 4_000_000
 """Bytes of the other rank's part: half of two million numbers of four bytes."""
 
 
-def test_a_sum_of_gradients_sends_half_of_them_and_not_all() -> None:
-    """gloo's own reduce-scatter of two ranks sends the whole vector each way."""
+def sent(program: str, *arguments: str) -> int:
+    """Runs two ranks on two hosts, and returns the bytes that the second has sent."""
     if reason := why_not():
         pytest.skip(reason)
     with TestBed.up(f"s{time.monotonic_ns() % 10**6}", hosts=2, rate="1gbit", ray=False, store=False) as bed:
         cable = Path(f"/sys/class/net/{bed.network.cable(1)}/statistics/rx_bytes")
         before, address = int(cable.read_text()), bed.network.address(0)
-        commands = [[sys.executable, _PROGRAM, str(rank), address] for rank in range(2)]
+        commands = [[sys.executable, str(_HERE / program), str(rank), address, *arguments] for rank in range(2)]
         ranks = [bed.popen(host, command, stdout=subprocess.PIPE, text=True) for host, command in enumerate(commands)]
         told = [process.communicate(timeout=120)[0] for process in ranks]
         assert told == ["right", "right"]
-        assert _NEEDED < int(cable.read_text()) - before < 1.1 * _NEEDED
+        return int(cable.read_text()) - before
+
+
+def test_a_sum_of_gradients_sends_half_of_them_and_not_all() -> None:
+    """gloo's own reduce-scatter of two ranks sends the whole vector each way."""
+    assert _NEEDED < sent("summing.py") < 1.1 * _NEEDED
+
+
+def test_sums_over_two_replicas_send_four_bytes_a_number_and_in_int8_one() -> None:
+    numbers = 2_000**2
+    assert 4 * numbers < sent("replica_summing.py", "exact") < 1.05 * 4 * numbers
+    assert numbers * 260 / 256 < sent("replica_summing.py", "int8") < 1.05 * numbers * 260 / 256

@@ -1,7 +1,12 @@
-"""The command that runs all benchmarks lists them all, with a description of each."""
+"""The command that runs all benchmarks lists them all, with a description of each.
+
+Each benchmark says on which machine it runs before it measures."""
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.run import BENCHMARKS, PARTS
+from benchmarks.surroundings import busy_cores, too_busy
 
 PLACE = Path(__file__).parents[2]
 
@@ -22,6 +28,50 @@ def test_the_page_of_figures_names_every_benchmark_in_its_table() -> None:
     page = (PLACE / "docs" / "benchmarks" / "README.md").read_text()
     missing = [one.name for one in BENCHMARKS if f"| `{one.name}` |" not in page]
     assert not missing
+
+
+@pytest.mark.parametrize("name", [one.name for one in BENCHMARKS])
+def test_each_announces_the_machine_before_it_prints_or_starts_anything(name: str) -> None:
+    tree = ast.parse((PLACE / "benchmarks" / f"{name}.py").read_text())
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    called = [ast.unparse(node.value.func) if is_call(node) else "" for node in main.body]  # type: ignore[attr-defined]
+    assert called.count("announce") == 1, "main() must call benchmarks.surroundings.announce(), not within a branch"
+    before = main.body[: called.index("announce")]
+    assert "print" not in called[: len(before)]
+    assert not [node for node in before if isinstance(node, ast.For | ast.While | ast.With | ast.Try)]
+
+
+def is_call(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
+def test_the_header_is_one_line_with_the_machine_its_load_the_versions_and_the_commit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from benchmarks.surroundings import announce; announce('what else')"]
+    told = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PLACE)}, capture_output=True, text=True, check=True
+    )
+    line, _, rest = told.stdout.partition("\n")
+    assert not rest.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=PLACE, capture_output=True, text=True).stdout
+    wanted = rf"{os.cpu_count()} cores, load average \d+\.\d, \d+ GiB, Python 3\S+, torch \S+, .*, raypp "
+    assert re.search(wanted, line), line
+    assert line.endswith("what else")
+    if commit:
+        assert f"raypp commit {commit.strip()}" in line, "of raypp's repository, wherever the benchmark is started"
+    assert told.stderr.startswith("warning: load average") or not told.stderr
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    """Whatever else runs, a process that never waits keeps about one core busy."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        try:
+            assert busy_cores(1.0) > 0.5
+        finally:
+            spinning.kill()
+    assert not too_busy(load=0.9, busy=0.9, cores=4)
+    assert "1.1 of 4 cores busy" in too_busy(load=0.0, busy=1.1, cores=4)
+    assert "load average 3.0" in too_busy(load=3.0, busy=0.0, cores=4)
+    assert not too_busy(load=3.0, busy=0.0, cores=4, after_another=True), "that was the benchmark before"
 
 
 @pytest.mark.slow

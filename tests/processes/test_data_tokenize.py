@@ -93,7 +93,7 @@ data:
     assert [part["kind"] for part in section["parts"]] == ["tokens", "tokens", "synthetic"]
     source = load_job(room / "job.yaml").job
     assert data_identity(Job.model_validate({**source.model_dump(), "data": section})) == data_identity(source)
-    (room / "chat.jsonl").write_text('{"messages": 3}\n' * 2000)
+    (room / "chat.jsonl").write_text('{"messages": 3}\n' * 1999 + "no JSON\n")
     running = command(room, "--out", "other")
     _, told = running.communicate(timeout=240)
     assert running.returncode == 2 and "chat.jsonl:1: " in told and "1,995 more rows cannot be used" in told

@@ -9,9 +9,11 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 import torch
@@ -32,7 +34,26 @@ def _part_of(room: Callable[[], range]) -> Callable[[], range]:
 
 ports._room = _part_of(ports._room)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "torch.distributed.fsdp", "raypp.train.rank"])
+OWN_PATH = "RAYPP_TESTS_PYTHONPATH"
+"""Variable with the PYTHONPATH of the tests, which the ranks get back."""
+
+
+def start_fork_server() -> None:
+    """Starts the fork server if none runs. It finds `forked` by PYTHONPATH: Python 3.11 does not
+    give it the path of its parent."""
+    _context.set_forkserver_preload(["forked"])  # raypp's own ranks want another module
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if before is not None:
+        os.environ[OWN_PATH] = before
+    try:
+        ensure_running()
+    finally:
+        os.environ.pop(OWN_PATH, None)
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:
@@ -58,6 +79,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
     Fails with the first rank's traceback when one raises, dies or takes longer than `TIMEOUT_S`.
     """
+    start_fork_server()
     port = ports.free_port()
     pipes, processes = [], []
     for rank in range(world):

@@ -17,16 +17,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from local_tasks import TASKS, write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypp.cli.main import run as run_command
 from raypp.cli.torch_process import ask
-from raypp.inference.eval_job import data_job
-from raypp.inference.source import find_source
+from raypp.errors import RunFailedError
+from raypp.inference.eval_job import data_job, task_job
+from raypp.inference.scoring import Scored
+from raypp.inference.source import Source, find_source
+from raypp.inference.task_model import ask_on_seat
+from raypp.measure.local_ranks import run_ranks
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
-from raypp.spec.load import job_document
+from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
+from raypp.train.own_seat import local_seat
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -39,28 +45,6 @@ JOB: dict[str, Any] = {
     "pipeline": {"microbatches": 3},
     "train": {"steps": 3, "micro_batch_size": 2, "eval_every_steps": 2, "optimizer": {"lr": 0.01}},
     "checkpoint": {"url": "store", "every_steps": 2, "memory_tier": False},
-}
-TASKS = {
-    "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "texts": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{continuation}}",
-        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
 }
 
 
@@ -194,11 +178,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     for row in rows:  # half of them as the model continues them
         row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    files: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}}
-    for name, task in TASKS.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **files, **task}))
-    names = ",".join(f"{name}.yaml" for name in TASKS)
+    names = write_tasks(folder, rows, f"{folder}/rows.jsonl")
     program = (
         "import json, logging\n"
         "from lm_eval import simple_evaluate\n"
@@ -215,7 +195,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         assert ours.keys() == theirs.keys() == TASKS.keys()
         for name, metrics in ours.items():
             same = {metric: value for metric, value in theirs[name].items() if metric in metrics}
-            assert {"choices": 4, "rolling": 2, "texts": 2}[name] == len(metrics) == len(same)
+            assert {"choices": 4, "rolling": 2, "texts": 2, "next": 4}[name] == len(metrics) == len(same)
             assert metrics == pytest.approx(same, rel=1e-5)
     assert 0.2 < ours["texts"]["exact_match,none"] < 0.8
     few = raypp(folder, "eval", run, "--tasks", "choices.yaml", "--limit", "4")["tasks"]["choices"]
@@ -232,6 +212,23 @@ def test_progress_is_told_as_it_is_made(folder: Path, run: str, pp: int, monkeyp
     done = [one["done"] for one in told]
     assert len(done) > 3 and done == sorted(set(done))
     assert done[-1] == told[-1]["total"] > answer["tokens"] and told[-1]["unit"] == "tokens"
+
+
+def broken_pipe(report: Any) -> None:
+    raise BrokenPipeError("nobody reads the progress")
+
+
+def score_for_nobody(rank: int, port: int, source: dict[str, Any], document: dict[str, Any]) -> None:
+    trained, job = Source(**source), parse_job(document)
+    rows = [Scored(range(1, 9), 3)] * 40
+    ask_on_seat(trained, job, local_seat(rank, 2, port, job), [256], lambda model: model.score(rows), broken_pipe)
+
+
+def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, run: str) -> None:
+    source = find_source(run)
+    with pytest.raises(RunFailedError) as raised:
+        run_ranks(2, score_for_nobody, asdict(source), job_document(task_job(source, 2)), patience_s=120)
+    assert "no answer within" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from raypp.parallel.late_sums import sum_by_parts
+from raypp.parallel.late_sums import reduce_within_backward, sum_by_parts
 from raypp.parallel.shard import local_part
 
 pytestmark = pytest.mark.ranks
@@ -52,7 +52,7 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
         stage.set_reshard_after_backward(False)
         stage.set_requires_gradient_sync(False)
         if early and microbatch == MICROBATCHES - 1:
-            late.begin_within(stage, output)
+            reduce_within_backward(stage, output)
         output.square().sum().backward()
     under_way = late.under_way
     PipelineStage(stage, 0, 1, torch.device("cpu"), group=alone).perform_reduce_grad(1)

@@ -69,7 +69,9 @@ def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> Non
     [
         ("1f1b", 1),
         pytest.param("interleaved_1f1b", 2, marks=pytest.mark.slow),
+        pytest.param("interleaved_zero_bubble", 2, marks=pytest.mark.slow),
         pytest.param("zbv", 2, marks=pytest.mark.slow),
+        ("dualpipev", 2),
     ],
 )
 def test_programs_of_other_depths_between_steps_change_no_bit(schedule: str, stages_per_rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lives import Fate, Lives, same
 
+from raypp.memory import peer, tier
 from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
 from raypp.planning.plan import make_plan
 from raypp.spec.load import parse_job
@@ -172,6 +174,44 @@ def test_with_memory_for_four_snapshots_copies_survive_a_node_as_well(
         path.unlink()
     second = lives.attempt_once()
     assert second.restored().startswith("from memory: step ") and "rank 1 from the copy" in second.restored()
+    losses, state_after = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state_after)
+
+
+def deaf_node(rank: int, world: int, port: int) -> None:
+    """Rank 1's node takes no copies, as behind a firewall. Rank 0 trains on when it knows it."""
+    peer._RETRY_S = (0.01,)
+    start, signals = tier.MemoryTier.start, tier.MemoryTier.signals
+
+    def started(self: Any, *arguments: Any) -> None:
+        start(self, *arguments)
+        if rank == 1:
+            self._receiver.close()
+
+    def signalled(self: Any) -> Any:
+        end = time.monotonic() + 60
+        while (sender := self._sender) is not None and sender._slot is not None and sender.failures < 9:
+            assert rank == 1 or time.monotonic() < end, "copies arrive"
+            if rank == 1:
+                break
+            time.sleep(0.002)
+        return signals(self)
+
+    tier.MemoryTier.start, tier.MemoryTier.signals = started, signalled  # type: ignore[method-assign]
+
+
+def test_with_memory_for_four_snapshots_a_deaf_partner_does_not_stop_them(
+    tmp_path: Path, shared_memory: Any, undisturbed: Any
+) -> None:
+    """With few files a snapshot waits for the copy of the one before, but not for ever."""
+    state = make_plan(parse_job({**document(), "checkpoint": {"url": "/nowhere"}})).host.state
+    limit = {LIMIT_VARIABLE: str(6 * state / 1e6)}
+    lives = Lives(document(), tmp_path, [shared_memory(), shared_memory()], [0, 1], limit, prepare=deaf_node)
+    first = lives.attempt_once(Fate((0, 1), after=6))
+    why = [event.message for event in first.of_kind("memory_tier_reduced") if "do not arrive" in event.message]
+    assert why == ["the copies of rank 0 do not arrive ([Errno 111] Connection refused): no copies on another node"]
+    second = lives.attempt_once()
+    assert second.restored() == "from memory: step 6 on all 2 ranks; nothing is committed"
     losses, state_after = undisturbed
     assert second.losses == losses and same(lives.final_state(), state_after)
 

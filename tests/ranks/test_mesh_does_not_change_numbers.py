@@ -119,11 +119,12 @@ def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bi
     assert_identical(PIPELINE_BATCHES[pp][schedule, pp, stages_per_rank], reference)
 
 
-AHEAD = {("1f1b", 1): {"lookahead": 2}, ("interleaved_1f1b", 2): {"lookahead": 2, "stages_per_rank": 2}}
+DEEPER = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+AHEAD = [(name, pp, lookahead) for name in DEEPER for pp in (2, 3, 4) for lookahead in (1, 2, 4)]
+SLOW_AHEAD = {key for key in AHEAD if key[1:] != (2, 2)}
 SETTINGS = Batch(
     2,
     {
-        **{key: document(pp=2, schedule=key[0], pipeline=pipeline) for key, pipeline in AHEAD.items()},
         "step": document(pp=2, pipeline={"variable_seq_len": "step"}),
         "off": document(pp=2, pipeline={"variable_seq_len": "off"}),
         "recomputed": document(pp=2, train={"activation_checkpointing": "full"}),
@@ -134,9 +135,24 @@ SETTINGS = Batch(
 """Each job changes one setting of a pipeline with two ranks."""
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), AHEAD)
-def test_lookahead_gives_the_bits_of_one_process(schedule: str, stages_per_rank: int) -> None:
-    assert_identical(SETTINGS[schedule, stages_per_rank], one_process())
+def ahead(schedule: str, pp: int, lookahead: int) -> dict[str, Any]:
+    """Returns a job whose warm-up is deeper than usual, with two stages per rank where possible."""
+    stages = schedule_named(schedule).nearest_stages(2)
+    pipeline = {"lookahead": lookahead, "stages_per_rank": stages}
+    return document(pp=pp, layers=layers_for(pp * stages), schedule=schedule, pipeline=pipeline)
+
+
+AHEAD_BATCHES = {
+    world: Batch(world, {key: ahead(*key) for key in AHEAD if key[1] == world}, STEPS, slow=SLOW_AHEAD)
+    for world in (2, 3, 4)
+}
+
+
+@pytest.mark.parametrize(("schedule", "pp", "lookahead"), thinned(AHEAD, SLOW_AHEAD))
+def test_lookahead_gives_the_bits_of_one_process(schedule: str, pp: int, lookahead: int) -> None:
+    stages = pp * schedule_named(schedule).nearest_stages(2)
+    reference = one_process("fp32" if layers_for(stages) == 4 else "8 layers")
+    assert_identical(AHEAD_BATCHES[pp][schedule, pp, lookahead], reference)
 
 
 def test_a_schedule_of_ones_own_gives_the_bits_of_one_process(tmp_path: Path) -> None:

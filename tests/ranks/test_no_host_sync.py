@@ -182,6 +182,8 @@ CASES = {
         document(2, {"dp_replicate": 2, "fsdp": 2, "reshard_after_forward": True}, {"schedule": "gpipe"}),
         3,
     ),
+    "int8 sums": (document(2, {"dp_replicate": 2, "fsdp": 2}, {}, sync={"kind": "int8"}), 3),
+    "held sums": (document(2, {"pp": 2, "dp_replicate": 2, "fsdp": 2}, {}, sync={"kind": "int8"}), 5),
     "ulysses": (document(2, {"cp": 2, "cp_style": "ulysses"}, {}), 1),
     "interleaved": (document(4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
     "split": (document(4, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
@@ -210,7 +212,7 @@ def test_a_step_and_an_evaluation_never_wait_for_the_device(results: dict[str, d
     assert all(found["updated"] >= 10 for found in results.values())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("bf16", "split")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("bf16", "split", "held sums")])
 def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
     results: dict[str, dict[str, int]], name: str
 ) -> None:
@@ -229,6 +231,10 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
 
 def test_backwards_in_two_halves_are_reduced_after_both(results: dict[str, dict[str, int]]) -> None:
     assert set(results["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
+
+
+def test_sums_over_replicas_begin_when_the_last_gradient_has_left(results: dict[str, dict[str, int]]) -> None:
+    assert results["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
 
 
 def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from harness import start_fork_server
 from rich.console import Console
 from safetensors.torch import save_file
 from test_mesh_does_not_change_numbers import document
@@ -21,6 +22,13 @@ from raypp.measure.parity import TOLERANCE, compare, one_process_job, relative_e
 from raypp.spec.load import load_job, parse_job
 
 pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(autouse=True)
+def fork_server() -> None:
+    """raypp would start another one for its ranks, and all later tests of this worker would use
+    it."""
+    start_fork_server()
 
 
 def job_file(folder: Path, **settings: Any) -> str:

@@ -62,6 +62,7 @@ MESHES = {
         for kind in SCHEDULES
     },
     "fsdp 2": job(fsdp=2),
+    "dp_replicate 2": job(mesh={"dp_replicate": 2}),
     "cp 2, ring": job(mesh={"cp": 2, "cp_style": "ring"}),
     "cp 2, ulysses": job(mesh={"cp": 2, "cp_style": "ulysses"}),
     "ep 2": experts(mesh={"fsdp": 2, "ep": 2}),

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from one_at_a_time import one_at_a_time
 
 from raypp.checkpoint.run_spec import add_spec
 from raypp.clusters import local
@@ -30,16 +31,14 @@ _PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
 
 
 @pytest.fixture(scope="session")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, alone: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("AWS_", "RAY_", "RAYPP_"))]:
         del os.environ[name]
     os.environ["RAYPP_HOME"] = str(tmp_path_factory.mktemp("home"))
     os.environ["PYTHONPATH"] = str(_HERE)
     try:
-        with alone():
+        with one_at_a_time():
             local.up(16)
         yield find_cluster()
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from one_at_a_time import one_at_a_time
 
 from raypp.clusters.find import Cluster
 from raypp.clusters.local import LocalCluster
@@ -76,10 +77,11 @@ class ExtraNodes:
         for host in hosts:  # one at a time: nodes that start together take each other's ports
             before: set[str] = set()
             self._wait(lambda before=before: before.update(self._alive()) or True, "an answer of the dashboard")
-            node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
-            self._nodes.append(node)
-            started.append(node)
-            self._wait(lambda node=node, before=before: self._has_come(node, before), f"the node {node.address}")
+            with one_at_a_time():
+                node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
+                self._nodes.append(node)
+                started.append(node)
+                self._wait(lambda node=node, before=before: self._has_come(node, before), f"the node {node.address}")
         return started
 
     def _has_come(self, node: Node, before: Collection[str]) -> bool:

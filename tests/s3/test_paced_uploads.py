@@ -3,6 +3,7 @@ copies."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 import threading
@@ -18,7 +19,8 @@ from seaweed import BUCKET, seaweed
 
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.directory import DirectoryStore
-from raypp.storage.rate_limit import Abandoned, Pace
+from raypp.storage.other_traffic import OtherTraffic
+from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_parts import low_priority_options
 from raypp.storage.store import ObjectStore
@@ -98,6 +100,28 @@ def test_the_bytes_go_out_evenly_and_not_in_bursts() -> None:
 def take(pace: Pace, sent: list[float]) -> None:
     pace.take(pace.piece_bytes)
     sent.append(time.monotonic())
+
+
+@pytest.mark.parametrize("others", ["idle", "always under way"])
+def test_an_upload_gives_way_to_messages_but_not_to_itself(store: S3Store, others: str) -> None:
+    """The server is on loopback, so loopback counts here: the upload's own connections must not."""
+    size = 3 * PART
+    data, cap = random_bytes(size), size / 1.0
+    traffic = OtherTraffic(is_here=lambda own, peer: False)
+    pace = Pace(cap, gives_way=traffic.is_under_way)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        with socket.create_connection(listener.getsockname()) as training:
+            training.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while others != "idle":
+                    training.send(bytes(PART))
+            store.put_stream("gives-way", source_of(data, pace), size)
+    assert store.get("gives-way") == bytes(data)
+    if others == "idle":
+        assert pace.yielded_s == 0
+    else:
+        assert pace.yielded_s > 0.8 * YIELDED * size / cap
 
 
 def test_an_upload_that_is_given_up_ends_at_once_and_leaves_nothing(store: S3Store) -> None:

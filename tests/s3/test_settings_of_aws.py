@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from raypp.clusters.seaweed import SeaweedServer
 from raypp.errors import JobError
 from raypp.storage import open_store
 from raypp.storage.s3 import S3Store
+from raypp.storage.s3_client import S3Clients
 
 pytestmark = pytest.mark.s3
 
@@ -169,3 +173,48 @@ def test_a_setting_that_cannot_be_used_is_named(
     monkeypatch.setenv(name, value)
     with pytest.raises(JobError, match=said):
         open_store("s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "ignored", "style"),
+    [
+        ("https://s3.eu-central-1.amazonaws.com", "", None),
+        ("http://127.0.0.1:9", "", "path"),
+        ("http://127.0.0.1:9", "true", None),
+        ("", "", None),
+    ],
+)
+def test_what_counts_is_the_server_that_boto3_will_ask_not_the_variable(
+    endpoint: str, ignored: str, style: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", ignored)
+    config: Any = S3Clients(access_key="a", secret_key="s").current.meta.config
+    assert (config.s3 or {}).get("addressing_style") == style
+    assert config.request_checksum_calculation == ("when_required" if style else "when_supported")
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_second_client_reads_no_description_of_services_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    S3Clients()
+    with opened_files() as opened:
+        S3Clients()
+    assert not [path for path in opened if "botocore/data" in path]
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """Collects the files that this process opens. A hook cannot be removed: it is idle after."""
+    opened: list[str] = []
+    on = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if on and event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    try:
+        yield opened
+    finally:
+        on = False

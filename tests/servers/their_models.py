@@ -53,7 +53,8 @@ def family_cases(slow: Collection[str] = ()) -> pytest.MarkDecorator:
         pytest.param(kind, case, marks=pytest.mark.slow if case in slow and kind != "llama" else ())
         for kind, case in FAMILY_CASES
     ]
-    return pytest.mark.parametrize(("kind", "case"), marked)
+    # Grouped by case: the tests of one share its model.
+    return pytest.mark.parametrize(("kind", "case"), marked, scope="module")
 
 
 def keys_of(kind: str, case: str) -> dict[str, Any]:
@@ -63,15 +64,22 @@ def keys_of(kind: str, case: str) -> dict[str, Any]:
     return dict(cases[case] or {})
 
 
+@cache
+def known_sizes(model_type: str) -> dict[str, Any]:
+    """Returns those of `SIZES` that the config class of a family has."""
+    import transformers
+
+    plain = transformers.AutoConfig.for_model(model_type)
+    known = {*vars(plain), *plain.attribute_map}
+    return {key: value for key, value in SIZES.items() if key in known}
+
+
 def their_config(kind: str, keys: Mapping[str, Any]) -> Any:
     """Returns transformers' config of a small model."""
     import transformers
 
-    form = FAMILIES[kind].hf
-    plain = transformers.AutoConfig.for_model(form.model_type)
-    known = {*vars(plain), *plain.attribute_map}
-    sizes = {key: value for key, value in SIZES.items() if key in known}
-    return transformers.AutoConfig.for_model(form.model_type, **{**sizes, **keys})
+    model_type = FAMILIES[kind].hf.model_type
+    return transformers.AutoConfig.for_model(model_type, **{**known_sizes(model_type), **keys})
 
 
 def their_instance(kind: str, config: Any) -> Any:

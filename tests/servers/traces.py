@@ -14,9 +14,9 @@ TIMES = StageTimes([0.03, 0.04], [0.06, 0.08], link=0.005, first_whole=True)
 STEP_S = 1.0
 
 
-def two_ranks(steps: int = 2, **changed: Any) -> list[RankTrace]:
+def two_ranks(steps: int = 2, times: StageTimes = TIMES, **changed: Any) -> list[RankTrace]:
     """Returns the parts of both ranks of a 1F1B pipeline with four microbatches."""
-    timeline = simulate(build_program("1f1b", 2, 1, 4), TIMES)
+    timeline = simulate(build_program("1f1b", 2, 1, 4), times)
     found = []
     for pp in range(2):
         spans: list[Span] = []

@@ -9,23 +9,34 @@ from host_waits import host_waits
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
-FILES = tuple(
-    f"raypp/train/{name}.py"
-    for name in (
-        "adamw",
-        "evaluate",
-        "muon",
-        "optimizer",
-        "optimizer_offload",
-        "reduce",
-        "router_losses",
-        "sgd",
-        "step",
-    )
+_OF_TRAIN = (
+    "adamw",
+    "adamw_by_rows",
+    "evaluate",
+    "muon",
+    "nonfinite",
+    "optimizer",
+    "optimizer_offload",
+    "quantised_moments",
+    "reduce",
+    "router_losses",
+    "sgd",
+    "step",
+    "stochastic_rounding",
+    "stragglers",
+    "tune_lookahead",
+    "warm_up",
+)
+FILES = (
+    *(f"raypp/train/{name}.py" for name in _OF_TRAIN),
+    "raypp/checkpoint/snapshot.py",
+    "raypp/memory/rank_slots.py",
+    "raypp/memory/tier.py",
 )
 
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
 _HOST = "a tensor on the CPU, which never was on the device"
+_SAVER = "a thread that waits for the copy of a snapshot, not the one that computes"
 _DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
 ALLOWED = {
     ("raypp.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
@@ -39,6 +50,11 @@ ALLOWED = {
         "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
         "cpu",
     ): "loads a checkpoint, before the first step of an attempt",
+    ("raypp.train.nonfinite.FiniteGuard._what", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.train.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
+    ("raypp.checkpoint.snapshot.SnapshotBuffer._copy_on_stream.rest", "synchronize"): _SAVER,
+    ("raypp.checkpoint.snapshot._DeviceCopy.wait", "synchronize"): _SAVER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypp import ports
-from raypp.ports import free_ports
+from raypp.ports import free_ports, held_port
 
 
 def test_ports_are_free_all_different_and_none_that_the_kernel_deals_out() -> None:
@@ -55,3 +55,31 @@ def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, mon
     mine = free_ports(1)
     assert mine == [first + 5] or not ports.port_is_free(first + 5), "its owner has ended"
     assert all(port >= first + 10 for port in free_ports(10)), "all below were chosen before"
+
+
+def test_a_port_of_ones_own_choice_is_held_by_one_process_until_its_server_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = next(port for port in random.SystemRandom().sample(range(3_000, 9_000), 100) if ports.port_is_free(port))
+    kernels = tmp_path / "range"
+    kernels.write_text(f"{port + 1} 60999")
+    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
+    monkeypatch.setattr(ports, "_LOWEST", port)
+    with held_port(port) as mine:
+        assert mine
+        with held_port(port) as theirs:
+            assert not theirs
+        assert port not in free_ports(3)
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            server.listen()
+    with held_port(port) as mine, socket.socket() as server:
+        assert mine, "it is given back at the end"
+        server.bind(("127.0.0.1", port))
+        server.listen()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with held_port(port) as mine:
+            assert not mine, "a server listens there"

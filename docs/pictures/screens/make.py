@@ -32,7 +32,7 @@ PICTURES = Path(__file__).parents[1]
 LARGEST_BYTES = 200_000
 DEMO = Path("/tmp/demo")
 """A neutral place: its path is in the pictures."""
-STEPS = 300
+STEPS = 500
 SETTINGS = tuple(
     f"--set={setting}"
     for setting in (
@@ -86,9 +86,9 @@ class Studio:
         self._dashboard_pictures()
         kill_a_rank()
         wait_row(lambda row: row["attempt"] == 2)
+        self._watch_picture()
         self._look("timeline", "quickstart", "--out", "trace.json")
         self._look("status", "quickstart")
-        self._watch_picture()
         summary = submit.wait()
         start = [Text.from_ansi(line).plain.startswith("run quickstart") for line in summary].index(True)
         self._terminal_picture("summary", "raypp submit quickstart.yaml", summary[start:])

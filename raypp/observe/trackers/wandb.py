@@ -82,7 +82,8 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
         newest = dict(self._run.summary).get("step") if mode == "online" else None
         self.newest = int(newest) if isinstance(newest, int | float) else 0
-        offline = f"offline runs in {run.shown_folder}/wandb; upload them by `wandb sync --append offline-run-*`"
+        copied = ", copied to your machine," if "://" in run.shown_folder else ""
+        offline = f"offline runs in {run.shown_folder}/wandb; `wandb sync --append offline-run-*`{copied} uploads them"
         self.where = offline if mode == "offline" else str(self._run.url)
 
     def values(self, step: int, time: float, values: Mapping[str, float]) -> None:

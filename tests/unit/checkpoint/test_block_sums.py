@@ -52,3 +52,12 @@ def test_a_header_that_no_reader_accepts_is_not_written() -> None:
     with pytest.raises(CheckpointError, match="10,000 tensors need a larger header"):
         header_size(entries, 40_000, {})
     assert header_size(entries[:5_000], 20_000, {}) < BOUNDS.size
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 100])
+def test_the_shares_of_threads_are_all_blocks(shares: int) -> None:
+    sums = BlockSums(DATA)
+    for share in range(shares):
+        sums.compute(share, shares)
+    assert None not in sums._crcs
+    assert sums.digests() == BlockSums(DATA).digests()

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import click
-import jsonschema
 import pytest
 import yaml
 
@@ -234,6 +233,8 @@ def test_list_kinds_tells_what_is_available(capsys: pytest.CaptureFixture[str]) 
 def test_the_schema_takes_the_shipped_jobs_and_refuses_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
+    import jsonschema
+
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for job in (REPOSITORY / "jobs").glob("*.yaml"):

@@ -10,7 +10,7 @@ import pytest
 from traces import chrome_faults, two_ranks
 
 from raypp.cli.main import run
-from raypp.cli.timeline_command import _parts_of, measured_links, newest_trace
+from raypp.cli.timeline_command import _parts_of, measured_cards, measured_links, newest_trace
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError
 from raypp.observe.reader import RunReader
@@ -102,7 +102,17 @@ def test_links_are_those_of_the_attempt_or_the_newest() -> None:
     assert measured_links([replace(LINKS, details={"link_s": ["x", -1.0, 1e300]})]) == []
 
 
-def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore) -> None:
+def test_cards_are_those_of_the_attempt_or_the_newest() -> None:
+    shared = replace(LINKS, details={"link_s": [0.005], "cards": [None, 1, 2, None]})
+    assert measured_cards([shared]) == [None, 1, 2, None]
+    assert measured_cards([shared, replace(LINKS, attempt=2)]) is None
+    assert measured_cards([shared, replace(LINKS, attempt=2)], 1) == [None, 1, 2, None]
+    assert measured_cards([replace(LINKS, details={"cards": ["x"]})]) is None
+
+
+def test_an_attempt_that_ends_gives_its_trace_or_none(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypp.cli.timeline_command._LATE_PARTS_S", 0.2)
+    monkeypatch.setattr("raypp.cli.timeline_command._POLL_S", 0.05)
     place, reader = RunPlace(store.url, "r", ""), RunReader(store, "r")
     write(store, [], RunState.RUNNING)
     assert _parts_of(place, reader, store, set(), attempt=0) is None, "attempt 1 has followed"

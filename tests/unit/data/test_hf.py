@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from data_jobs import job, texts_of
+from lazily import Lazily
 
 from raypp.data.sources import open_documents
 from raypp.errors import DataError
 from raypp.spec.checks import check_spec
 
+pa: Any = Lazily("pyarrow")
+pq: Any = Lazily("pyarrow.parquet")
 
-def table(*texts: str | None, **more: Any) -> pa.Table:
+
+def table(*texts: str | None, **more: Any) -> Any:
     return pa.table({"text": pa.array(texts, pa.string()), **more})
 
 

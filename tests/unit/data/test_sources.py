@@ -74,6 +74,14 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: str | bytes, what: str) 
     assert what in message
 
 
+@pytest.mark.parametrize("row", ['{"messages": []}', '{"conversations": []}', '{"prompt": "a", "completion": "b"}'])
+def test_json_lines_of_conversations_name_the_kind_that_reads_them(tmp_path: Path, row: str) -> None:
+    (tmp_path / "a.jsonl").write_text(row)
+    with pytest.raises(DataError) as raised:
+        open_documents(job(kind="jsonl", path=str(tmp_path)))
+    assert raised.value.problems[0].fix == "set data.kind to chat, which reads conversations"
+
+
 def test_a_file_of_blank_lines_holds_no_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n \n\t\n")
     assert "contains no documents" in refused(kind="text", path=str(tmp_path))

@@ -25,7 +25,7 @@ from raypp.cli.main import COMMANDS, cli, run
 from raypp.registry import load_object
 from raypp.spec.job import Job
 
-WITHOUT_A_CLUSTER = ("plan", "init", "explain", "schema", "list-kinds")
+WITHOUT_A_CLUSTER = ("plan", "init", "explain", "schema", "list-kinds", "data")
 HOME = "/home/you"
 """What a page shows instead of the folder that a command was run in."""
 BASE = """

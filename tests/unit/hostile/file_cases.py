@@ -10,6 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from raypp.hf.names import model_tensors
 from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.planning.costs import Costs, Part, read_costs, write_costs
 from raypp.planning.machines import read_machines
+from raypp.schedules.slow_starts import SlowStart
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
@@ -333,7 +335,8 @@ def costs_document() -> dict[str, Any]:
     """Returns what `raypp plan --measure` writes."""
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"raypp-costs-{os.getpid()}.json"
     try:
-        write_costs(path, Costs(Part(1, 2), Part(0, 1), Part(1, 2)), job(kind="synthetic"), "a device", "today")
+        costs = Costs(Part(1, 2), Part(0, 1), Part(1, 2), slow_starts=(SlowStart(0.05, 0.4, 0.02),))
+        write_costs(path, costs, job(kind="synthetic"), "a device", "today")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
     finally:
@@ -430,4 +433,6 @@ def _specials(folder: Path) -> None:
     use_data("text", str(folder))
 
 
-CASES: dict[str, Case] = {name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()}
+@cache
+def all_cases() -> dict[str, Case]:
+    return {name: case for cases in (model_cases, document_cases, data_cases) for name, case in cases()}

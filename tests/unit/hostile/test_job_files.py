@@ -12,8 +12,9 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raypp.cli.load_job import load_checked_job
@@ -27,10 +28,11 @@ from raypp.spec.load import job_document, load_job, parse_job
 from raypp.untrusted import files
 from tests.unit.hostile.job_cases import Case, name_cases, number_cases, override_cases, text_cases
 
+EXAMPLES = sorted((Path(__file__).parents[3] / "jobs").glob("*.yaml"))
 MOST_S = 5.0
 """Seconds of CPU. What is measured outside tests is below 2."""
 
-LARGE = ("50-MB", "100000-ranks", "=100000", "layers-4096", "large-", "larger-", "layers-1000-", "layers-200",
+LARGE = ("100000-ranks", "=100000", "layers-4096", "large-", "larger-", "layers-1000-", "layers-200",
          "4096-layers", "lora-targets", "window-layers", "num_layers=4096", "experts-mlp", "offload",
          "200-KB-of-k", "200-KB-of-e", "200-KB-of-t", "200-KB-of-d", "200-KB-of-w", "200-KB-of-a")  # fmt: skip
 """Cases that take seconds, or megabytes: `test_large_plans` has some."""
@@ -63,9 +65,20 @@ def plan(data: bytes, overrides: tuple[str, ...]) -> None:
     assert time.process_time() - begun < MOST_S
 
 
+def assert_both_parsers_agree(text: str) -> None:
+    """PyYAML's parser in Python reads what the one in C reads, with the same lines and problems."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "__with_libyaml__", False)
+        in_python = read_document(text, "job.yaml")
+    assert repr(read_document(text, "job.yaml")) == repr(in_python), text  # repr: nan differs from nan
+
+
 @pytest.mark.parametrize(("data", "overrides"), table(list(text_cases())))
 def test_texts(data: bytes, overrides: tuple[str, ...]) -> None:
     plan(data, overrides)
+    if len(data) < 5000:
+        assert_both_parsers_agree(data.decode("utf-8-sig", "replace"))
+        assert_both_parsers_agree(data.decode("utf-8-sig", "replace") + "\n")
 
 
 @pytest.mark.parametrize(("data", "overrides"), table(list(override_cases())))
@@ -252,6 +265,27 @@ def test_any_text(text: str, overrides: list[str]) -> None:
         load_job("any.yaml", overrides)
     except JobError as error:
         assert all(problem.where or problem.key for problem in error.problems)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_both_parsers_read_the_same_from_every_example(path: Path) -> None:
+    assert yaml.__with_libyaml__, "this PyYAML has no parser in C"
+    assert_both_parsers_agree(path.read_text())
+
+
+_PARTS = st.sampled_from(
+    ["a", "b: ", "- ", "\n", "\n  ", "\n    ", "[", "]", "{", "}", ", ", "&a ", "*a", "<<: *a", "'", '"', "|", ">", "#",
+     " #", "%", "\\", "\\n", "\t", "\r", "!", "!!int ", "? ", "?", ":", "---", "...", "~", "3e-4", "0x1f", "é", "\x85",
+     "\u2028", "\ufeff", "\U0001f680", "k" * 1023, "-", "+1", "@", "`", "="]
+)  # fmt: skip
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(st.lists(_PARTS, max_size=25).map("".join))
+@example("a: |# no comment\n  b")
+@example("a: >-2# no comment\n  b")
+def test_both_parsers_read_the_same_from_any_text(text: str) -> None:
+    assert_both_parsers_agree(text + "\n")
 
 
 def test_a_character_that_json_writes_as_two_escapes_is_read() -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from raypp.data.tokenizer import ByteTokenizer
+from raypp.data.chat_template import ChatTemplate
+from raypp.data.tokenizer import ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError
-from raypp.inference.prompts import Answer, Encoded, encode_prompts, read_prompts
+from raypp.inference.prompts import (
+    Answer,
+    Encoded,
+    chat_end_ids,
+    encode_prompts,
+    end_ids,
+    end_of_turn,
+    read_prompts,
+)
 from raypp.inference.source import Source
 
 SOURCE = Source("here", {"vocab_size": 257}, 32, "fp32", "bytes", run="mine")
@@ -73,3 +83,54 @@ def test_the_token_that_ends_a_text_is_no_part_of_it() -> None:
     answer.add(66, None)
     answer.add(256, "eos")
     assert (answer.tokens, answer.finish, answer.text(ByteTokenizer())) == ([66], "eos", "B")
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", "</s>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ""),
+        ("{{ raise_exception('only questions') }}", ""),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(template: str, end: str) -> None:
+    assert end_of_turn(ChatTemplate(template, {"eos_token": "</s>"})) == end
+
+
+def test_an_answer_ends_where_its_turn_does() -> None:
+    tokenizer = ByteTokenizer()
+    answer = Answer(Encoded("", [65], 99), stop="<|im_end|>")
+    pieces = []
+    for token in b"a <|b <|im_end|>\n<|im_start|>":
+        answer.add(token, None)
+        pieces.append(answer.news(tokenizer))
+    assert "".join(pieces) == answer.text(tokenizer) == "a <|b "
+    assert pieces[:6] == ["a", " ", "", "", "<|b", " "], "what may become the end waits"
+    unfinished = Answer(Encoded("", [65], 4), stop="<|im_end|>")
+    for index, token in enumerate(b"a<|i"):
+        unfinished.add(token, "length" if index == 3 else None)
+    assert unfinished.news(tokenizer) == "a<|i"
+
+
+def test_an_end_of_turn_that_is_one_token_ends_a_conversation_and_those_of_the_model_do(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2, "b": 3, "<|im_start|>": 4}
+    added = [
+        {"id": vocabulary[word], "content": word, "special": True, "normalized": False, "single_word": False,
+         "lstrip": False, "rstrip": False}
+        for word in ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+    ]  # fmt: skip
+    document = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"added_tokens": added}))
+    tokenizer, template = open_tokenizer(str(tmp_path / "tokenizer.json")), ChatTemplate(CHATML)
+    run = Source("here", {"vocab_size": 5}, 32, "fp32", str(tmp_path / "tokenizer.json"), run="mine")
+    assert end_ids(run, tokenizer) == (1,) and chat_end_ids(run, tokenizer, template) == (1, 2)
+    named = Source("here", {"vocab_size": 5}, 32, "fp32", None, eos_ids=(3,))
+    assert end_ids(named, tokenizer) == (3,) and chat_end_ids(named, tokenizer, template) == (3, 2)
+    assert chat_end_ids(SOURCE, ByteTokenizer(), template) == (256,), "ten bytes are no token"

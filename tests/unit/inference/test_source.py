@@ -11,6 +11,7 @@ from hf_folder import write_hf_folder
 
 from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import CheckpointError, JobError
+from raypp.inference import source
 from raypp.inference.source import Source, find_source
 from raypp.storage.directory import DirectoryStore
 
@@ -44,6 +45,16 @@ def test_ends_are_those_of_generation_config(tmp_path: Path) -> None:
                 find_source(str(tmp_path))
         else:
             assert find_source(str(tmp_path)).eos_ids in ((), (256,))
+
+
+def test_ends_of_a_run_are_those_of_its_export(tmp_path: Path) -> None:
+    """The ids that generation_config.json beside its tokenizer.json names; then the tokenizer's."""
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    assert source._ids_beside(str(tokenizer)) == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert source._ids_beside(str(tokenizer)) == (5, 7)
+    assert source._ids_beside("bytes") == source._ids_beside(str(tmp_path / "other.json")) == ()
 
 
 def test_a_model_without_a_tokenizer_says_where_to_put_one(tmp_path: Path) -> None:

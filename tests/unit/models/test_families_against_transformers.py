@@ -6,7 +6,6 @@ gives back the files that it read.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +40,7 @@ every_case = family_cases()
 once_each = pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, marks=() if case == "plain" else pytest.mark.slow) for kind, case in FAMILY_CASES],
+    scope="module",
 )
 """A family's other cases differ in sizes, biases, ties and keys: slow tests go through their files.
 """
@@ -83,11 +83,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         found.logits, found.loss = found.logits.detach(), loss.item()
         # transformers itself says which gradient belongs to which tensor of its files. It does not
         # run an expert that no token selected.
-        gradients = copy.deepcopy(model)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
         with torch.no_grad():
-            for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
-                into.copy_(torch.zeros_like(into) if parameter.grad is None else parameter.grad)
-        gradients.save_pretrained(found.gradients)
+            for parameter in model.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            model.save_pretrained(found.gradients)
+            for parameter, value in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(value)
         adamw_on(model).step()
         model.save_pretrained(found.stepped)
         return found

@@ -44,6 +44,7 @@ class Stage:
     stage_index = 3
     submod = torch.nn.Linear(1, 1)
     late_sums = None
+    replica_sums = None
 
 
 class Work:

@@ -47,5 +47,30 @@ def test_memory_limits_the_depth_but_never_below_the_classic_warm_up():
     assert limited[1].in_flight == (7, 5, 3, 1)
 
 
+def on_a_cable(schedule: str, pp: int, link: float) -> list[Depth]:
+    """Depths where a message takes `link` forwards of a rank, which has two stages."""
+    program = partial(build_program, schedule, pp, 2, 8 * pp)
+    times = StageTimes([0.5] * 2 * pp, [1.0] * 2 * pp, link=link)
+    return depths_of(lambda lookahead: Simulator(program(lookahead)), 8 * pp, times)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half", "whole"),
+    [("interleaved_1f1b", 0.96, 0.90), ("interleaved_zero_bubble", 0.95, 0.88), ("zbv", 0.95, 0.90),
+     ("dualpipev", 0.96, 0.89)],
+)  # fmt: skip
+def test_schedules_with_several_stages_per_rank_reach_these_shares_of_a_free_link(schedule, half, whole):
+    """A message takes half a forward of a rank, and a whole one."""
+    free = min(depth.step_s for depth in on_a_cable(schedule, 4, 0.0))
+    for link, share in ((0.5, half), (1.0, whole)):
+        assert free / best_depth(on_a_cable(schedule, 4, link)).step_s > share
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
+def test_the_list_scheduler_without_its_clock_of_messages_would_lose_a_third(schedule):
+    classic, *deeper = on_a_cable(schedule, 4, 0.5)
+    assert min(depth.step_s for depth in deeper) < classic.step_s / 1.5
+
+
 def test_a_schedule_without_a_warm_up_has_one_depth():
     assert [depth.lookahead for depth in depths("gpipe", 4, 8, StageTimes.equal(4, link=1.0))] == [0]

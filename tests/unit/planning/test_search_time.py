@@ -14,7 +14,7 @@ from raypp.planning.costs import DEVICES, computed_costs
 from raypp.planning.machines import Machines
 from raypp.spec.job import Job
 
-PATIENCE_S = 0.5
+PATIENCE_S = 0.1
 BOUND_S = 20.0
 """To end a search that ignores its time: those of these jobs would take minutes or hours."""
 

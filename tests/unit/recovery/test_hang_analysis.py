@@ -98,6 +98,21 @@ def test_a_rank_whose_last_messages_nobody_takes_waits_for_the_neighbour_that_st
     assert blame.rank == 1 and "has been computing backward 7 of stage 1" in blame.cause
 
 
+def test_in_the_sums_of_gradients_the_replica_that_is_not_there_is_blamed() -> None:
+    def of(rank: int, pp: int, replica: int, phase: str) -> RankActivity:
+        return RankActivity(rank, f"pp{pp}-dp{replica}", Coordinates(pp, replica), phase, 61.0)
+
+    everyone = [
+        of(0, 0, 0, "step sums"),
+        of(1, 0, 1, "step 0B7"),
+        of(2, 1, 0, "step sum"),
+        of(3, 1, 1, "step sum"),
+    ]
+    blame = find_culprit(everyone, [0, 1])
+    assert blame.rank == 1
+    assert "waits for the sum of gradients with pp0-dp1 (rank 1)" in blame.cause
+
+
 def test_stages_on_one_rank_are_found_by_their_placement() -> None:
     v_shape = [0, 1, 1, 0]
     blame = find_culprit(ranks("step 3F2 waits", "step 2F2", still=(70, 71)), v_shape)
@@ -124,7 +139,9 @@ def test_the_table_has_a_line_for_every_rank() -> None:
 
 
 PHASES = st.one_of(
-    st.sampled_from(["load", "step agree", "step sum", "step sends", "step 4 read", "save x", "", "finish"]),
+    st.sampled_from(
+        ["load", "step agree", "step sum", "step sums", "step sends", "step 4 read", "save x", "", "finish"]
+    ),
     st.builds(
         lambda stage, kind, microbatch, waits: f"step {stage}{kind}{microbatch}{waits}",
         st.integers(0, 3), st.sampled_from("FBIW"), st.integers(0, 9), st.sampled_from(["", " waits"]),

@@ -138,3 +138,35 @@ def test_bf16_weights_are_refused_for_an_optimizer_that_does_not_say_that_it_can
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 def test_bf16_weights_work_with_every_optimizer_of_raypp(kind: str) -> None:
     assert found(train={"optimizer": {"kind": kind}, "precision": "bf16_pure"}) == {}
+
+
+INT8 = {"sync": {"kind": "int8"}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train", "told"),
+    [
+        ({"pp": 2}, {}, "int8 has no effect: mesh.dp_replicate is 1"),
+        ({"dp_replicate": 8}, {}, "int8 saves nothing with 8 replicas: each sends its gradients to the 7 others"),
+        ({"dp_replicate": 2}, {"precision": "bf16_pure"}, "int8 needs fp32 gradients, but train.precision: bf16_pure"),
+        (
+            {"dp_replicate": 2},
+            {"precision": "bf16", "reduce_dtype": "bf16"},
+            "int8 needs gradients that are summed in fp32, but train.reduce_dtype is bf16",
+        ),
+        ({"dp_replicate": 2, "fsdp": 2, "ep": 2}, {}, "int8 is not available with mesh.ep 2"),
+    ],
+)
+def test_int8_sums_are_refused_where_they_do_nothing_or_cannot_work(
+    mesh: dict[str, Any], train: dict[str, Any], told: str
+) -> None:
+    problems = found(mesh=mesh, train={**INT8, **train}, model={"kind": "qwen3_moe"})
+    assert problems["train.sync.kind"].startswith(told)
+    assert "exact" in problems["train.sync.kind"].partition(" | ")[2]
+    assert "train.sync.kind" not in found(mesh=mesh, train=train, model={"kind": "qwen3_moe"})
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"pp": 2, "dp_replicate": 7}, {"dp_replicate": 2, "fsdp": 4}])
+def test_int8_sums_are_allowed_with_up_to_seven_replicas(mesh: dict[str, Any]) -> None:
+    assert found(mesh=mesh, train=INT8) == {}
+    assert found(mesh=mesh, train={**INT8, "precision": "bf16"}) == {}

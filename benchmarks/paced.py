@@ -1,0 +1,54 @@
+"""Stages that sleep instead of computing: real ranks, messages and cables, without the cores.
+
+With `--pace SECONDS` a decoder layer's forward sleeps that long and its backward twice as long, and
+so does the head, which counts as `HEAD` layers. The programs then wait, send and receive as usual,
+but need hardly any core, so what a cable costs shows on a machine with fewer cores than hosts, or
+on a busy one. Losses are zero. It does not show what waiting and copying cost the cores.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypp.models.stage import DecoderStage
+
+HEAD = 1.2
+"""Layers that the head and the loss take as long as."""
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, shape: tuple[int, ...], *parameters: Tensor) -> Tensor:
+        """Returns zeros of a shape."""
+        time.sleep(seconds)
+        ctx.seconds, ctx.like, ctx.parameters = seconds, x, parameters
+        return torch.zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Returns gradients of zeros, for the input and all parameters."""
+        time.sleep(2 * ctx.seconds)
+        own = torch.zeros_like(ctx.like) if ctx.like.is_floating_point() else None
+        return own, None, None, *(torch.zeros(()).expand_as(parameter) for parameter in ctx.parameters)
+
+
+def sleep_instead(layer_s: float) -> None:
+    """Makes all stages of this process sleep.
+
+    Args:
+        layer_s: Seconds of a layer's forward.
+    """
+
+    def forward(self: DecoderStage, x: Tensor, *arguments: Any, targets: Any = None, **more: Any) -> Tensor:
+        last = self.model.norm is not None
+        seconds = layer_s * (len(self.model.layers) + HEAD * last)
+        shape: tuple[int, ...] = (*x.shape[:2], self.options.vocab_size if last else self.options.hidden_size)
+        return _Sleep.apply(x, seconds, () if targets is not None else shape, *self.parameters())
+
+    DecoderStage.forward = forward  # type: ignore[method-assign]
+    F.cross_entropy = lambda logits, labels, **options: logits[0, 0]

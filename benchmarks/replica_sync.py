@@ -1,0 +1,190 @@
+"""Sums of gradients over replicas on a slow cable: beside the backward, after it, and in int8.
+
+Run it with `python -m benchmarks.replica_sync`. It needs root, four cores and 12 minutes. Four
+hosts (network namespaces) with one core each train dp_replicate 2 × pp 2. Each has one card for
+messages between stages and sums over replicas. The rate of the cables is set so that a message
+takes 0.5 and 1.0 times a forward. The programs:
+
+- after: FSDP's own sums, awaited after the last backward (what raypp did before).
+- beside, at once: sums start in the last backward of every stage, also of one that has its last
+  gradient still to send.
+- beside: those of a stage that still sends start when its last gradient has left
+  (`pipeline.sum_start`). This is what raypp does.
+- int8: beside, in int8 with error feedback (`train.sync`).
+
+All run at the same time and train in turns of a few steps, round after round, every second round in
+reverse order, so values that are compared were measured within a minute. A ratio compares two turns
+of the same round; the table shows the median over the rounds and the range. The steps without a
+limit of the cable are those of `beside`.
+
+`--losses N` trains N steps on text instead, on this machine's loopback, exact and in int8, and
+compares the losses. That does not depend on the machine's load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.hosts import Hosts, some_hosts, spread
+from benchmarks.link_hiding import message_bits
+from benchmarks.surroundings import describe
+from benchmarks.turns import Held, Turn
+from benchmarks.wire import Losses, document
+from cluster.testbed import why_not
+from raypp.ports import free_port
+from raypp.spec.load import parse_job
+from raypp.train.own_seat import local_seat
+from raypp.train.rank import run_rank
+
+HOSTS, MICROBATCHES, WARM = 4, 8, 3
+MESH = "mesh={pp: 2, dp_replicate: 2}"
+AFTER, AT_ONCE, BESIDE, INT8 = "after", "beside, at once", "beside", "int8"
+PROGRAMS: dict[str, list[str]] = {
+    AFTER: ["--sums", "after"],
+    AT_ONCE: ["--sums", "at-once"],
+    BESIDE: [],
+    INT8: ["--set", "train.sync={kind: int8}"],
+}
+NO_LIMIT = "beside, no limit"
+LAST = 20
+"""The final loss is the mean over this many steps."""
+
+Figures = dict[str, float]
+"""Results of one turn: `step_s`, and `mb` that a host sends per step."""
+
+
+def begin(hosts: Hosts, program: str, microbatches: int) -> Held:
+    """Starts a program without a limit of the cables, and runs its first steps."""
+    settings = (MESH, "checkpoint.memory_tier=false", "pipeline.lookahead=1", f"pipeline.microbatches={microbatches}")
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    held = hosts.hold("benchmarks.timed_rank", ["--cut", "5,3", *arguments, *PROGRAMS[program]])
+    held.steps(WARM)
+    return held
+
+
+def figures(steps: Sequence[Turn]) -> Figures:
+    return {
+        "step_s": statistics.mean(one.seconds for one in steps),
+        "mb": statistics.mean(max(one.sent) for one in steps) / 1e6,
+    }
+
+
+def forward_s(steps: Sequence[Turn], microbatches: int) -> float:
+    """Returns the time of a forward, from steps without a limit: a backward takes twice as long."""
+    pipeline = statistics.mean(one.told[0]["parts"]["pipeline"] for one in steps)
+    return pipeline / (3 * (microbatches + 1))
+
+
+def measure(hosts: Hosts, options: argparse.Namespace) -> dict[float, list[dict[str, Figures]]]:
+    """Returns the figures of every round, by share of a forward that a message takes."""
+    hosts.set_cable(None)
+    held = {program: begin(hosts, program, options.microbatches) for program in PROGRAMS}
+    found: dict[float, list[dict[str, Figures]]] = {}
+    for share in options.shares:
+        for number in range(options.rounds):
+            hosts.set_cable(None)
+            held[BESIDE].steps(1)  # the first step after others have run is slower
+            free = held[BESIDE].steps(options.steps)
+            mbit = message_bits() / (share * forward_s(free, options.microbatches)) / 1e6
+            hosts.set_cable(mbit)
+            one = {NO_LIMIT: figures(free)}
+            for program in list(PROGRAMS) if number % 2 == 0 else list(PROGRAMS)[::-1]:
+                held[program].steps(1)
+                one[program] = figures(held[program].steps(options.steps))
+            found.setdefault(share, []).append(one)
+            seconds = ", ".join(f"{name} {value['step_s']:.2f}" for name, value in one.items())
+            print(f"{mbit:.1f} Mbit/s, round {number}: {seconds}", flush=True)
+    hosts.set_cable(None)
+    for ranks in held.values():
+        ranks.close()
+    return found
+
+
+def report(found: dict[float, list[dict[str, Figures]]]) -> None:
+    print("\n| message ÷ forward | program | s per step | speed, no limit = 1 | speed, after = 1 | MB a host sends |")
+    print("|---|---|---|---|---|---|")
+    for share, rounds in found.items():
+        for program in PROGRAMS:
+            seconds, size = (statistics.median(one[program][key] for one in rounds) for key in ("step_s", "mb"))
+            ratios = [
+                spread([one[base]["step_s"] / one[program]["step_s"] for one in rounds]) for base in (NO_LIMIT, AFTER)
+            ]
+            print(f"| {share} | {program} | {seconds:.3f} | {ratios[0]} | {ratios[1]} | {size:.1f} |")
+
+
+def rank(number: int, port: int, job: dict[str, Any], out: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    losses, parsed = Losses(), parse_job(job)
+    run_rank(parsed, local_seat(number, HOSTS, port, parsed), losses)
+    if number == 0:
+        Path(out).write_text(json.dumps(losses.figures))
+
+
+def train(kind: str, steps: int, seed: int) -> dict[str, Any]:
+    """Runs one training; returns its losses and the held-out loss."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    with TemporaryDirectory() as folder:
+        job, out = document({}, steps, f"{folder}/store", seed), f"{folder}/out"
+        job["mesh"] = {"pp": 2, "dp_replicate": 2}
+        job["pipeline"]["microbatches"] = 2
+        job["train"]["sync"] = {"kind": kind}
+        ranks = [context.Process(target=rank, args=(number, port, job, out), daemon=True) for number in range(HOSTS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"a rank failed with {kind}")
+        found: dict[str, Any] = json.loads(Path(out).read_text())
+        return found
+
+
+def compare_losses(steps: int) -> None:
+    counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
+    print(f"\n| sums | loss, {counted} | difference | held-out loss | difference |")
+    print("|---|---|---|---|---|")
+    exact: dict[str, Any] | None = None
+    for name, kind, seed in (("exact", "exact", 0), ("int8", "int8", 0), ("exact, another seed", "exact", 1)):
+        found = train(kind, steps, seed)
+        exact = exact or found
+        last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
+        print(f"| {name} | {last:.4f} | {last - base:+.4f} | {found['held_out']:.4f} "
+              f"| {found['held_out'] - exact['held_out']:+.4f} |", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every program on every cable")
+    parser.add_argument("--shares", nargs="*", type=float, default=[0.5, 1.0], help="message ÷ forward of the cables")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of each replica")
+    parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
+    parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
+    options = parser.parse_args()
+    print(describe())
+    if options.losses:
+        compare_losses(options.losses)
+        return
+    cores = len(os.sched_getaffinity(0))
+    if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):
+        print(f"skipped: {reason}")
+        return
+    started = time.perf_counter()
+    print(f"load before: {os.getloadavg()[0]:.1f}")
+    with some_hosts("rs", HOSTS, awake=not options.sleeping_cores) as hosts:
+        found = measure(hosts, options)
+    report(found)
+    print(f"\n{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

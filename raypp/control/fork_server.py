@@ -1,0 +1,235 @@
+"""`python -m raypp.control.fork_server`: one process per node and run that has torch and Ray
+imported; the run's workers are forked from it.
+
+A node so imports them once, not once per rank, and the worker that takes a dead one's place starts
+in a fraction of a second. The server has one thread and no device. It runs in the job's package
+and serves `fork_client` on a socket there. It exits when none of its workers is left and none has
+been asked for in a while, or when the node's raylet has exited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from raypp.control.credentials import load_private_environment
+from raypp.control.fork_client import FOLDER, LOCK, SOCKET
+from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
+from raypp.errors import JobError
+from raypp.untrusted.documents import Bounds, parse_as
+
+_IDLE_S = 20.0
+_LOOK_S = 1.0
+_REQUEST_S = 5.0
+_BOUNDS = Bounds(size=1 << 20)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """What a client wants run.
+
+    Attributes:
+        arguments: A script and its arguments.
+        environment: The process' whole environment.
+        oom_score_adj: Its priority for the kernel's out-of-memory killer.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+    oom_score_adj: int
+
+
+def main() -> None:
+    """Serves until it is no longer needed. In a worker's process, runs that worker.
+
+    Returns at once if another server serves this folder.
+    """
+    Path(FOLDER).mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    path = _own_path()
+    listener = _listen()  # before the imports: a client waits until they are done
+    _import_rank()
+    request = _serve(listener)
+    if request is not None:
+        os.close(lock)
+        _become(request, path)
+
+
+def _own_path() -> list[str]:
+    """Returns where modules are found, without what depends on how this process was started."""
+    added = {str(Path.cwd()), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    return [entry for entry in sys.path if entry not in added]
+
+
+def _listen() -> socket.socket:
+    new = f"{SOCKET}.new"
+    Path(new).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(new)
+    listener.listen(128)
+    Path(new).rename(SOCKET)
+    return listener
+
+
+def _import_rank() -> None:
+    """Imports what every rank needs before its first step, except Ray; starts no thread.
+
+    Libraries read some variables when they are loaded, so those of the ranks are set first.
+    """
+    load_private_environment()
+    with contextlib.suppress(FileNotFoundError):
+        request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
+        os.environ.update(rank_environment(request.job))
+    importlib.import_module("raypp.train.rank")
+
+
+def _import_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """Imports Ray as a worker has it; returns the variables that hold for it from then on.
+
+    Ray reads its variables when it is loaded, and the job and the raylet are among them.
+    """
+    variables = _of_ray(environment)
+    os.environ.update(variables)
+    for module in ("ray._private.node", "ray._private.worker", "raypp.control.worker"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a worker would otherwise copy every page of these objects
+    return variables
+
+
+def _of_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("RAY_")}
+
+
+def _serve(listener: socket.socket) -> ForkRequest | None:
+    """Forks for each request. Returns in each child what to run, and in the server, at its end,
+    None."""
+    workers: set[int] = set()
+    of_ray: dict[str, str] | None = None
+    needed_at = time.monotonic()
+
+    def reap(_number: int, _frame: FrameType | None) -> None:
+        nonlocal needed_at
+        needed_at = time.monotonic()
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                workers.discard(pid)
+
+    signal.signal(signal.SIGCHLD, reap)
+    listener.settimeout(_LOOK_S)
+    while workers or (time.monotonic() - needed_at < _IDLE_S and _raylet_lives()):
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            needed_at = time.monotonic()
+            try:
+                received = _receive(connection)
+                if received is None:
+                    continue
+                request, streams = received
+                of_ray = of_ray or _import_ray(request.environment)
+                if _of_ray(request.environment) != of_ray:
+                    _close(streams)
+                    raise ValueError("the request of another job or raylet")
+            except (OSError, JobError, ValueError) as error:
+                print(f"refused a request: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                continue
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the worker is counted
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+                listener.close()
+                os.setpgid(0, 0)  # the raylet ends whole process groups
+                _take_streams(streams)
+                return request
+            workers.add(pid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _close(streams)
+            with contextlib.suppress(OSError):
+                connection.sendall(pid.to_bytes(4, "big"))
+    Path(SOCKET).unlink(missing_ok=True)  # before the lock is free: the next server makes its own
+    return None
+
+
+def _raylet_lives() -> bool:
+    """Returns whether the raylet that started this process, if one did, still runs."""
+    pid = os.environ.get("RAY_RAYLET_PID", "")
+    return not pid.isdigit() or Path(f"/proc/{pid}").exists()
+
+
+def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
+    """Returns a client's request and its three standard streams; None if it only looked whether a
+    server listens.
+
+    Raises:
+        OSError, JobError, ValueError: It is none, or comes too slowly. No stream stays open.
+    """
+    connection.settimeout(_REQUEST_S)
+    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    if not head:
+        return None
+    try:
+        size = int.from_bytes(head, "big")
+        if len(head) != 4 or len(streams) != 3 or not 0 < size <= _BOUNDS.size:
+            raise ValueError(f"{len(head)} bytes of a size, {size}; {len(streams)} streams")
+        data = b""
+        while len(data) < size:
+            block = connection.recv(size - len(data))
+            if not block:
+                raise ValueError(f"{len(data)} of {size} bytes")
+            data += block
+        request = parse_as(ForkRequest, data, "the request of a worker", _BOUNDS, JobError)
+        if not request.arguments:
+            raise ValueError("no script")
+        return request, streams
+    except BaseException:
+        _close(streams)
+        raise
+
+
+def _close(streams: list[int]) -> None:
+    for stream in streams:
+        os.close(stream)
+
+
+def _take_streams(streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+
+
+def _become(request: ForkRequest, path: list[str]) -> None:
+    """Runs a script as a new interpreter would."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(request.oom_score_adj))
+    os.environ.clear()
+    os.environ.update(request.environment)
+    script = request.arguments[0]
+    added = [entry for entry in request.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [str(Path(script).absolute().parent), *added, *path]
+    sys.argv = list(request.arguments)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Sums of gradients over replicas in int8, with error feedback.
+
+Each replica sends its gradient as int8 numbers, one fp32 scale per block of `BLOCK` numbers, and
+adds up what all replicas sent, in their order. So all replicas get the same bits. What rounding
+took away from a replica's gradient is its residual: the replica adds it to its gradient in the next
+step. Nothing is lost, it only arrives later: over many steps, the sums of what was delivered and of
+the gradients differ by the last residuals alone.
+
+Legend: N numbers of a flat gradient, K blocks of them, R replicas.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Numbers with one scale."""
+_STEPS = 127
+
+
+def message_size(numbers: int) -> int:
+    """Returns the bytes of a message of so many numbers: one per number, and a scale per block."""
+    blocks = -(-numbers // BLOCK)
+    return blocks * (4 + BLOCK)
+
+
+@torch.no_grad()
+def encode(gradient_N: Tensor, residual_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises a gradient and the residual of the last step.
+
+    Rounds to the nearest number: the same input gives the same message. A block with a non-finite
+    number arrives non-finite.
+
+    Args:
+        gradient_N: The replica's own gradient, `[N]`.
+        residual_N: Its residual, `[N]`.
+
+    Returns:
+        The message, uint8 `[4 K + 256 K]` with the scales first, and the new residual `[N]`.
+    """
+    numbers, blocks = gradient_N.numel(), -(-gradient_N.numel() // BLOCK)
+    wanted = gradient_N.new_zeros(blocks * BLOCK)
+    torch.add(gradient_N, residual_N, out=wanted[:numbers])
+    wanted_KB = wanted.view(blocks, BLOCK)
+    message = torch.empty(message_size(numbers), dtype=torch.uint8, device=gradient_N.device)
+    scales_K1, numbers_KB = _parts(message)
+    scales_K1.copy_(wanted_KB.abs().amax(dim=1, keepdim=True) / _STEPS)
+    # A block of zeros has scale 0. So has one whose largest number is below the smallest scale: all
+    # of it stays in the residual.
+    steps_KB = wanted_KB / torch.where(scales_K1 == 0, torch.inf, scales_K1).to(wanted.dtype)
+    numbers_KB.copy_(steps_KB.round_().clamp_(-_STEPS, _STEPS))
+    wanted_KB.sub_(_decoded(message, wanted.dtype))
+    return message, wanted[:numbers]
+
+
+@torch.no_grad()
+def add_up(messages: list[Tensor], sum_N: Tensor) -> None:
+    """Writes the sum of the replicas' messages, in their order, to `[N]`.
+
+    Args:
+        messages: Those of all R replicas, each as `encode` returned it.
+        sum_N: Receives the sum.
+    """
+    total_KB = _decoded(messages[0], sum_N.dtype)
+    for message in messages[1:]:
+        total_KB.add_(_decoded(message, sum_N.dtype))
+    sum_N.copy_(total_KB.view(-1)[: sum_N.numel()])
+
+
+def _parts(message: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns views of a message: scales fp32 `[K, 1]` and numbers int8 `[K, 256]`."""
+    blocks = message.numel() // (4 + BLOCK)
+    scales = message[: 4 * blocks].view(torch.float32).view(blocks, 1)
+    return scales, message[4 * blocks :].view(torch.int8).view(blocks, BLOCK)
+
+
+def _decoded(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of a message, `[K, 256]`."""
+    scales_K1, numbers_KB = _parts(message)
+    return numbers_KB.to(dtype).mul_(scales_K1.to(dtype))

@@ -1,0 +1,208 @@
+"""Sums of a stage's gradients over replicas (mesh.dp_replicate), beside the last backward.
+
+FSDP sums over replicas with an all-reduce that it waits for. Here the sum of a block starts when
+the block's gradients are done, and is awaited at the end of the step. It may be exact, or in int8
+with error feedback (`parallel.int8_sums`). Both are sums of the flat gradients that FSDP would have
+summed, so an exact sum has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from raypp.parallel.int8_sums import add_up, encode, message_size
+from raypp.parallel.shard import local_part
+from raypp.torch_private import reduced_together, take_replica_sum
+
+
+@dataclass
+class _Flat:
+    """What FSDP reduces together: the gradients of one module, as one flat tensor of N numbers.
+
+    Attributes:
+        module: The module.
+        group: The replicas.
+        residual: What rounding has left over, `[N]`; None for exact sums.
+        pending: The residual after the sum under way, `[N]`; None if there is none.
+    """
+
+    module: FSDPModule
+    group: dist.ProcessGroup
+    residual: Tensor | None = None
+    pending: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A sum in flight.
+
+    Attributes:
+        work: The handle of the collective.
+        result: The flat gradient `[N]`, which becomes the sum.
+        messages: What the replicas send in int8; empty if the collective itself adds up.
+    """
+
+    work: dist.Work
+    result: Tensor
+    messages: list[Tensor] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Waits for the collective, and adds the messages up."""
+        self.work.wait()
+        if self.messages:
+            add_up(self.messages, self.result)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """This rank's residuals of int8 sums, which are part of the training state.
+
+    Attributes:
+        replica: This rank's place among the replicas.
+        replicas: Their number.
+        parts: By the parameter's global name: this replica's residual, sharded like the parameter.
+    """
+
+    replica: int
+    replicas: int
+    parts: dict[str, DTensor]
+
+
+class ReplicaSums:
+    """The sums over replicas of one stage, in place of FSDP's all-reduce.
+
+    Args:
+        stage: A stage that FSDP shards and replicates.
+        int8: Quantise what is sent.
+        late: True: sums complete in `wait`. FSDP must not read them before; this holds on a CPU
+            when gradients are reduced in the dtype of the weights. False: each sum is awaited
+            before FSDP goes on; on a GPU that is its stream, not the host.
+    """
+
+    def __init__(self, stage: nn.Module, *, int8: bool, late: bool) -> None:
+        self.late, self.int8 = late, int8
+        self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context around the start of each sum."""
+        self._under_way: list[_UnderWay] = []
+        self._flats: list[_Flat] = []
+        for module in stage.modules():
+            if isinstance(module, FSDPModule) and (group := take_replica_sum(module)) is not None:
+                flat = _Flat(module, group)
+                module.set_all_reduce_hook(self._start_of(flat))
+                self._flats.append(flat)
+
+    def allocate(self, stage: nn.Module) -> None:
+        """Allocates the residuals of int8 sums, as zeros, once the weights have memory.
+
+        The stage then has them as `replica_residuals`, where checkpoints look for them.
+        """
+        if not self.int8:
+            return
+        names = {id(parameter): name for name, parameter in stage.named_parameters()}
+        parts: dict[str, DTensor] = {}
+        for flat in self._flats:
+            places, size = _layout(reduced_together(flat.module))
+            for parameter, begin in places:
+                if flat.residual is None:
+                    flat.residual = torch.zeros(size, dtype=parameter.dtype, device=parameter.device)
+                parts[names[id(parameter)]] = _like(parameter, flat.residual, begin)
+        group = self._flats[0].group
+        stage.replica_residuals = Residuals(group.rank(), group.size(), parts)  # type: ignore[assignment]
+
+    def _start_of(self, flat: _Flat) -> Callable[[Tensor], None]:
+        def start(gradient: Tensor) -> None:
+            """Starts the sum of a flat gradient `[N]`, in place. Collective over the replicas."""
+            with self.timed():
+                self._under_way.append(self._in_int8(flat, gradient) if self.int8 else _exact(flat, gradient))
+                if not self.late:
+                    self.wait()
+
+        return start
+
+    def _in_int8(self, flat: _Flat, gradient: Tensor) -> _UnderWay:
+        if flat.residual is None or flat.residual.numel() != gradient.numel():
+            expected = 0 if flat.residual is None else flat.residual.numel()
+            raise RuntimeError(f"FSDP reduces {gradient.numel()} numbers, but there are residuals of {expected}")
+        message, flat.pending = encode(gradient, flat.residual)
+        everyone = message.new_empty(flat.group.size(), message_size(gradient.numel()))
+        messages = list(everyone.unbind())
+        work = dist.all_gather(messages, message, group=flat.group, async_op=True)
+        assert work is not None
+        return _UnderWay(work, gradient, messages)
+
+    @property
+    def under_way(self) -> int:
+        """The number of sums in flight."""
+        return len(self._under_way)
+
+    def wait(self) -> None:
+        """Waits for all sums in flight. Call it before anything reads the gradients."""
+        for one in self._under_way:
+            one.finish()
+        self._under_way.clear()
+
+    @torch.no_grad()
+    def keep_residuals(self) -> None:
+        """Makes the step's residuals those of the next one. Call it after the update.
+
+        A step that is not applied must not call it: its gradients do not count, and neither does
+        what rounding took from them.
+        """
+        for flat in self._flats:
+            if flat.pending is not None and flat.residual is not None:
+                flat.residual.copy_(flat.pending)
+            flat.pending = None
+
+    def drop_residuals(self) -> None:
+        """Forgets the residuals of a step that is not applied."""
+        for flat in self._flats:
+            flat.pending = None
+
+
+def _exact(flat: _Flat, gradient: Tensor) -> _UnderWay:
+    work = dist.all_reduce(gradient, group=flat.group, async_op=True)
+    assert work is not None
+    return _UnderWay(work, gradient)
+
+
+def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int]], int]:
+    """Returns where the shard of each parameter begins in FSDP's flat gradient, and its length.
+
+    Frozen parameters have no gradient. A shard takes as many rows as the longest one.
+    """
+    places: list[tuple[DTensor, int]] = []
+    begin = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        assert isinstance(parameter, DTensor)
+        cuts = [
+            (layout.dim, size)
+            for layout, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            if isinstance(layout, Shard)
+        ]
+        if any(dim != 0 for dim, size in cuts if size > 1):
+            raise ValueError("int8 sums need weights that are sharded along their first dim")
+        shards = prod(size for _, size in cuts)
+        places.append((parameter, begin))
+        begin += -(-parameter.shape[0] // shards) * prod(parameter.shape[1:])
+    return places, begin
+
+
+def _like(parameter: DTensor, flat: Tensor, begin: int) -> DTensor:
+    """Returns a part of a flat tensor `[N]` as a view that is sharded like a parameter."""
+    local = local_part(parameter)
+    view = flat[begin : begin + local.numel()].view(local.shape)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(view, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

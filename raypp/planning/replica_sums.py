@@ -1,0 +1,143 @@
+"""Sums of gradients over replicas: their bytes, and how much of them a step hides.
+
+The runtime starts the sum of a block when the block's gradients are done
+(`pipeline.sum_start`). Pipeline ranks that finish early sum while others still compute. What is
+left after the last backward makes the step longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypp.planning.activations import Kind
+from raypp.planning.end_weights import sum_bytes
+from raypp.planning.machines import Link
+from raypp.planning.memory import stage_trained
+from raypp.planning.resolve import ResolvedPipeline
+from raypp.schedules.simulate import Slot, Timeline
+from raypp.spec.job import Job
+
+_INT8_BLOCK = 256
+_INT8_BYTES = (_INT8_BLOCK + 4) / _INT8_BLOCK
+"""Bytes of a number in int8: each block of numbers has an fp32 scale."""
+_INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
+"""Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
+(docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
+
+
+@dataclass(frozen=True)
+class ReplicaSums:
+    """Sums of gradients over the replicas of mesh.dp_replicate in a step.
+
+    Attributes:
+        kind: `train.sync.kind`.
+        exact_bytes: Bytes that a rank with the largest share would send for exact sums.
+        int8_bytes: The same for sums in int8.
+        seconds: Time of the sums of the slowest rank on its cable.
+        hidden_s: The part of it that the step does not wait for.
+        exposed_s: Seconds by which the sums make the step longer, with what int8 computes.
+    """
+
+    kind: str
+    exact_bytes: int
+    int8_bytes: int
+    seconds: float
+    hidden_s: float
+    exposed_s: float
+
+
+def sent_bytes(job: Job, numbers: float, kind: str) -> float:
+    """Returns the bytes that a rank sends to sum so many numbers over the replicas.
+
+    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8, every replica sends
+    its numbers to every other.
+    """
+    replicas = job.mesh.dp_replicate
+    if kind == "int8":
+        return (replicas - 1) * numbers * _INT8_BYTES
+    return 2 * (replicas - 1) / replicas * numbers * sum_bytes(job)
+
+
+def replica_sums(
+    job: Job,
+    pipeline: ResolvedPipeline,
+    timeline: Timeline,
+    link: Link | None,
+    messages: Sequence[float],
+    kind: Kind,
+) -> ReplicaSums | None:
+    """Returns the sums of a step; None without replicas.
+
+    Args:
+        job: The job.
+        pipeline: Its pipeline.
+        timeline: The simulated step.
+        link: The slowest link between replicas; None: sending takes no time.
+        messages: Seconds of a message at every boundary between stages.
+        kind: The kind of device.
+    """
+    if job.mesh.dp_replicate == 1:
+        return None
+    shards, form = job.mesh.fsdp * job.mesh.cp, job.train.sync.kind
+    held = {stage: stage_trained(job, stage, pipeline.cut)[0] / shards for stage in range(pipeline.num_stages)}
+    # On CPUs, a sum whose result is cast is awaited at once.
+    beside = kind == "cuda" or (job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure")
+    seconds = late = most = 0.0
+    for rank, stages in enumerate(pipeline.stages_of_rank):
+        most = max(most, sum(held[stage] for stage in stages))
+        own = [_seconds(job, held[stage], link) for stage in stages]
+        seconds = max(seconds, sum(own))
+        if beside:
+            slots = timeline.slots[rank]
+            ready = [_ready(slots, stage, pipeline, messages) for stage in stages]
+            late = max(late, _end(list(zip(ready, own, strict=True))) - timeline.makespan)
+    waits = late if beside else seconds
+    computing = 0.0
+    if form == "int8":
+        quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
+        computing = most * (quantise + job.mesh.dp_replicate * add)
+    return ReplicaSums(
+        kind=form,
+        exact_bytes=round(sent_bytes(job, most, "exact")),
+        int8_bytes=round(sent_bytes(job, most, "int8")),
+        seconds=seconds,
+        hidden_s=max(0.0, seconds - waits),
+        exposed_s=max(0.0, waits) + computing,
+    )
+
+
+def _seconds(job: Job, numbers: float, link: Link | None) -> float:
+    if link is None:
+        return 0.0
+    return link.latency_s + sent_bytes(job, numbers, job.train.sync.kind) * 8 / (link.gbps * 1e9)
+
+
+def _ready(slots: Sequence[Slot], stage: int, pipeline: ResolvedPipeline, messages: Sequence[float]) -> list[float]:
+    """Returns when the gradients of each block of a stage can be summed, in order.
+
+    That is within its last backward. If the rank sends afterwards, it is when the last message has
+    left.
+    """
+    holder, whole = pipeline.rank_of_stage, max(1, pipeline.cut[stage])
+    last = next(slot for slot in reversed(slots) if slot.action.stage == stage)
+    for slot in reversed(slots):
+        to = slot.action.stage + (1 if slot.action.kind == "F" else -1)
+        crosses = slot.action.kind in "FBI" and 0 <= to < len(holder) and holder[to] != holder[slot.action.stage]
+        if crosses and slot.end >= last.end:
+            return [slot.end + messages[min(to, slot.action.stage)]] * whole
+    if last.action.kind != "B":
+        return [last.end] * whole
+    return [last.start + (last.end - last.start) * (block + 1) / whole for block in range(whole)]
+
+
+def _end(sums: Sequence[tuple[Sequence[float], float]]) -> float:
+    """Returns when a rank's sums have left its cable, one block after the other.
+
+    Args:
+        sums: For each stage, when its blocks are ready, and the seconds of them all.
+    """
+    now = 0.0
+    for ready, seconds in sorted((at, seconds / len(blocks)) for blocks, seconds in sums for at in blocks):
+        now = max(now, ready) + seconds
+    return now

@@ -1,0 +1,79 @@
+"""One rank of `test_giving_way`: `giving_way.py RANK ADDRESS CAP_MBPS MESSAGES`.
+
+Rank 0 sends messages to rank 1 and uploads to it meanwhile, under a cap, by a connection with the
+mark of uploads. It prints the seconds of an upload that has the cable to itself, of one beside the
+messages, how long that one gave way, and whether messages were seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from raypp.storage.other_traffic import OtherTraffic
+from raypp.storage.rate_limit import Pace
+from raypp.storage.s3_parts import low_priority_options
+
+MESSAGE = 1 << 20
+UPLOAD = 1 << 20
+PORT = 29810
+
+
+def take_uploads(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 20):
+                pass
+
+
+def upload(address: str, pace: Pace) -> float:
+    begun = time.monotonic()
+    with socket.socket() as connection:
+        for option in low_priority_options():
+            connection.setsockopt(*option)
+        connection.connect((address, PORT))
+        for _ in range(0, UPLOAD, pace.piece_bytes):
+            pace.take(pace.piece_bytes)
+            connection.sendall(bytes(pace.piece_bytes))
+    return time.monotonic() - begun
+
+
+def main() -> None:
+    rank, addresses, cap, messages = int(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3]), int(sys.argv[4])
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    if rank == 1:
+        listener = socket.create_server((addresses[1], PORT))
+        threading.Thread(target=take_uploads, args=(listener,), daemon=True).start()
+    dist.init_process_group("gloo", init_method=f"tcp://{addresses[0]}:29811", rank=rank, world_size=2)
+    block = torch.zeros(MESSAGE, dtype=torch.uint8)
+    dist.barrier()
+    if rank == 1:
+        for _ in range(messages):
+            dist.recv(block, 0)
+    else:
+        traffic = OtherTraffic()
+        before = traffic.is_under_way()
+        pace = Pace(cap * 1e6 / 8, gives_way=traffic.is_under_way)
+        alone, alone_yielded = upload(addresses[1], pace), pace.yielded_s
+        sender = threading.Thread(target=lambda: [dist.send(block, 1) for _ in range(messages)])
+        sender.start()
+        beside = upload(addresses[1], pace)
+        sending = sender.is_alive()
+        sender.join()
+        told = {"before": before, "alone": alone, "alone_yielded": alone_yielded, "beside": beside}
+        print(json.dumps({**told, "yielded": pace.yielded_s - alone_yielded, "sending": sending}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

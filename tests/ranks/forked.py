@@ -1,0 +1,22 @@
+"""The fork server imports this: what each rank would otherwise import and prepare by itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import comparison  # noqa: F401
+import harness
+import training  # noqa: F401
+
+import raypp.train.rank  # noqa: F401
+from raypp.spec.load import parse_job
+
+if harness.OWN_PATH in os.environ:
+    os.environ["PYTHONPATH"] = os.environ.pop(harness.OWN_PATH)
+else:
+    del os.environ["PYTHONPATH"]
+
+parse_job({"name": "first"})  # pydantic builds the job's validator when it is first needed
+gc.collect()
+gc.freeze()  # a rank's collections leave these pages shared

@@ -1,0 +1,53 @@
+"""Two embedded clusters that start at the same time on one machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypp.clusters.dashboard import Dashboard
+from raypp.ports import port_is_free
+
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+UP = """
+import sys
+from raypp.clusters import local
+
+local._DASHBOARD_PORT = int(sys.argv[1])  # another cluster of this machine may have the usual one
+cluster, started = local.up(1)
+assert started
+print(cluster.dashboard, cluster.token())
+"""
+DOWN = "from raypp.clusters import local; local.down(delete_data=True)"
+
+
+def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path: Path) -> None:
+    port = next(port for port in random.SystemRandom().sample(range(3_000, 9_000), 100) if port_is_free(port))
+    bare = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY"))}
+    homes = [bare | {"PYTHONPATH": str(ROOT), "RAYPP_HOME": str(tmp_path / name)} for name in ("first", "second")]
+    try:
+        starts = [
+            subprocess.Popen(
+                [sys.executable, "-c", UP, str(port)],
+                env=home,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for home in homes
+        ]
+        told = [process.communicate() for process in starts]
+        assert [process.returncode for process in starts] == [0, 0], told
+        clusters = [out.split() for out, _ in told]
+        assert sum(address.endswith(f":{port}") for address, _ in clusters) == 1, clusters
+        nodes = [Dashboard(address, token).nodes() for address, token in clusters]
+        assert [len(found) for found in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
+    finally:
+        for home in homes:
+            subprocess.run([sys.executable, "-c", DOWN], env=home, check=True, timeout=120)

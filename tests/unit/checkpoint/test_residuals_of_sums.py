@@ -1,0 +1,90 @@
+"""Residuals of int8 sums: which saved ones a replica takes, so that their sum stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raypp.checkpoint.state import gather_state, residual_slices
+from raypp.parallel.replica_sums import Residuals
+from raypp.records import Coordinates
+
+WEIGHT = "model.embed_tokens.weight"
+
+
+def stage(replica: int, replicas: int, *, copy: bool = False, both_ends: bool = False) -> Any:
+    """Returns a stage with one weight and its residual, 100 plus the replica's number."""
+    made: Any = nn.Module()
+    made.model = nn.Module()
+    made.model.embed_tokens = nn.Embedding(2, 3)
+    made.tied_copies = frozenset((WEIGHT,) if copy else ())
+    made.holds_both_ends = both_ends
+    held: Any = {WEIGHT: torch.full((2, 3), 100.0 + replica)}
+    made.replica_residuals = Residuals(replica, replicas, held)
+    return made
+
+
+def names(replicas: int, *, copies: bool = False) -> list[str]:
+    kinds = ("residual", "residual_of_copy") if copies else ("residual",)
+    return [f"optim/{WEIGHT}/{kind}.{replica}" for kind in kinds for replica in range(replicas)]
+
+
+def loaded(stages: Sequence[Any], saved: Sequence[str]) -> tuple[list[float], str]:
+    """Loads residuals whose values are 2 to the power of their place; returns each stage's."""
+    plan = residual_slices(stages, ["optim/other/exp_avg", *saved])
+    for name, parts in plan.targets.items():
+        for part in parts:
+            part.tensor.fill_(2.0 ** list(saved).index(name))
+    plan.finish()
+    found = [float(one.replica_residuals.parts[WEIGHT].unique()) for one in stages]
+    return found, plan.remark
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 2), (7, 3)])
+def test_the_sum_over_replicas_stays(before: int, after: int) -> None:
+    saved = names(before)
+    found = [loaded([stage(replica, after)], saved) for replica in range(after)]
+    assert sum(value for (value,), _ in found) == 2.0**before - 1
+    remarks = {remark for _, remark in found}
+    assert remarks == {
+        "" if before == after
+        else f"residuals of int8 gradient sums: those of {before} replicas go to {after}, their sum unchanged"
+    }  # fmt: skip
+
+
+def test_as_many_replicas_take_their_own() -> None:
+    assert [loaded([stage(replica, 3)], names(3))[0] for replica in range(3)] == [[1.0], [2.0], [4.0]]
+
+
+def test_without_saved_ones_they_begin_at_zero() -> None:
+    assert loaded([stage(0, 2)], []) == (
+        [0.0], "the checkpoint has no residuals of int8 gradient sums: they begin at zero",
+    )  # fmt: skip
+
+
+def test_exact_sums_have_none_and_say_that_they_are_dropped() -> None:
+    plan = residual_slices([nn.Linear(1, 1)], names(2))
+    assert not plan.targets and "the residuals of 2 replicas" in plan.remark and "dropped" in plan.remark
+
+
+def test_a_tied_weights_copy_has_its_own_and_a_stage_with_both_ends_takes_both() -> None:
+    saved = names(2, copies=True)
+    assert loaded([stage(1, 2)], saved) == ([2.0], "")
+    assert loaded([stage(1, 2, copy=True)], saved) == ([8.0], "")
+    assert loaded([stage(1, 2, both_ends=True)], saved) == ([10.0], "")
+    assert loaded([stage(1, 2, copy=True)], names(2)) == ([0.0], "")
+
+
+def test_every_replica_writes_its_own() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    for replica in range(2):
+        place = Coordinates(0, replica)
+        found = gather_state([stage(replica, 2)], optimizer, place)
+        assert [name for name in found if "residual" in name] == [f"optim/{WEIGHT}/residual.{replica}"]
+        assert not found[f"optim/{WEIGHT}/residual.{replica}"].moving
+    copy = gather_state([stage(1, 2, copy=True)], optimizer, Coordinates(1, 1))
+    assert list(copy) == [f"optim/{WEIGHT}/residual_of_copy.1"]

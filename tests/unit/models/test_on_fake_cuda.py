@@ -1,0 +1,82 @@
+"""Every family's forward runs on CUDA tensors without values: kernels, devices, no waits.
+
+Unlike the fake accelerator of the rank tests, these tensors say that they are on CUDA, so the code
+takes the branches of CUDA: attention by one call, experts by the grouped kernel. Nothing is
+computed. What needs a value on the host raises, and so does a tensor of another device. No GPU is
+needed, only a CUDA build of torch: these tests run in `make test-torch211` and on machines with a
+GPU. A backward would need the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import small_options
+from torch import Tensor, nn
+
+from raypp.models.attention_kernel import AttentionKernel
+from raypp.models.documents import PackedDocuments
+from raypp.models.experts import can_group
+from raypp.models.loss import IGNORED, Targets
+from raypp.models.stage import build_stage
+from raypp.models.varlen_attention import varlen_kernel
+from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions
+from raypp.torch_private import fake_tensors
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is no CUDA build")
+
+CUDA = torch.device("cuda", 0)
+ROWS, LENGTHS = 2, [[5, 20, 3], [28]]
+TOKENS = 32
+
+
+def on_cuda(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+
+
+def kernel_for(options: DecoderOptions) -> AttentionKernel | None:
+    capped = any(options.attention_rule(index).soft_cap is not None for index in range(options.num_layers))
+    return None if capped else varlen_kernel("varlen")
+
+
+def stage_of(options: DecoderOptions, layers: range, **ends: bool) -> nn.Module:
+    stage = build_stage(options, layers, **ends)
+    for module in stage.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16, device=CUDA)))
+    return stage
+
+
+def run(options: DecoderOptions) -> None:
+    """Runs the forward of both stages of a model."""
+    documents = PackedDocuments.of_rows(LENGTHS, TOKENS, kernel=kernel_for(options)).moved(on_cuda)
+    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=CUDA)
+    given: dict[str, Any] = {"positions_BT": tokens, "documents": documents, "labelled_BT": tokens != IGNORED}
+    first = stage_of(options, range(1), first=True, last=False)
+    last = stage_of(options, range(1, options.num_layers), first=False, last=True)
+    out = first(tokens, **given)
+    assert (out.device, out.dtype, tuple(out.shape)) == (CUDA, torch.bfloat16, (ROWS, TOKENS, options.hidden_size))
+    loss = last(out, **given, targets=Targets(tokens))
+    assert (loss.device, loss.dtype, tuple(loss.shape)) == (CUDA, torch.float32, ())
+    logits = last(out, **given)
+    assert (logits.device, logits.shape[-1]) == (CUDA, options.vocab_size)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_runs_on_cuda_without_waiting(kind: str) -> None:
+    experts = {"expert_ffn_size": 24} if "expert_ffn_size" in FAMILIES[kind].options.model_fields else {}
+    with fake_tensors():
+        run(small_options(kind, **experts))
+
+
+def test_a_wait_is_found() -> None:
+    with fake_tensors(), pytest.raises(Exception, match=r"data-dependent|DataDependent|_local_scalar_dense"):
+        torch.zeros(3, device=CUDA).sum().item()
+
+
+def test_the_branches_are_those_of_cuda() -> None:
+    with fake_tensors():
+        assert can_group(torch.empty(4, 16, dtype=torch.bfloat16, device=CUDA), torch.empty(2, 16, 24).bfloat16())

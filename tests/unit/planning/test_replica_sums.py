@@ -1,0 +1,122 @@
+"""The plan of sums over replicas: their bytes in both kinds, and what a step hides of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.planning.costs import Costs, Part
+from raypp.planning.forecast import Forecast, forecast
+from raypp.planning.machines import Link, Machines, Node
+from raypp.planning.memory import stage_trained
+from raypp.planning.plan import make_plan
+from raypp.planning.search import advice
+from raypp.spec.job import Job
+
+UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
+MESH = {"pp": 2, "dp_replicate": 2}
+CPU = {"device": "cpu"}
+
+
+def square(kind: str = "exact", **sections: dict[str, object]) -> Job:
+    train = {"sync": {"kind": kind}, **sections.pop("train", {})}
+    pipeline = {"microbatches": 4, "layers_per_stage": [2, 2], "lookahead": 0}
+    return job_with(model={"num_layers": 4}, mesh=MESH, pipeline=pipeline, train=train, resources=CPU, **sections)
+
+
+def hosts(gbps: float) -> Machines:
+    return Machines(tuple(Node(name, 1) for name in "abcd"), Link(gbps))
+
+
+def of(job: Job, gbps: float) -> Forecast:
+    found = forecast(job, hosts(gbps), UNIT, kind="cpu")
+    assert found.replica_sums is not None
+    return found
+
+
+def largest(job: Job) -> int:
+    return max(stage_trained(job, stage, [2, 2])[0] for stage in range(2))
+
+
+def test_the_bytes_of_both_kinds() -> None:
+    for kind in ("exact", "int8"):
+        sums = of(square(kind), 1.0).replica_sums
+        assert sums is not None and sums.kind == kind
+        assert sums.exact_bytes == 2 * largest(square()) * 4 // 2
+        assert sums.int8_bytes == pytest.approx(largest(square()) * (1 + 4 / 256), rel=1e-6)
+    four = job_with(mesh={"pp": 1, "dp_replicate": 4}, resources=CPU)
+    sums = forecast(four, hosts(1.0), UNIT, kind="cpu").replica_sums
+    assert sums is not None
+    numbers = stage_trained(four, 0, [8])[0]
+    assert sums.exact_bytes == pytest.approx(numbers * 4 * 2 * 3 / 4)
+    assert sums.int8_bytes == pytest.approx(numbers * 3 * 260 / 256, rel=1e-6)
+
+
+def test_without_replicas_there_are_none() -> None:
+    found = forecast(job_with(), Machines.alike(2, 1, 1.0), UNIT)
+    assert found.replica_sums is None and found.parts["reduce"] == 0
+
+
+def test_sums_that_are_short_beside_a_backward_are_hidden_but_for_the_last_block() -> None:
+    job = square()
+    numbers = [stage_trained(job, stage, [2, 2])[0] for stage in range(2)]
+    # The first stage's sums take 0.4 s: less than a layer's backward, 2 s. Messages take far less.
+    gbps = numbers[0] * 4 * 8 / 0.4 / 1e9
+    sums = of(job, gbps).replica_sums
+    assert sums is not None
+    assert sums.exposed_s == pytest.approx(0.2)  # the sum of the block that is done last
+    assert sums.hidden_s == pytest.approx(sums.seconds - 0.2)
+
+
+def test_long_sums_begin_when_the_first_block_is_done_and_the_rest_makes_the_step_longer() -> None:
+    job = square()
+    numbers = stage_trained(job, 0, [2, 2])[0]
+    gbps = numbers * 4 * 8 / 40 / 1e9
+    found = of(job, gbps)
+    assert found.replica_sums is not None
+    # The last backward of stage 0 takes 4 s; its first block is done after 2 s.
+    first = 40 - 2
+    assert found.replica_sums.exposed_s >= first
+    assert found.parts["reduce"] == pytest.approx(found.replica_sums.exposed_s)
+    quantised = of(square("int8"), gbps)
+    assert quantised.step_s < found.step_s - 0.7 * found.replica_sums.exposed_s
+
+
+def test_sums_that_are_cast_are_not_hidden_on_cpus() -> None:
+    job = square(train={"precision": "bf16", "reduce_dtype": "bf16"})
+    on_cpu = of(job, 0.1).replica_sums
+    on_gpu = forecast(job, hosts(0.1), UNIT, kind="cuda").replica_sums
+    assert on_cpu is not None and on_gpu is not None
+    assert on_cpu.hidden_s == 0 and on_cpu.exposed_s == on_cpu.seconds
+    assert on_gpu.hidden_s > 0
+
+
+def test_int8_is_advised_where_it_helps_and_allowed() -> None:
+    job = square()
+    slow = of(job, 0.01)
+    assert "train.sync.kind int8 (changes the numbers)" in dict(advice(job, hosts(0.01), UNIT, slow))
+    fast = of(job, 1e6)
+    assert not [text for text, _ in advice(job, hosts(1e6), UNIT, fast) if "sync" in text]
+    pure = square(train={"precision": "bf16_pure"})
+    assert not [text for text, _ in advice(pure, hosts(0.01), UNIT, of(pure, 0.01)) if "sync" in text]
+
+
+def test_the_plan_has_them_and_counts_the_residuals() -> None:
+    exact, int8 = make_plan(square()), make_plan(square("int8"))
+    found = int8.as_dict()["predictions"][0]["replica_sums"]
+    assert found["kind"] == "int8" and found["int8_bytes"] < 0.26 * found["exact_bytes"]
+    assert make_plan(job_with()).as_dict()["predictions"][0]["replica_sums"] is None
+    for rank, (one, other) in enumerate(zip(exact.memory, int8.memory, strict=True)):
+        numbers = stage_trained(square(), rank, exact.cut)[0]
+        assert other.total > one.total
+        assert other.optimizer - one.optimizer == 4 * numbers
+    assert int8.host.state - exact.host.state == 4 * largest(square())
+
+
+def test_the_kind_of_device_that_quantises_costs_time() -> None:
+    free = Machines((Node("a", 4),), Link(1e9))
+    job = square("int8")
+    sums = forecast(job, replace(free, inside_gbps=1e9), UNIT, kind="cpu").replica_sums
+    assert sums is not None and 0 < sums.exposed_s < 1

@@ -1,0 +1,198 @@
+"""A limited upload waits while the training's bytes are under way, but never for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from raypp.storage.other_traffic import LOW_PRIORITY, OtherTraffic
+from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
+
+MESSAGE = 1 << 20
+
+
+@contextmanager
+def connection(host: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yields both ends of a TCP connection whose receiver has a small buffer."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        listener.bind((host, 0))
+        listener.listen(1)
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        yield sender, receiver
+
+
+def send_unread(sender: socket.socket) -> int:
+    """Writes until the kernel takes no more; returns how much that was."""
+    sender.setblocking(False)
+    sent = 0
+    try:
+        while True:
+            sent += sender.send(bytes(MESSAGE))
+    except BlockingIOError:
+        sender.setblocking(True)
+        return sent
+
+
+def read(receiver: socket.socket, size: int) -> None:
+    while size:
+        size -= len(receiver.recv(min(size, MESSAGE)))
+
+
+def elsewhere(own: str, peer: str) -> bool:
+    """Takes connections on loopback for ones that leave this host."""
+    return False
+
+
+def until(condition: bool, traffic: OtherTraffic) -> None:
+    """The other end's kernel acknowledges what was read, at its own time."""
+    end = time.monotonic() + 30
+    while traffic.is_under_way() is not condition:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_message_is_under_way_until_the_other_end_has_it() -> None:
+    with connection() as (sender, receiver):
+        traffic = OtherTraffic(elsewhere)
+        assert not traffic.is_under_way()
+        sent = send_unread(sender)
+        assert traffic.is_under_way()
+        read(receiver, sent)
+        until(False, traffic)
+
+
+def test_a_heartbeat_is_no_message() -> None:
+    with connection() as (sender, _receiver):
+        sender.sendall(bytes(100))
+        assert not OtherTraffic(elsewhere).is_under_way()
+
+
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+def test_uploads_and_copies_do_not_give_way_to_each_other(family: str) -> None:
+    with socket.socket(socket.AF_INET if family == "IPv4" else socket.AF_INET6) as listener:
+        try:
+            listener.bind(("127.0.0.1" if family == "IPv4" else "::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listener.listen(1)
+        with closing(socket.socket(listener.family)) as sender:
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_PRIORITY)
+            sender.connect(listener.getsockname())
+            send_unread(sender)
+            assert not OtherTraffic(elsewhere).is_under_way()
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0)
+            assert OtherTraffic(elsewhere).is_under_way(), "the mark is what made the difference"
+
+
+def test_what_stays_on_this_host_does_not_count() -> None:
+    with connection() as (sender, _receiver):
+        send_unread(sender)
+        assert not OtherTraffic().is_under_way()
+
+
+def test_connections_that_come_and_go_are_noticed() -> None:
+    traffic = OtherTraffic(elsewhere)
+    assert not traffic.is_under_way()
+    for _ in range(2):
+        with connection() as (sender, _receiver):
+            send_unread(sender)
+            until(True, traffic)
+        until(False, traffic)
+
+
+def take_all(pace: Pace, total: int) -> float:
+    """Returns the seconds that the pieces of an upload wait in all."""
+    begun = time.monotonic()
+    for _ in range(0, total, pace.piece_bytes):
+        pace.take(pace.piece_bytes)
+    return time.monotonic() - begun
+
+
+def test_pieces_wait_for_the_end_of_a_message() -> None:
+    """The bytes that leave while a message is under way are less than those of the limit."""
+    with connection() as (sender, receiver):
+        sent = send_unread(sender)
+        pace = Pace(4e6, gives_way=OtherTraffic(elsewhere).is_under_way)
+        threading.Timer(0.05, read, (receiver, sent)).start()
+        take_all(pace, 400_000)
+        assert pace.yielded_s > 0
+
+
+def test_a_save_goes_on_although_the_others_never_pause() -> None:
+    """It takes at most 1 + YIELDED times as long as with the limit alone."""
+    with connection() as (sender, _receiver):
+        send_unread(sender)
+        pace = Pace(2e6, gives_way=OtherTraffic(elsewhere).is_under_way)
+        seconds = 400_000 / 2e6
+        took = take_all(pace, 400_000)
+        assert pace.yielded_s > YIELDED * seconds * 0.8
+        assert took >= (1 + YIELDED) * seconds * 0.8
+        assert pace.yielded_s <= YIELDED * seconds + 1.0, "the last wait may end late on a busy machine"
+
+
+def test_without_other_traffic_nothing_is_lost() -> None:
+    pace = Pace(4e6, gives_way=lambda: False)
+    take_all(pace, 400_000)
+    assert pace.yielded_s == 0
+
+
+def test_what_waited_together_does_not_leave_together() -> None:
+    """Four parts wait for the same message: the limit holds after it, too."""
+    busy = threading.Event()
+    busy.set()
+    pace, sent = Pace(1e6, gives_way=busy.is_set), []
+    begun = time.monotonic()
+
+    def send() -> None:
+        for _ in range(4):
+            pace.take(pace.piece_bytes)
+            sent.append(time.monotonic())
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    busy.clear()
+    for thread in threads:
+        thread.join()
+    for moment, total in zip(sorted(sent), range(pace.piece_bytes, 10**9, pace.piece_bytes), strict=False):
+        assert total <= (moment - begun) * 1e6 + pace.piece_bytes, "ahead of the limit by more than a piece"
+
+
+def test_an_upload_that_gives_way_can_be_stopped() -> None:
+    stop = threading.Event()
+    pace = Pace(1e4, gives_way=lambda: True).shared(stop.is_set)
+    threading.Timer(0.1, stop.set).start()
+    begun = time.monotonic()
+    with pytest.raises(Abandoned):
+        take_all(pace, 10**6)
+    assert time.monotonic() - begun < 10
+
+
+def test_one_that_waits_for_its_turn_can_be_stopped_alone() -> None:
+    """The copies of snapshots share the limit with the uploads, and end at other times."""
+    pace, stop = Pace(1e3, gives_way=lambda: True), threading.Event()
+    other_stop, ended = threading.Event(), threading.Event()
+
+    def run_first() -> None:
+        with pytest.raises(Abandoned):
+            take_all(pace.shared(other_stop.is_set), 10**6)
+        ended.set()
+
+    first = threading.Thread(target=run_first)
+    first.start()
+    threading.Timer(0.1, stop.set).start()
+    with pytest.raises(Abandoned):
+        take_all(pace.shared(stop.is_set), 10**6)
+    assert first.is_alive()
+    other_stop.set()
+    assert ended.wait(30)
+    first.join()

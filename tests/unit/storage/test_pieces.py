@@ -1,0 +1,63 @@
+"""The pieces in which a part in memory is sent: large where the network is fast, all bytes once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from raypp.storage.byte_source import MemorySource
+from raypp.storage.rate_limit import Pace
+from raypp.storage.s3_parts import PartBody
+
+SIZE = 64 << 20
+FIRST = Pace().piece_bytes
+
+
+def sending(pace: Pace | None = None) -> tuple[PartBody, memoryview]:
+    data = memoryview(bytearray(SIZE))
+    body = PartBody(
+        MemorySource((1000, SIZE - 1000), lambda index: data[1000:] if index else data[:1000], pace), 0, SIZE
+    )
+    body.sending = True
+    return body, data
+
+
+def test_pieces_grow_while_they_leave_fast_and_are_all_bytes_once() -> None:
+    body, data = sending()
+    for number in range(0, SIZE, 4096):
+        data[number] = number >> 12 & 255
+    sizes, found = [], bytearray()
+    while piece := body.read(16384):
+        sizes.append(len(piece))
+        found += piece
+    assert found == data
+    assert sizes[0] == 1000, "a piece is of one buffer"
+    assert sizes[1] <= 2 * FIRST
+    assert max(sizes) >= 4 * FIRST, "64 MiB of reads without sending include fast ones on any machine"
+    assert max(sizes) <= 4 << 20
+
+
+def test_after_a_slow_piece_they_are_small_again() -> None:
+    """So the socket's timeout, which covers a whole piece, covers no more than before."""
+    body, _ = sending()
+    while len(body.read(16384)) < 2 * FIRST:
+        pass
+    time.sleep(0.05)
+    assert len(body.read(16384)) == FIRST
+    body.seek(0)
+    body.read(16384)
+    assert len(body.read(16384)) <= 2 * FIRST, "a repeated part begins anew"
+
+
+def test_under_a_cap_they_are_what_the_cap_lets_through_in_a_moment() -> None:
+    pace = Pace(1e9)
+    body, _ = sending(pace)
+    assert {len(body.read(16384)) for _ in range(20)} == {1000, pace.piece_bytes}
+
+
+@pytest.mark.parametrize("size", [10, 1000, 16384])
+def test_reads_for_a_signature_are_of_the_size_that_was_asked_for(size: int) -> None:
+    body, _ = sending()
+    body.sending = False
+    assert len(body.read(size)) == min(size, 1000)
