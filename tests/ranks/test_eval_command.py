@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from lazily import Lazily
 
 from raypp.cli.main import run as run_command
 from raypp.cli.torch_process import ask
@@ -29,6 +29,7 @@ from raypp.spec.load import job_document
 from raypp.storage import open_store
 
 pytestmark = pytest.mark.ranks
+transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split("\n\n")
 TRAINED, HELD_OUT = ([text.strip() for text in part if 8 < len(text) < 250] for part in (TEXT[:160], TEXT[500:560]))
@@ -155,7 +156,10 @@ def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str
 
 
 def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    model, tokenizer = (
+        transformers.AutoModelForCausalLM.from_pretrained(exported),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
     total, tokens = 0.0, 0
     for text in HELD_OUT:
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
@@ -191,7 +195,10 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         for _ in range(21)
     ]
     rows[3]["question"] = " ".join(words[:90])  # longer than the model's context
-    theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    theirs_of = (
+        transformers.AutoModelForCausalLM.from_pretrained(exported),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
     for row in rows:  # half of them as the model continues them
         row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
