@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lazily import Lazily
 from local_tasks import TASKS, write_tasks
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypp.cli.main import run as run_command
 from raypp.cli.torch_process import ask
@@ -35,6 +35,7 @@ from raypp.storage import open_store
 from raypp.train.own_seat import local_seat
 
 pytestmark = pytest.mark.ranks
+transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split("\n\n")
 TRAINED, HELD_OUT = ([text.strip() for text in part if 8 < len(text) < 250] for part in (TEXT[:160], TEXT[500:560]))
@@ -139,7 +140,10 @@ def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str
 
 
 def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    model, tokenizer = (
+        transformers.AutoModelForCausalLM.from_pretrained(exported),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
     total, tokens = 0.0, 0
     for text in HELD_OUT:
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
@@ -175,7 +179,10 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
         for _ in range(21)
     ]
     rows[3]["question"] = " ".join(words[:90])  # longer than the model's context
-    theirs_of = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    theirs_of = (
+        transformers.AutoModelForCausalLM.from_pretrained(exported),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
     for row in rows:  # half of them as the model continues them
         row["continuation"] = continued(*theirs_of, row["question"]) if draw.random() < 0.5 else "no"
     names = write_tasks(folder, rows, f"{folder}/rows.jsonl")
