@@ -1,0 +1,29 @@
+"""By how much the times of actions vary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.device_clock import Span
+from raypp.schedules.action import Kind
+
+
+def clock_with(times: dict[tuple[Kind, bool], list[float]]) -> ActionClock:
+    clock = ActionClock(torch.device("cpu"))
+    for (kind, message), seconds in times.items():
+        clock._spans[kind, 0, message] = [Span(0.0, one) for one in seconds]
+    return clock
+
+
+def test_the_spread_is_half_the_distance_of_the_tenths_relative_to_the_median() -> None:
+    even = [0.9 + 0.2 * index / 100 for index in range(101)]
+    assert clock_with({("F", False): even}).spread() == pytest.approx(0.08, abs=0.002)
+    assert clock_with({("F", False): even, ("B", False): [2.0] * 20}).spread() == pytest.approx(0.04, abs=0.001)
+
+
+def test_one_late_action_and_messages_do_not_count_and_few_tell_nothing() -> None:
+    assert clock_with({("F", False): [1.0] * 31 + [9.0]}).spread() == 0
+    assert clock_with({("F", False): [1.0] * 20, ("F", True): [1.0, 9.0] * 10}).spread() == 0
+    assert clock_with({("F", False): [1.0, 2.0, 3.0]}).spread() == 0
