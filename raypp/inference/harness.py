@@ -61,6 +61,11 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         ids: list[int] = self._tokenizer.encode(string).tolist()
         return ids
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Scores continuations of texts, without the harness's bar."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:

@@ -43,9 +43,9 @@ def run_ranks(world: int, function: RankFunction, *arguments: Any, patience_s: f
         processes = []
         deadline = None if patience_s is None else time.monotonic() + patience_s
         try:
-            for rank in range(world):
+            for number in range(world):
                 # No daemon: those may not start processes, as lm-evaluation-harness does.
-                process = context.Process(target=_rank, args=(rank, port, function, arguments, name), daemon=False)
+                process = context.Process(target=_rank, args=(number, port, function, arguments, name), daemon=False)
                 process.start()
                 processes.append(process)
             while any(process.is_alive() for process in processes):

@@ -51,6 +51,9 @@ def test_a_missing_package_names_its_extra() -> None:
     need("numpy", "node", "raypp parity")
     with pytest.raises(JobError, match=r"raypp parity: needs no_such, .*\n.*pip install 'raypp\[node\]'"):
         need("no_such", "node", "raypp parity")
+    there = r"--tasks: needs no_such, which is not installed on node n7\n  fix: pip install 'raypp\[eval\]' there, into"
+    with pytest.raises(JobError, match=there):
+        need("no_such", "eval", "--tasks", "n7")
 
 
 def test_what_a_node_lacks_is_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
