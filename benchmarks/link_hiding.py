@@ -71,6 +71,7 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     "raypp, lookahead 0": ([*RAYPP, "--set", "pipeline.lookahead=0"], 2),
     FSDP: (SHARDED, 1),
     "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 2),
+    "raypp, lookahead 3": ([*RAYPP, "--set", "pipeline.lookahead=3"], 2),
     SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
 }
 """The variants, and how many steps of each are not counted. CUT and HOSTS are filled in."""
