@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.link_hiding import message_bits
-from benchmarks.surroundings import describe
+from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
 from benchmarks.wire import Losses, document
 from cluster.testbed import why_not
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
     options = parser.parse_args()
-    print(describe())
+    announce()
     if options.losses:
         compare_losses(options.losses)
         return

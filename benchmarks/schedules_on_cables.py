@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
 from benchmarks.link_hiding import UNTIL_CHOSEN, chosen, message_bits
+from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
 from cluster.testbed import why_not
 from raypp.mesh.stage_placement import place_stages
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     add_resume(parser)
     options = parser.parse_args()
+    announce()
     print_simulated(Sizes(options.pp, options.stages_per_rank, options.microbatches, options.halves))
     if options.measure is None:
         return
