@@ -79,7 +79,7 @@ def measured(source: dict[str, Any], steps: int, device: str) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()

@@ -30,7 +30,7 @@ from raypp.storage.s3_errors import (
     status_of,
     translated,
 )
-from raypp.storage.s3_listing import objects, uploads
+from raypp.storage.s3_listing import lacks_times, objects, uploads
 from raypp.storage.s3_parts import PartBody
 from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
@@ -84,6 +84,8 @@ KIND = StoreKind(
 )
 
 _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?$", re.IGNORECASE)
+_INCOMPLETE_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Waits before a page is asked for again, of which some objects are not whole."""
 _MOST_RENEWALS = 5
 _LEAST_S = 0.5
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
@@ -216,7 +218,14 @@ class S3Store:
 
     def _page_of(self, operation: str, prefix: str, full: str) -> Callable[[dict[str, Any]], Any]:
         def ask(more: dict[str, Any]) -> Any:
-            return self._read(prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more))
+            for wait_s in (*_INCOMPLETE_S, 0.0):
+                answer = self._read(
+                    prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more)
+                )
+                if wait_s == 0.0 or not lacks_times(answer):
+                    return answer
+                time.sleep(wait_s)
+            raise AssertionError("the last answer is returned")
 
         return ask
 

@@ -48,6 +48,13 @@ def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
         yield ObjectInfo(key, object_size(entry.get("Size"), place), seconds(entry.get("LastModified"), place))
 
 
+def lacks_times(page: Any) -> bool:
+    """Returns whether a page has objects without a time. rclone lists those without it that are
+    being written or deleted at that moment."""
+    entries = page.get("Contents") if isinstance(page, dict) else None
+    return isinstance(entries, list) and any(isinstance(one, dict) and "LastModified" not in one for one in entries)
+
+
 def uploads(ask: Ask, below: str, full: str, url: str, budget: Budget | None) -> Iterator[Unfinished]:
     """Yields the uploads of a ListMultipartUploads; see `objects`."""
     foreign = ForeignNames(url)

@@ -201,3 +201,11 @@ def test_a_large_object_is_read_in_ranges_from_a_server_that_ignores_ranges(plac
     assert store.get("numbers", 255_990) == bytes(range(246, 256))
     assert store.get("numbers", 255_999, 300_000) == b"\xff"
     assert store.get("numbers", 256_000, 300_000) == b""
+
+
+def test_an_object_that_is_being_written_is_listed_when_it_is_whole(place: FaultProxy) -> None:
+    """rclone lists objects without a time while they are written or deleted."""
+    wanted, lie = LIES["entries without a time"]
+    fault = place.add(wanted, times=3, lie=lie)
+    assert "model/spec.json" in [info.key for info in open_store(f"s3://{BUCKET}/{PREFIX}").list("model/")]
+    assert fault.hits == 3
