@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import multiprocessing
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -214,6 +215,7 @@ def results(source: Source, model: TaskModel, tasks: Sequence[str], limit: int |
     random.seed(0)
     np.random.seed(_SEED)
     lm = PipelineLM(source, model)
+    _pools_without_fork()
     found = evaluate_tasks(lm=lm, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
     assert found is not None
     by_task = {
@@ -221,6 +223,16 @@ def results(source: Source, model: TaskModel, tasks: Sequence[str], limit: int |
         for task, metrics in found["results"].items()
     }
     return {"tasks": by_task}
+
+
+def _pools_without_fork() -> None:
+    """Makes pools of processes start from a process without threads.
+
+    The harness estimates some errors in a pool of forks. This process has threads, of Ray or gloo,
+    and a fork copies the locks that they hold: it could wait for ever.
+    """
+    multiprocessing.set_forkserver_preload(["__main__", "lm_eval.api.metrics"])
+    multiprocessing.set_start_method("forkserver", force=True)
 
 
 def _is_metric(name: str, value: Any) -> bool:
