@@ -35,17 +35,21 @@ def start_server() -> None:
     os.makedirs(FOLDER, mode=0o700, exist_ok=True)  # noqa: PTH103 - pathlib takes long to import
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-m", "raypp.control.fork_server"],
-            os.environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((null, log, log))],
-            setsid=True,
-        )
-    finally:
-        os.close(null)
-        os.close(log)
+    # Through a process that exits: who starts it may be ended with all of its descendants.
+    between = os.fork()
+    if between == 0:
+        with contextlib.suppress(OSError):
+            os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", "raypp.control.fork_server"],
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((null, log, log))],
+                setsid=True,
+            )
+        os._exit(0)
+    os.close(null)
+    os.close(log)
+    os.waitpid(between, 0)
 
 
 def ask_for_worker(arguments: list[str]) -> int | None:

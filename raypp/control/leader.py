@@ -164,6 +164,9 @@ class Leader:
             self._end_is_recorded = True
             self._end_by_name()
         found = Takeover(last, events, [] if finish is not None else find_workers(self._request.run))
+        if found.workers and found.is_over_without_all_ranks(newest, self._job.train.steps):
+            self._end_by_name()
+            found = Takeover(last, events, [])
         shape = found.shape(self._sizing)
         self._sizing.resume(shape)
         self._placement.world = shape.world

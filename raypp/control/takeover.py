@@ -79,6 +79,15 @@ class Takeover:
         stop = self.stop
         return COMMITTING_RANK not in ranks or (stop is not None and not stop.save_before_stop)
 
+    def is_over_without_all_ranks(self, newest: int | None, steps: int) -> bool:
+        """Returns whether the last step is committed and a rank of the last attempt has gone.
+
+        Args:
+            newest: The newest committed step.
+            steps: The job's number of steps.
+        """
+        return newest is not None and newest >= steps and len(self.workers) < len(self.seated)
+
     def finish_without_ranks(self, newest: int | None, steps: int, step: int) -> Finish | None:
         """Returns how a run without ranks ended while the controller was down; None when it must
         continue.

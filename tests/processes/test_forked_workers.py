@@ -121,6 +121,7 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
         workers.append(psutil.Process(json.loads((node.folder / f"worker-{number}").read_text())["pid"]))
     (server,) = {worker.parent() for worker in workers}
     assert server is not None
+    assert server.ppid() not in [client.pid for client in clients], "ended with the one that started it"
     workers[0].kill()
     until("the dead worker is reaped", lambda: not psutil.pid_exists(workers[0].pid))
     assert all(worker.is_running() for worker in workers[1:])

@@ -73,13 +73,16 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
     assert committed == list(range(5, STEPS + 1, 5))
 
 
-def test_when_no_rank_is_left_checkpoints_tell_of_the_last_steps(start_run: StartRun) -> None:
-    run = start_run("nobody", steps=STEPS)
+@pytest.mark.parametrize("killed", ["all", "one"])
+def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: StartRun, killed: str) -> None:
+    """A run whose last step is committed is over, even if some of its ranks are left."""
+    run = start_run(f"gone-{killed}", steps=STEPS)
     controller = _freeze_and_run_out(run)
     reports = [StepReport(step, 1.0 / step, 1.0, 10, 10, 0.05, 200.0, 1) for step in range(1, STEPS + 1)]
     extra = {"recent_steps": [asdict(report) for report in reports]}
     write_commit(open_store(run.url), Commit(run.name, STEPS, 1, {}, {}, extra, ()))
-    _all(run, signal.SIGKILL)
+    for pid in run.pids() if killed == "all" else run.pids()[:1]:
+        os.kill(pid, signal.SIGKILL)
     os.kill(controller, signal.SIGKILL)
     _assert_all_agree(run, run.wait_end(), "succeeded", STEPS)
     run.assert_nothing_left()
