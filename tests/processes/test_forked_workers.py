@@ -121,7 +121,6 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
         workers.append(psutil.Process(json.loads((node.folder / f"worker-{number}").read_text())["pid"]))
     (server,) = {worker.parent() for worker in workers}
     assert server is not None
-    assert server.ppid() not in [client.pid for client in clients], "ended with the one that started it"
     workers[0].kill()
     until("the dead worker is reaped", lambda: not psutil.pid_exists(workers[0].pid))
     assert all(worker.is_running() for worker in workers[1:])
@@ -130,6 +129,17 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
     assert node.worker("later", 300)["imported"]
     assert all(worker.is_running() for worker in workers[1:])
     assert [client.wait(WAIT_S) for client in clients] == [0, 0, 0]
+
+
+def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
+    """Ray ends a stopped job's driver with all of its descendants."""
+    program = "import time; from raypp.control.fork_client import start_server; start_server(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=node.folder) as starter:
+        try:
+            until("a server", lambda: bool(node.servers()))
+            assert not psutil.Process(starter.pid).children(recursive=True)
+        finally:
+            starter.kill()
 
 
 def test_a_server_leaves_with_its_raylet(node: Node) -> None:
