@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
 _CONNECT_S = 2.0
+_JOIN_S = 2.0
 _BACKLOG = 2048
 _DESCRIPTORS = 65_536
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
@@ -65,21 +66,45 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = serve and not agent_serves
-    if not serve:
-        _wait_for_server(address, port, timeout_s)
-    # The constructor does not wait for other ranks: there, a cut connection would not unblock it.
     timeout = timedelta(seconds=timeout_s)
+    if not serve:
+        return _join_store(address, port, world, timeout)
+    # The constructor does not wait for other ranks: there, a cut connection would not unblock it.
     try:
-        listening = _listening(address, port) if serve else None
+        listening = _listening(address, port)
         return TCPStore(
-            address, port, world, is_master=serve, timeout=timeout, wait_for_workers=False, master_listen_fd=listening
+            address, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening
         )
     except (OSError, dist.DistNetworkError) as error:
-        if not serve or not _port_is_taken(error):
+        if not _port_is_taken(error):
             raise
         what = f"another process has taken port {port} of {address}, where the ranks were to meet, since it was chosen"
         fix = "the next attempt chooses another; under torchrun, set another --master-port"
         raise UnreachableError(Problem("rendezvous", what, fix)) from error
+
+
+def _join_store(address: str, port: int, world: int, timeout: timedelta) -> TCPStore:
+    """Connects to the store that rank 0 serves.
+
+    TCPStore tries again until its timeout if the server goes while it connects, and no cut
+    connection ends that. So it gets little time, again and again.
+
+    Raises:
+        DistNetworkError: The attempt is aborted, or nothing listens in time.
+    """
+    began = time.monotonic()
+    while True:
+        left_s = timeout.total_seconds() - (time.monotonic() - began)
+        _wait_for_server(address, port, left_s)
+        short = timedelta(seconds=max(0.1, min(_JOIN_S, left_s)))
+        try:
+            store = TCPStore(address, port, world, is_master=False, timeout=short, wait_for_workers=False)
+        except dist.DistError as error:
+            if cut_since(port, began) or time.monotonic() - began > timeout.total_seconds():
+                raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def _port_is_taken(error: OSError | dist.DistNetworkError) -> bool:

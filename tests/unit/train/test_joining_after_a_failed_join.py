@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -90,3 +91,30 @@ def test_a_meeting_point_that_somebody_else_has_taken_meanwhile_is_told_as_that(
         port = other.getsockname()[1]
         with pytest.raises(UnreachableError, match=f"another process has taken port {port} of 127.0.0.1"):
             connect("127.0.0.1", port, 2, serve=True, timeout_s=5.0)
+
+
+def test_a_join_whose_server_goes_while_it_connects_ends_with_the_attempt() -> None:
+    """Rank 0 listens and is killed before it serves: TCPStore alone tries again for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        ended = threading.Event()
+
+        def drop() -> None:
+            listener.settimeout(0.05)
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    listener.accept()[0].close()
+
+        dropping = threading.Thread(target=drop)
+        dropping.start()
+        cutting = threading.Timer(0.3, cut_connections, (port,))
+        cutting.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(dist.DistNetworkError, match="no rank 0 at"):
+                connect("127.0.0.1", port, 2, serve=False, timeout_s=60.0)
+        finally:
+            ended.set()
+            dropping.join()
+            cutting.join()
+        assert time.monotonic() - began < 30.0
