@@ -24,26 +24,18 @@ compares the losses. That does not depend on the machine's load.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.link_hiding import message_bits
 from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
-from benchmarks.wire import Losses, document
+from benchmarks.wire import document, train
 from cluster.testbed import why_not
-from raypp.ports import free_port
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 
 HOSTS, MICROBATCHES, WARM = 4, 8, 3
 MESH = "mesh={pp: 2, dp_replicate: 2}"
@@ -121,31 +113,12 @@ def report(found: dict[float, list[dict[str, Figures]]]) -> None:
             print(f"| {share} | {program} | {seconds:.3f} | {ratios[0]} | {ratios[1]} | {size:.1f} |")
 
 
-def rank(number: int, port: int, job: dict[str, Any], out: str) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    losses, parsed = Losses(), parse_job(job)
-    run_rank(parsed, local_seat(number, HOSTS, port, parsed), losses)
-    if number == 0:
-        Path(out).write_text(json.dumps(losses.figures))
-
-
-def train(kind: str, steps: int, seed: int) -> dict[str, Any]:
-    """Runs one training; returns its losses and the held-out loss."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    with TemporaryDirectory() as folder:
-        job, out = document({}, steps, f"{folder}/store", seed), f"{folder}/out"
-        job["mesh"] = {"pp": 2, "dp_replicate": 2}
-        job["pipeline"]["microbatches"] = 2
-        job["train"]["sync"] = {"kind": kind}
-        ranks = [context.Process(target=rank, args=(number, port, job, out), daemon=True) for number in range(HOSTS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(f"a rank failed with {kind}")
-        found: dict[str, Any] = json.loads(Path(out).read_text())
-        return found
+def job_of(kind: str, steps: int, seed: int) -> dict[str, Any]:
+    job = document({}, steps, seed)
+    job["mesh"] = {"pp": 2, "dp_replicate": 2}
+    job["pipeline"]["microbatches"] = 2
+    job["train"]["sync"] = {"kind": kind}
+    return job
 
 
 def compare_losses(steps: int) -> None:
@@ -154,7 +127,7 @@ def compare_losses(steps: int) -> None:
     print("|---|---|---|---|---|")
     exact: dict[str, Any] | None = None
     for name, kind, seed in (("exact", "exact", 0), ("int8", "int8", 0), ("exact, another seed", "exact", 1)):
-        found = train(kind, steps, seed)
+        found = train(job_of(kind, steps, seed), HOSTS, name)
         exact = exact or found
         last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
         print(f"| {name} | {last:.4f} | {last - base:+.4f} | {found['held_out']:.4f} "

@@ -59,7 +59,7 @@ class Losses:
         return Requests()
 
 
-def document(wire: dict[str, Any], steps: int, folder: str, seed: int) -> dict[str, Any]:
+def document(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     return {
         "name": "wire",
         "model": {"kind": "llama", "num_layers": 6, "hidden_size": 160, "num_heads": 4, "num_kv_heads": 2,
@@ -70,30 +70,33 @@ def document(wire: dict[str, Any], steps: int, folder: str, seed: int) -> dict[s
         "pipeline": {"microbatches": 4, "lookahead": 1, "wire": wire},
         "train": {"steps": steps, "micro_batch_size": 4, "seed": seed, "optimizer": {"kind": "adamw", "lr": 2.0e-3},
                   "lr_schedule": {"kind": "cosine", "warmup_steps": 10, "min_ratio": 0.1}, "eval_every_steps": steps},
-        "checkpoint": {"url": folder, "every_steps": 0, "memory_tier": False},
+        "checkpoint": {"every_steps": 0, "memory_tier": False},
     }  # fmt: skip
 
 
-def rank(number: int, port: int, job: dict[str, Any], out: str) -> None:
+def rank(number: int, world: int, port: int, job: dict[str, Any], out: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     losses, parsed = Losses(), parse_job(job)
-    run_rank(parsed, local_seat(number, 2, port, parsed), losses)
+    run_rank(parsed, local_seat(number, world, port, parsed), losses)
     if number == 0:
         Path(out).write_text(json.dumps(losses.figures))
 
 
-def train(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
-    """Runs one training; returns its losses, bytes and held-out loss."""
+def train(job: dict[str, Any], world: int, name: str) -> dict[str, Any]:
+    """Runs one training on so many CPU ranks; returns its losses, bytes and held-out loss."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     with TemporaryDirectory() as folder:
-        job, out = document(wire, steps, f"{folder}/store", seed), f"{folder}/out"
-        ranks = [context.Process(target=rank, args=(number, port, job, out), daemon=True) for number in range(2)]
+        job = {**job, "checkpoint": {**job["checkpoint"], "url": f"{folder}/store"}}
+        out = f"{folder}/out"
+        ranks = [
+            context.Process(target=rank, args=(number, world, port, job, out), daemon=True) for number in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
         if any(process.exitcode for process in ranks):
-            raise SystemExit(f"a rank failed with {wire}")
+            raise SystemExit(f"a rank failed with {name}")
         figures: dict[str, Any] = json.loads(Path(out).read_text())
         return figures
 
@@ -180,7 +183,7 @@ def main() -> None:
     kept = Kept("wire", {"steps": options.steps}, resume=options.resume)
     found, page = {}, ""
     for name, wire, seed in [*((name, wire, 0) for name, wire in WIRES.items()), (OTHER_SEED, {}, 1)]:
-        found[name] = kept.once(name, partial(train, wire, options.steps, seed))
+        found[name] = kept.once(name, partial(train, document(wire, options.steps, seed), 2, name))
         print(f"{name}: {found[name]['loss'][-1]:.4f}", flush=True)
         page = write(found, options.steps, options.out, kept.begun)
     print(f"\n{page}")

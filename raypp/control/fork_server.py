@@ -96,7 +96,7 @@ def _import_rank() -> None:
     load_private_environment()
     with contextlib.suppress(FileNotFoundError):
         request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
-        os.environ.update(rank_environment(request.job))
+        os.environ.update(rank_environment(request.job["resources"]))
     importlib.import_module("raypp.train.rank")
 
 

@@ -27,7 +27,7 @@ from raypp.control.credentials import load_private_environment
 from raypp.control.inference_worker import InferenceWorker
 from raypp.control.package import INFERENCE_FILE
 from raypp.control.placement import Placement
-from raypp.control.protocol import NAMESPACE
+from raypp.control.protocol import NAMESPACE, rank_environment
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import ACTOR_ENVIRONMENT
@@ -103,7 +103,7 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
             raise ResourcesError(reason, "use a smaller mesh, or end another run")
         time.sleep(0.05)
     ranks = planned_ranks(Mesh.of(job.mesh), nodes, all_nodes())
-    threads = {"OMP_NUM_THREADS": str(max(1, int(job.resources.cpus_per_rank)))}
+    environment = rank_environment(job.resources.model_dump())
     for rank in ranks:
         title = f"raypp/{name}/{rank.label}"
         rank.actor = (
@@ -119,7 +119,7 @@ def _started(name: str, job: Job, device: str) -> list[Rank]:
                     cast(PlacementGroup, placement.group), placement_group_bundle_index=rank.bundle
                 ),
             )
-            .remote(title, threads | job.resources.env)
+            .remote(title, environment)
         )
         rank.pending = rank.actor.info.remote()
     for rank in ranks:

@@ -23,7 +23,7 @@ class InferenceWorker:
 
     Args:
         name: Its process title.
-        environment: The job's `resources.env` and the number of threads.
+        environment: What `rank_environment` returns.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:

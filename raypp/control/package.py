@@ -24,39 +24,41 @@ _UNCHECKED_HASH = (0b01).to_bytes(4, "little")
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 
 
-def code_files() -> list[tuple[str, bytes]]:
-    """Returns every file of the running raypp, as (path in the package, content)."""
-    root = Path(raypp.__file__).parent
-    return [
-        (f"raypp/{path.relative_to(root).as_posix()}", path.read_bytes())
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix in (".py", ".typed", ".json", ".html")
-    ]
+def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
+    """Returns every file of the running raypp, as (path in the package, content).
 
-
-def compiled_files() -> list[tuple[str, bytes]]:
-    """Returns the compiled form of files that a run's processes import, as (path in the package,
-    content), as far as Python has it here.
-
-    Each run has a package of its own, whose processes would otherwise compile raypp each time.
-    A node's Python ignores them where its version differs. It does not compare them with the source
-    (PEP 552), which is done here.
+    Args:
+        compiled: Also return the compiled form of those that a run's processes import, as far as
+            Python has it here. Each run has a package of its own, whose processes would otherwise
+            compile raypp each time.
     """
     root = Path(raypp.__file__).parent
     found = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in _ONLY_HERE:
-            continue
-        with contextlib.suppress(OSError):
-            stat = path.stat()
-            compiled = Path(importlib.util.cache_from_source(str(path))).read_bytes()
-            size_and_time = int(stat.st_mtime).to_bytes(4, "little") + (stat.st_size & 0xFFFFFFFF).to_bytes(4, "little")
-            if compiled[:16] == importlib.util.MAGIC_NUMBER + bytes(4) + size_and_time:
-                name = importlib.util.cache_from_source(f"raypp/{relative.as_posix()}")
-                head = importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(path.read_bytes())
-                found.append((name, head + compiled[16:]))
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix in (".py", ".typed", ".json", ".html"):
+            relative, content = path.relative_to(root), path.read_bytes()
+            name = f"raypp/{relative.as_posix()}"
+            found.append((name, content))
+            wanted = compiled and path.suffix == ".py" and relative.parts[0] not in _ONLY_HERE
+            if wanted and (code := _compiled(path, content)) is not None:
+                found.append((importlib.util.cache_from_source(name), code))
     return found
+
+
+def _compiled(path: Path, source: bytes) -> bytes | None:
+    """Returns the compiled form of a file; None if Python has none of this source.
+
+    A node's Python ignores it where its version differs. It does not compare it with the source
+    (PEP 552), which is done here.
+    """
+    magic = importlib.util.MAGIC_NUMBER
+    with contextlib.suppress(OSError):
+        stat = path.stat()
+        cached = Path(importlib.util.cache_from_source(str(path))).read_bytes()
+        size_and_time = int(stat.st_mtime).to_bytes(4, "little") + (stat.st_size & 0xFFFFFFFF).to_bytes(4, "little")
+        if cached[:16] == magic + bytes(4) + size_and_time:
+            return magic + _UNCHECKED_HASH + importlib.util.source_hash(source) + cached[16:]
+    return None
 
 
 def build_package(
@@ -75,9 +77,8 @@ def build_package(
     Returns:
         The package's name, a content hash, and its bytes.
     """
-    files = [(name, data, 0o644) for name, data in [*code_files(), *own]]
+    files = [(name, data, 0o644) for name, data in [*code_files(compiled=request is not None), *own]]
     if request is not None:
-        files += [(name, data, 0o644) for name, data in compiled_files()]
         files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode(), 0o644))
     if secrets:
         files.append((PRIVATE_FILE, json.dumps(secrets).encode(), 0o600))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,13 +53,12 @@ def forks_workers(request: RunRequest) -> bool:
     return request.rank_function is None and sys.platform == "linux"
 
 
-def rank_environment(job: dict[str, Any]) -> dict[str, str]:
+def rank_environment(resources: Mapping[str, Any]) -> dict[str, str]:
     """Returns the variables that a job sets in its ranks' processes; no secret ones.
 
     Args:
-        job: The resolved job, as plain JSON.
+        resources: The resolved job's `resources`, as plain JSON.
     """
-    resources = job["resources"]
     # Ray would give every actor one thread, however many CPUs it reserves.
     threads = {"OMP_NUM_THREADS": str(max(1, int(resources["cpus_per_rank"])))}
     return threads | {name: value for name, value in resources["env"].items() if value != HIDDEN}

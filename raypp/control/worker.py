@@ -32,7 +32,6 @@ from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.cause_of_death import DeathEvidence, within_rank_frame
 from raypp.spec.job import Job
-from raypp.spec.secret import HIDDEN
 
 RankFunction = Callable[[Job, Seat, Reporter], RankResult]
 
@@ -56,7 +55,7 @@ class Worker:
     Args:
         run: The run's name.
         label: The coordinates planned for it, or `standby`.
-        environment: The job's `resources.env`.
+        environment: What `rank_environment` returns.
         controller: Handle of the run's controller.
         orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
         rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when
@@ -91,7 +90,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
-        os.environ.update({name: value for name, value in environment.items() if value != HIDDEN})
+        os.environ.update(environment)
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
         self._orphan_watch = OrphanWatch(

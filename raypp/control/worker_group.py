@@ -169,7 +169,7 @@ class WorkerGroup:
         arguments = (
             self.request.run,
             label,
-            rank_environment(self.request.job),
+            rank_environment(self.request.job["resources"]),
             self.controller,
             self.job.recovery.orphan_timeout_s,
             self.request.rank_function,

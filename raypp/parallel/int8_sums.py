@@ -68,11 +68,16 @@ def add_up(messages: list[Tensor], sum_N: Tensor) -> None:
     sum_N.copy_(total_KB.view(-1)[: sum_N.numel()])
 
 
+def scales_and_numbers(message: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Returns views of a uint8 message `[rows · (width + 4)]`: scales fp32 `[rows, 1]` and numbers
+    int8 `[rows, width]`."""
+    scales = message[: 4 * rows].view(torch.float32).view(rows, 1)
+    return scales, message[4 * rows :].view(torch.int8).view(rows, width)
+
+
 def _parts(message: Tensor) -> tuple[Tensor, Tensor]:
     """Returns views of a message: scales fp32 `[K, 1]` and numbers int8 `[K, 256]`."""
-    blocks = message.numel() // (4 + BLOCK)
-    scales = message[: 4 * blocks].view(torch.float32).view(blocks, 1)
-    return scales, message[4 * blocks :].view(torch.int8).view(blocks, BLOCK)
+    return scales_and_numbers(message, message.numel() // (4 + BLOCK), BLOCK)
 
 
 def _decoded(message: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,29 @@ class _Sum:
             result.add_(part)
 
 
-class LateSums:
+class _Finishes(Protocol):
+    def finish(self) -> None: ...
+
+
+class SumsUnderWay:
+    """Sums of gradients that are in flight together."""
+
+    def __init__(self) -> None:
+        self._under_way: list[_Finishes] = []
+
+    @property
+    def under_way(self) -> int:
+        """The number of sums in flight."""
+        return len(self._under_way)
+
+    def wait(self) -> None:
+        """Waits for all sums in flight. Call it before anything reads the gradients."""
+        for one in self._under_way:
+            one.finish()
+        self._under_way.clear()
+
+
+class LateSums(SumsUnderWay):
     """The reduce-scatter that FSDP uses for the modules of one stage on CPU.
 
     It needs extra memory as large as the gradients in flight.
@@ -57,8 +79,8 @@ class LateSums:
     """
 
     def __init__(self, *, late: bool) -> None:
+        super().__init__()
         self.late = late
-        self._under_way: list[_Sum] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a buffer `[*size]` for FSDP."""
@@ -87,17 +109,6 @@ class LateSums:
         self._under_way.append(_Sum(work, input_tensor, parts, output_tensor))
         if not self.late:
             self.wait()
-
-    @property
-    def under_way(self) -> int:
-        """The number of sums in flight."""
-        return len(self._under_way)
-
-    def wait(self) -> None:
-        """Waits for all sums in flight. Call it before anything reads the gradients."""
-        for one in self._under_way:
-            one.finish()
-        self._under_way.clear()
 
 
 def reduce_within_backward(stage: FSDPModule, root: Tensor) -> None:

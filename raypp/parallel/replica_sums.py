@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from raypp.parallel.int8_sums import add_up, encode, message_size
+from raypp.parallel.late_sums import SumsUnderWay
 from raypp.parallel.shard import local_part
 from raypp.torch_private import reduced_together, take_replica_sum
 
@@ -79,7 +80,7 @@ class Residuals:
     parts: dict[str, DTensor]
 
 
-class ReplicaSums:
+class ReplicaSums(SumsUnderWay):
     """The sums over replicas of one stage, in place of FSDP's all-reduce.
 
     Args:
@@ -91,10 +92,10 @@ class ReplicaSums:
     """
 
     def __init__(self, stage: nn.Module, *, int8: bool, late: bool) -> None:
+        super().__init__()
         self.late, self.int8 = late, int8
         self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns a context around the start of each sum."""
-        self._under_way: list[_UnderWay] = []
         self._flats: list[_Flat] = []
         for module in stage.modules():
             if isinstance(module, FSDPModule) and (group := take_replica_sum(module)) is not None:
@@ -140,17 +141,6 @@ class ReplicaSums:
         work = dist.all_gather(messages, message, group=flat.group, async_op=True)
         assert work is not None
         return _UnderWay(work, gradient, messages)
-
-    @property
-    def under_way(self) -> int:
-        """The number of sums in flight."""
-        return len(self._under_way)
-
-    def wait(self) -> None:
-        """Waits for all sums in flight. Call it before anything reads the gradients."""
-        for one in self._under_way:
-            one.finish()
-        self._under_way.clear()
 
     @torch.no_grad()
     def keep_residuals(self) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raypp.parallel.int8_sums import scales_and_numbers
 from raypp.planning.choices import WireKind
 
 _STEPS = 127
@@ -98,7 +99,7 @@ class Int8:
         rows_NH = tensor.reshape(-1, tensor.shape[-1]).float()
         scale_N1 = rows_NH.abs().amax(dim=1, keepdim=True) / _STEPS
         message = self.buffer(tuple(tensor.shape), tensor.device)
-        scales, numbers = _parts(message, *rows_NH.shape)
+        scales, numbers = scales_and_numbers(message, *rows_NH.shape)
         scales.copy_(scale_N1)
         noise = torch.Generator(tensor.device).manual_seed(seed)
         noise_NH = torch.rand(rows_NH.shape, generator=noise, device=tensor.device)
@@ -110,7 +111,7 @@ class Int8:
     @torch.no_grad()
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Dequantizes a uint8 message `[N · (H + 4)]` to `shape`, `[..., H]`."""
-        scales, numbers = _parts(message, _rows(shape), shape[-1])
+        scales, numbers = scales_and_numbers(message, _rows(shape), shape[-1])
         return (numbers.float() * scales).to(dtype).view(shape)
 
 
@@ -120,12 +121,6 @@ def _rows(shape: tuple[int, ...]) -> int:
     for length in shape[:-1]:
         count *= length
     return count
-
-
-def _parts(message: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns views of a message: scales fp32 `[N, 1]` and numbers int8 `[N, H]`."""
-    scales = message[: 4 * rows].view(torch.float32).view(rows, 1)
-    return scales, message[4 * rows :].view(torch.int8).view(rows, width)
 
 
 def wire_format(kind: WireKind) -> WireFormat:
