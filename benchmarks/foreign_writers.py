@@ -20,17 +20,19 @@ def python_with_writers() -> tuple[Path | None, str]:
     """
     python = PLACE / "bin" / "python"
     check = "import s3fs, s3torchconnector.dcp, torch; print(s3fs.__version__, s3torchconnector.__version__)"
-    if not (PLACE / "complete").exists():
+    # It lacks what this environment had when it was made, so another one needs a new one.
+    complete, ours = PLACE / "complete", sysconfig.get_paths()["purelib"]
+    if not complete.exists() or complete.read_text() != ours:
         try:
-            subprocess.run([sys.executable, "-m", "venv", str(PLACE)], check=True, capture_output=True)
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(PLACE)], check=True, capture_output=True)
             site = next((PLACE / "lib").glob("python*")) / "site-packages"
-            (site / "torch-from-outside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+            (site / "torch-from-outside.pth").write_text(f"{ours}\n")
             for packages in _PACKAGES:
                 subprocess.run(
                     [str(python), "-m", "pip", "install", "--quiet", *packages],
                     check=True, capture_output=True, timeout=240,
                 )  # fmt: skip
-            (PLACE / "complete").touch()
+            complete.write_text(ours)
         except (subprocess.SubprocessError, OSError) as error:
             return None, f"skipped: the packages could not be installed ({error})"
     done = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)

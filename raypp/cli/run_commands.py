@@ -33,7 +33,6 @@ from raypp.errors import (
     RayppError,
     UnreachableError,
 )
-from raypp.hf.from_hf import check_hf_weights
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
@@ -70,7 +69,9 @@ def submit_command(
     failed.
     """
     file = load_checked_job(job, overrides)
-    if not resume:
+    if not resume and file.job.model.from_hf is not None:
+        from raypp.hf.from_hf import check_hf_weights
+
         check_hf_weights(file.job)
     cluster = find_cluster(address)
     try:

@@ -58,7 +58,7 @@ def ask(
     need("torch", "node", name)
     # -P: do not import from the working directory. Not -m: the ranks' processes would run the
     # module twice.
-    program = f"import sys; from {module} import main; sys.exit(main())"
+    program = f"import sys; from raypp.quick_import import quick_import; sys.exit(quick_import({module!r}).main())"
     command = [sys.executable, "-P", "-c", program]
     last = ""
     with (

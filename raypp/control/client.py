@@ -19,8 +19,9 @@ from typing import Any
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
+from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
-from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest
+from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
@@ -176,7 +177,6 @@ def submit_run(
         submission_id,
         rank_function=rank_function,
         relays_from_ranks=relays_from_ranks,
-        one_node=len(cluster.dashboard.nodes()) == 1,
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking
@@ -187,8 +187,11 @@ def submit_run(
         "PYTHONUNBUFFERED": "1",
         **_paths_for_tests(rank_function),
     }
+    # On a cluster of one node the ranks' server imports torch while driver and controller start.
+    one_node = len(cluster.dashboard.nodes()) == 1
+    beside_server = BESIDE_SERVER if one_node and forks_workers(request) else ""
     document = {
-        "entrypoint": f"{python_of(cluster)} -m raypp.control.driver",
+        "entrypoint": f"{python_of(cluster)} {beside_server} -m raypp.control.driver",
         "submission_id": submission_id,
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
         "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's

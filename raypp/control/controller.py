@@ -12,9 +12,7 @@ from typing import Any
 
 import ray
 
-from raypp.control import machine as m
 from raypp.control.credentials import load_private_environment
-from raypp.control.leader import Leader, start_thread
 from raypp.control.protocol import BatchAnswer, Outcome, RelayAnswer, RelayReport, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
@@ -35,6 +33,9 @@ class Controller:
             level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
         load_private_environment()
+        # Here, because the driver imports this module, too, and would wait for all that leads a run.
+        from raypp.control.leader import Leader, start_thread
+
         context = ray.get_runtime_context()
         self._request = request
         self._read = threading.Event()
@@ -72,7 +73,7 @@ class Controller:
         """
         leader = self._leader
         at = leader.record.step
-        if leader.machine.phase is not m.RunPhase.RUNNING:
+        if not leader.training:
             return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
         if at == 0 and leader.machine.committed_step is None:
             at = 1
@@ -92,7 +93,7 @@ class Controller:
             `traced`: whether ranks are training, and `what`, a message.
         """
         leader = self._leader
-        if leader.machine.phase is not m.RunPhase.RUNNING:
+        if not leader.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
         leader.intake.trace_wanted = steps
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}

@@ -22,8 +22,7 @@ from types import FrameType
 from typing import Any
 
 from raypp.control.credentials import load_private_environment
-from raypp.control.fork_client import start_server
-from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name, forks_workers
+from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
 from raypp.environment import check_node
 from raypp.errors import JobError
 from raypp.untrusted.text import visible_lines
@@ -40,8 +39,6 @@ def main(arguments: list[str]) -> int:
         print(visible_lines(str(error)), file=sys.stderr, flush=True)  # noqa: T201
         return error.exit_code
     request = None if arguments else RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
-    if request is not None and request.one_node and forks_workers(request):
-        start_server()  # it imports torch while the controller starts
     import ray
 
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)

@@ -1,5 +1,6 @@
 """`python -I -S raypp/control/fork_client.py default_worker.py …`: what Ray runs in place of a
-worker's interpreter. It has the node's fork server start the worker, and exits.
+worker's interpreter. It has the node's fork server start the worker, and exits. With `--beside`, it
+starts the fork server and becomes an interpreter with the other arguments.
 
 Where there is none, and none can be started, this process becomes the worker itself and imports
 everything. It runs once per worker, so it imports little, and nothing of raypp.
@@ -24,6 +25,10 @@ INTERPRETER = "$(tr '\\0' '\\n' < /proc/$PPID/cmdline | sed -n 's/^--python_work
 default for it is lost where another one is named."""
 EXECUTABLE = f"{INTERPRETER} -I -S raypp/control/fork_client.py"
 """`py_executable` of a worker's runtime environment."""
+
+_BESIDE = "--beside"
+BESIDE_SERVER = f"-I -S raypp/control/fork_client.py {_BESIDE}"
+"""Put between `python` and its arguments, starts a fork server first."""
 
 _IMPORTS_S = 120.0
 _RETRY_S = 0.05
@@ -88,11 +93,15 @@ def ask_for_worker(arguments: list[str]) -> int | None:
 def _wait_for_socket(end: float) -> None:
     """Waits until a server listens, at most two seconds: it may be about to exit."""
     end = min(end, time.monotonic() + 2.0)
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(SOCKET)
-            return
+    while time.monotonic() < end and not _listens():
         time.sleep(_RETRY_S)
+
+
+def _listens() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.connect(SOCKET)
+        return True
+    return False
 
 
 def _oom_score_adj() -> int:
@@ -106,10 +115,17 @@ def _oom_score_adj() -> int:
 def main() -> None:
     """Starts the worker of the command line."""
     arguments, pid = sys.argv[1:], None
-    with contextlib.suppress(OSError, ValueError):
-        pid = ask_for_worker(arguments)
+    if arguments[:1] == [_BESIDE]:
+        del arguments[0]
+        with contextlib.suppress(OSError):
+            if not _listens():
+                start_server()
+    else:
+        with contextlib.suppress(OSError, ValueError):
+            pid = ask_for_worker(arguments)
+        if pid is None:
+            print(f"no fork server (see {LOG}): this worker imports torch itself", file=sys.stderr)  # noqa: T201
     if pid is None:
-        print(f"no fork server (see {LOG}): this worker imports torch itself", file=sys.stderr)  # noqa: T201
         os.execv(sys.executable, [sys.executable, *arguments])
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -29,6 +27,7 @@ from raypp.control.credentials import load_private_environment
 from raypp.control.fork_client import FOLDER, LOCK, SOCKET
 from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
 from raypp.errors import JobError
+from raypp.quick_import import quick_import
 from raypp.untrusted.documents import Bounds, parse_as
 
 _IDLE_S = 20.0
@@ -97,7 +96,7 @@ def _import_rank() -> None:
     with contextlib.suppress(FileNotFoundError):
         request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
         os.environ.update(rank_environment(request.job["resources"]))
-    importlib.import_module("raypp.train.rank")
+    quick_import("raypp.train.rank")
 
 
 def _import_ray(environment: Mapping[str, str]) -> dict[str, str]:
@@ -108,9 +107,7 @@ def _import_ray(environment: Mapping[str, str]) -> dict[str, str]:
     variables = _of_ray(environment)
     os.environ.update(variables)
     for module in ("ray._private.node", "ray._private.worker", "raypp.control.worker"):
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a worker would otherwise copy every page of these objects
+        quick_import(module)  # also leaves these objects out of collections, which would copy their pages
     return variables
 
 

@@ -252,6 +252,11 @@ class Leader:
                 self._placement.remove()
         self._apply(event)
 
+    @property
+    def training(self) -> bool:
+        """Whether ranks are training."""
+        return self.machine.phase is m.RunPhase.RUNNING
+
     # Watching the attempt -------------------------------------------------------------------------
 
     def _start_watch(self, attempt: Attempt) -> None:
@@ -261,7 +266,7 @@ class Leader:
 
     def _check_hang(self, attempt: Attempt) -> None:
         stall = self._reports.watch.stalled(time.monotonic()) if self._reports.watch is not None else None
-        if stall is None or self.machine.phase is not m.RunPhase.RUNNING:
+        if stall is None or not self.training:
             return
         self._reports.watch = None
         for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank).items():
@@ -280,7 +285,7 @@ class Leader:
             self._preemption.add(rank, why, now + left_s, self.machine.committed_step)
             self.intake.save_wanted = True
         failure = self._preemption.due_failure(now, self.machine.committed_step)
-        if failure is not None and self.machine.phase is m.RunPhase.RUNNING:
+        if failure is not None and self.training:
             self._process_event(m.RankFailed(failure))
 
     # Carrying out commands ------------------------------------------------------------------------

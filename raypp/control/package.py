@@ -83,11 +83,11 @@ def build_package(
     if secrets:
         files.append((PRIVATE_FILE, json.dumps(secrets).encode(), 0o600))
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, data, mode in files:
             info = zipfile.ZipInfo(name, _EPOCH)
             info.external_attr = mode << 16
             info.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(info, data)
+            archive.writestr(info, data, compresslevel=1)
     content = buffer.getvalue()
     return f"_ray_pkg_{hashlib.sha256(content).hexdigest()[:32]}.zip", content

@@ -36,7 +36,6 @@ class RunRequest:
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
-        one_node: The driver's node is the only one, so ranks will run on it.
     """
 
     run: str
@@ -45,7 +44,6 @@ class RunRequest:
     environment: dict[str, str] = field(default_factory=dict)
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
-    one_node: bool = False
 
 
 def forks_workers(request: RunRequest) -> bool:

@@ -56,6 +56,20 @@ class ActionClock:
             found[kind, stage] += statistics.median(seconds)
         return dict(found)
 
+    def backwards(self) -> dict[int, tuple[float, float]]:
+        """Returns the median seconds of a backward and of its input half, by stage.
+
+        Without halves, the latter is 0. A schedule may run some backwards whole and others in
+        halves: then these are the whole ones and the halves' share of them.
+        """
+        medians = self.medians()
+        found = {}
+        for stage in {stage for kind, stage in medians if kind != "F"}:
+            whole, inputs = medians.get(("B", stage), 0.0), medians.get(("I", stage), 0.0)
+            halves = inputs + medians.get(("W", stage), 0.0)
+            found[stage] = (whole or halves, inputs * (whole / halves if whole and halves else 1.0))
+        return found
+
     def spread(self) -> float:
         """Returns by what fraction an action's time varies, up or down.
 

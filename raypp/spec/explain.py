@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 import re
 import textwrap
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -31,6 +36,9 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
     Raises:
         JobError: There is no such section or key. The message suggests the closest one.
     """
+    for of_file in _sections_of_a_file():
+        for name, words in _descriptions(of_file).items():
+            of_file.model_fields[name].description = words
     if not section:
         head = "A job file is YAML. Every key except `name` has a default. Unknown keys are errors."
         parts = [_section(key, found, width) for key, found in type_names.all_sections()]
@@ -53,6 +61,10 @@ def schema() -> dict[str, Any]:
     """Returns the JSON Schema of the job file, for editors such as yaml-language-server."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
+    for section in _sections_of_a_file():
+        described = definitions.get(section.__name__, document if section is Job else {"properties": {}})
+        for name, words in _descriptions(section).items():
+            described["properties"].setdefault(name, {})["description"] = words
     kinds: dict[str, dict[str, Any]] = {options.__name__: {"enum": kinds_with(options)} for options in family_options()}
     kinds["CustomOptions"] = {"pattern": "^[^:]+:[^:]+$"}
     for name, allowed in kinds.items():
@@ -70,6 +82,31 @@ def schema() -> dict[str, Any]:
         own = [{"pattern": choice.own.pattern}] if choice.own is not None else []
         _property(definitions, section, key.rpartition(".")[2]).update(anyOf=[{"enum": choice.words()}, *own])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
+
+
+def _sections_of_a_file(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from _sections_of_a_file(section)
+
+
+@cache
+def _descriptions(section: type[Section]) -> dict[str, str]:
+    """Returns the docstrings of a section's fields, by name.
+
+    Pydantic can do this too (`use_attribute_docstrings`), but in every process that imports a job:
+    it took half of that import.
+    """
+    found = {}
+    for base in reversed(section.__mro__):
+        if issubclass(base, Section):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in pairwise(definition.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                        found[name] = inspect.cleandoc(words)
+    return found
 
 
 def _property(definitions: dict[str, Any], section: str, name: str) -> dict[str, Any]:

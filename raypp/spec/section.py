@@ -13,6 +13,4 @@ class Section(BaseModel):
 
     # defer_build: pydantic builds the validators on first use, so that `raypp --help` does not wait
     # for them.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)

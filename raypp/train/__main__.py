@@ -2,6 +2,6 @@
 
 import sys
 
-from raypp.train.torchrun import main
+from raypp.quick_import import quick_import
 
-sys.exit(main())
+sys.exit(quick_import("raypp.train.torchrun").main())

@@ -146,9 +146,8 @@ class LookaheadTuner:
         for (kind, stage), seconds in self._clock.medians().items():
             if kind == "F":
                 own[0, stage] = seconds
-            else:
-                own[1, stage] += seconds
-                own[2, stage] += seconds if kind == "I" else 0.0
+        for stage, backward in self._clock.backwards().items():
+            own[1:3, stage] = torch.tensor(backward)
         for (source, to), channel in self._channels().items():
             for border in range(stages - 1):
                 if {ranks[border], ranks[border + 1]} == {source, to}:

@@ -94,6 +94,7 @@ def tasks(laptop: Laptop) -> str:
     return write_tasks(laptop.directory, rows, "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_tasks_have_the_results_of_the_local_command(laptop: Laptop, model: str, tasks: str) -> None:
     words = ("eval", model, "--tasks", tasks, "--json")
     cache = {"HF_HOME": str(laptop.directory / "hf")}
@@ -141,8 +142,13 @@ def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
     [
         (("generate", NAME, "--chat"), 2, "--chat: a conversation runs on this machine only"),
         (("generate", NAME, "--prompt", "x", "--mesh", "pp=4", "--address", "127.0.0.1:1"), 3, "no Ray cluster"),
-        (("eval", NAME, "--tasks", "nowhere.yaml"), 2, "nowhere.yaml on node "),
-        (("eval", NAME, "--tasks", "hellaswg"), 2, "no task 'hellaswg'\n  fix: did you mean hellaswag"),
+        pytest.param(("eval", NAME, "--tasks", "nowhere.yaml"), 2, "nowhere.yaml on node ", marks=pytest.mark.slow),
+        pytest.param(
+            ("eval", NAME, "--tasks", "hellaswg"),
+            2,
+            "no task 'hellaswg'\n  fix: did you mean hellaswag",
+            marks=pytest.mark.slow,
+        ),
         (("eval", NAME, "--set", "resources.cpus_per_rank=64"), 4, "1 ranks need 1 places of 64 CPU"),
         (("eval", NAME, "--set", "data.path=nowhere.txt", "--set", "data.eval=null"), 2, "nowhere.txt"),
     ],

@@ -142,6 +142,21 @@ def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
             starter.kill()
 
 
+def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None:
+    """And its arguments, exit code and streams are those of any interpreter."""
+    program = "import sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site); sys.exit(7)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(raypp.__file__).parent.parent)}
+    for _ in range(2):
+        done = subprocess.run(
+            [*CLIENT, "--beside", "-c", program, "save", "x y"],
+            cwd=node.folder, env=environment, text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (7, "['save', 'x y'] 0 0\n"), done.stderr
+        until("a server listens", (node.folder / SOCKET).exists)
+    assert len(node.servers()) == 1
+    assert node.worker("first")["imported"] == ["torch", "ray", "raypp.train.rank"]
+
+
 def test_a_server_leaves_with_its_raylet(node: Node) -> None:
     node.worker("first")
     (server,) = node.servers()

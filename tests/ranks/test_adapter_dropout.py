@@ -9,7 +9,7 @@ import pytest
 from comparison import assert_close, assert_identical, assert_same_sums
 from test_lora import document as adapters
 from test_recompute_and_compile import COMPILED, needs_compiler
-from training import Batch, InBothTypes, train_steps
+from training import Batch, InBothTypes, thinned, train_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -66,7 +66,8 @@ MESHES = {
     ("qwen3_moe", "ep, selective"): with_recomputation("selective", kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
 }
 SUMS_OF_ONE = InBothTypes(1, {kind: document(kind=kind) for kind in ("llama", "qwen3_moe")}, STEPS)
-SUMS = InBothTypes(2, MESHES, STEPS)
+SLOW = {("llama", "dp_replicate"), ("llama", "ulysses")}
+SUMS = InBothTypes(2, MESHES, STEPS, slow=SLOW)
 
 
 @pytest.mark.parametrize("extent", ["full", "selective", "offload"])
@@ -92,9 +93,9 @@ def test_a_pipeline_gives_the_bits_of_one_process(case: str) -> None:
     assert_identical(PIPELINES[case], ONE[case.partition(",")[0]])
 
 
-@pytest.mark.parametrize("case", list(MESHES), ids=" ".join)
-def test_ranks_that_share_a_step_add_the_same_gradients(case: tuple[str, str]) -> None:
-    assert_same_sums(SUMS.numbers(case), SUMS_OF_ONE.numbers(case[0]))
+@pytest.mark.parametrize(("model", "way"), thinned(MESHES, SLOW))
+def test_ranks_that_share_a_step_add_the_same_gradients(model: str, way: str) -> None:
+    assert_same_sums(SUMS.numbers((model, way)), SUMS_OF_ONE.numbers(model))
 
 
 def warned(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
@@ -120,6 +121,7 @@ COMPILED_ALONE = Batch(1, {**COMPILED_JOBS, "eager": EAGER}, 2, train=warned)
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("extent", list(COMPILED_JOBS))
 def test_compiled_layers_drop_the_same_and_all_are_compiled(extent: str) -> None:
     """torch gives up with a warning when layer after layer needs code of its own."""

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from lazily import Lazily
 from local_tasks import TASKS, write_tasks
+from training import thinned
 
 from raypp.cli.main import run as run_command
 from raypp.cli.torch_process import ask
@@ -164,6 +165,7 @@ def continued(model: Any, tokenizer: Any, text: str) -> str:
     return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Path, run: str, exported: Path) -> None:
     pytest.importorskip("lm_eval")
@@ -209,7 +211,7 @@ def test_tasks_have_the_numbers_of_the_harness_on_the_exported_model(folder: Pat
     assert few["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", thinned([1, 2], {2}))
 def test_progress_is_told_as_it_is_made(folder: Path, run: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     source = find_source(run)
@@ -252,8 +254,8 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
         (["MODEL", "--data", "held.txt", "--set", "data.no_such=1"], 2, "no_such"),
         (["MODEL", "--mesh", "pp=5", "--data", "held.txt"], 2, "has more ranks than"),
         (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "is not pp=N\n  fix: give the number"),
-        (["MODEL", "--tasks", "nowhere.yaml"], 2, "there is no file"),
-        (["MODEL", "--tasks", "broken.yaml"], 2, "broken.yaml cannot be loaded"),
+        pytest.param(["MODEL", "--tasks", "nowhere.yaml"], 2, "there is no file", marks=pytest.mark.slow),
+        pytest.param(["MODEL", "--tasks", "broken.yaml"], 2, "broken.yaml cannot be loaded", marks=pytest.mark.slow),
         (["MODEL", "--tasks", "hellaswg"], 2, "there is no task 'hellaswg'\n  fix: did you mean hellaswag"),
         (["MODEL", "--tasks", "a", "--data", "held.txt"], 2, "tasks bring their own data"),
         (["MODEL", "--data", "held.txt", "--limit", "3"], 2, "belongs to --tasks"),

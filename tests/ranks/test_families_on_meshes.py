@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from comparison import assert_identical, assert_same_sums
 from small_models import small_options
-from training import Batch, InBothTypes
+from training import Batch, InBothTypes, thinned
 
 from raypp.spec.families import FAMILIES
 
@@ -28,13 +28,14 @@ def job(kind: str, **mesh: int) -> dict[str, Any]:
 
 WITHOUT_EXPERTS = [kind for kind in FAMILIES if not hasattr(small_options(kind), "num_experts")]
 """`test_experts.py` has meshes of the others."""
-ALIKE = ("llama", "qwen2", "mistral", "gemma2", "glm")
-"""Families of which other tests, or other families here, have every part."""
-OTHERS = tuple(kind for kind in WITHOUT_EXPERTS if kind not in ALIKE)
+SLOW = {
+    "llama", "qwen2", "mistral", "gemma2", "glm",  # other tests, or other families here, have every part of these
+    "olmo3", "phi3", "smollm3", "granite", "glm4", "stablelm",
+}  # fmt: skip
 ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS)
 PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS)
-SUMS_OF_ONE = {kinds: InBothTypes(1, {kind: job(kind) for kind in kinds}, STEPS) for kinds in (ALIKE, OTHERS)}
-SHARED = {kinds: InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in kinds}, STEPS) for kinds in SUMS_OF_ONE}
+SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
+SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -42,12 +43,6 @@ def test_a_pipeline_gives_the_bits_of_one_process(kind: str) -> None:
     assert_identical(PIPELINE[kind], ONE[kind])
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", thinned(WITHOUT_EXPERTS, SLOW))
 def test_shared_weights_and_rows_add_up_what_one_process_does(kind: str) -> None:
-    assert_same_sums(SHARED[OTHERS].numbers(kind), SUMS_OF_ONE[OTHERS].numbers(kind))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ALIKE)
-def test_shared_weights_and_rows_of_families_alike_add_up_too(kind: str) -> None:
-    assert_same_sums(SHARED[ALIKE].numbers(kind), SUMS_OF_ONE[ALIKE].numbers(kind))
+    assert_same_sums(SHARED.numbers(kind), SUMS_OF_ONE.numbers(kind))

@@ -95,6 +95,7 @@ def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) 
     assert not notes["missing_keys"] and not notes["unexpected_keys"] and not notes["mismatched_keys"]
 
 
+@pytest.mark.slow
 def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) -> None:
     contracts = ("tests/unit/families", "tests/unit/models/test_families_against_transformers.py")
     done = python_in(tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "seed_oss", *contracts)

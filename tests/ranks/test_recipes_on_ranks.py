@@ -39,6 +39,7 @@ def test_two_ranks_train_with_a_new_schedule_source_store_and_optimizer(tree: Pa
     assert commit["step"] == 3
 
 
+@pytest.mark.slow
 def test_the_contract_tests_take_up_new_kinds_the_day_they_appear(tree: Path) -> None:
     done = python_in(
         tree, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow",

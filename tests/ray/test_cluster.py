@@ -61,6 +61,7 @@ def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(clu
         client.check_resources(parse_job({"name": "gpu", "resources": {"device": "cuda"}}), cluster)
 
 
+@pytest.mark.slow
 def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
     """Ray lists a node before the node's agent has reported."""
     with ExtraNodes(cluster) as extra:

@@ -77,6 +77,7 @@ def test_a_killed_rank_leads_to_a_new_attempt_from_the_newest_commit(start_run: 
     assert [row["step"] for row in run.reader.history()] == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) -> None:
     run = start_run("hopeless", every=0, fault="exit:3:2:99", recovery={"max_restarts": 1})
     status = run.wait_end()
@@ -146,6 +147,7 @@ def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
     run = start_run("jobstop", steps=4000, every=0)
     run.wait_step(3)

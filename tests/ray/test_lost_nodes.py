@@ -118,6 +118,7 @@ def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go(start_run: StartRun) -> None:
     other = start_run("other", steps=100_000, resources={"cpus_per_rank": 2.5})
     other.wait_step(1)

@@ -36,6 +36,7 @@ def wait_for_two_free(cluster: Cluster) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_is_named(
     cluster: Cluster, nodes: ExtraNodes
 ) -> None:

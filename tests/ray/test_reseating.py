@@ -48,6 +48,7 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_survivors_that_are_still_importing_keep_their_processes(start_run: StartRun) -> None:
     run = start_run("importing", steps=10, rank_function="slow_to_import:run_rank")
 
@@ -94,6 +95,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
     run = start_run("both", steps=120)
     run.wait_step(8)

@@ -73,7 +73,7 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
     assert committed == list(range(5, STEPS + 1, 5))
 
 
-@pytest.mark.parametrize("killed", ["all", "one"])
+@pytest.mark.parametrize("killed", [pytest.param("all", marks=pytest.mark.slow), "one"])
 def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: StartRun, killed: str) -> None:
     """A run whose last step is committed is over, even if some of its ranks are left."""
     run = start_run(f"gone-{killed}", steps=STEPS)
@@ -88,7 +88,7 @@ def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: Start
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGCONT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
     """The controller dies before the ranks learn of the stop request: some cases keep the ranks
     running, others end them too."""

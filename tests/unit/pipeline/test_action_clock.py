@@ -1,4 +1,4 @@
-"""By how much the times of actions vary."""
+"""The times of actions: how long backwards take, and by how much they vary."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def test_one_late_action_and_messages_do_not_count_and_few_tell_nothing() -> Non
     assert clock_with({("F", False): [1.0] * 31 + [9.0]}).spread() == 0
     assert clock_with({("F", False): [1.0] * 20, ("F", True): [1.0, 9.0] * 10}).spread() == 0
     assert clock_with({("F", False): [1.0, 2.0, 3.0]}).spread() == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "backward"),
+    [
+        ({"B": 3.0}, (3.0, 0.0)),
+        ({"I": 1.0, "W": 2.0}, (3.0, 1.0)),
+        ({"B": 3.3, "I": 1.0, "W": 2.0}, (3.3, 1.1)),
+        ({"B": 3.0, "W": 2.0}, (3.0, 0.0)),  # the first stage's input needs no gradient
+    ],
+    ids=["whole", "in halves", "some in halves", "first stage"],
+)
+def test_a_backward_counts_once_also_where_some_are_in_halves(
+    times: dict[Kind, float], backward: tuple[float, float]
+) -> None:
+    found = clock_with({(kind, False): [seconds] * 3 for kind, seconds in {"F": 1.0, **times}.items()})
+    assert found.backwards()[0] == pytest.approx(backward)
