@@ -61,11 +61,11 @@ def schema() -> dict[str, Any]:
     """Returns the JSON Schema of the job file, for editors such as yaml-language-server."""
     document = Job.model_json_schema(mode="validation")
     definitions = document["$defs"]
-    for section in _sections_of_a_file():
-        described = definitions.get(section.__name__, document if section is Job else {"properties": {}})
-        for name, words in _descriptions(section).items():
+    for options in _sections_of_a_file():
+        described = definitions.get(options.__name__, document if options is Job else {"properties": {}})
+        for name, words in _descriptions(options).items():
             described["properties"].setdefault(name, {})["description"] = words
-    kinds: dict[str, dict[str, Any]] = {options.__name__: {"enum": kinds_with(options)} for options in family_options()}
+    kinds: dict[str, dict[str, Any]] = {family.__name__: {"enum": kinds_with(family)} for family in family_options()}
     kinds["CustomOptions"] = {"pattern": "^[^:]+:[^:]+$"}
     for name, allowed in kinds.items():
         kind = _property(definitions, name, "kind")
