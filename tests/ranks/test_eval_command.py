@@ -125,6 +125,7 @@ def test_the_loss_of_each_checkpoint_is_that_of_the_run_bit_for_bit(folder: Path
     assert (older["loss"], older["tokens"]) == expected[2] != expected[3]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_pipeline_with_a_fraction_held_out_is_evaluated_in_one_process(folder: Path) -> None:
     changes = ("mesh.pp=2", "data.eval={fraction: 0.2}", "train.precision=bf16", "pipeline.variable_seq_len=step")
     place = trained(folder, "pipeline", *changes, ranks=2)
@@ -132,6 +133,7 @@ def test_a_run_on_a_pipeline_with_a_fraction_held_out_is_evaluated_in_one_proces
     assert (found["loss"], found["tokens"]) == own(folder, "pipeline")[3]
 
 
+@pytest.mark.slow
 def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str) -> None:
     place = trained(folder, "whole", "data.eval=null", "train.eval_every_steps=0")
     of_data = raypp(folder, "eval", place)
@@ -256,7 +258,12 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
         (["MODEL", "--mesh", "fsdp=2", "--data", "held.txt"], 2, "is not pp=N\n  fix: give the number"),
         pytest.param(["MODEL", "--tasks", "nowhere.yaml"], 2, "there is no file", marks=pytest.mark.slow),
         pytest.param(["MODEL", "--tasks", "broken.yaml"], 2, "broken.yaml cannot be loaded", marks=pytest.mark.slow),
-        (["MODEL", "--tasks", "hellaswg"], 2, "there is no task 'hellaswg'\n  fix: did you mean hellaswag"),
+        pytest.param(
+            ["MODEL", "--tasks", "hellaswg"],
+            2,
+            "there is no task 'hellaswg'\n  fix: did you mean hellaswag",
+            marks=pytest.mark.slow,
+        ),
         (["MODEL", "--tasks", "a", "--data", "held.txt"], 2, "tasks bring their own data"),
         (["MODEL", "--data", "held.txt", "--limit", "3"], 2, "belongs to --tasks"),
         (["RUN/step-1"], 2, "committed steps: 2, 3"),

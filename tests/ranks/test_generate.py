@@ -129,6 +129,7 @@ def test_an_older_step_can_be_named(place: Path, alone: Any) -> None:
     assert generated(first, 1, temperature=1.5, top_p=0.9, seed=7) != alone[1.5]
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, tmp_path: Path) -> None:
     run = find_source(f"{place}/lora")
     store = DirectoryStore(place)

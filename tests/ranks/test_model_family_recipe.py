@@ -85,6 +85,7 @@ def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
     assert answer["bitwise"] and answer["compared"] >= 30, answer
 
 
+@pytest.mark.slow
 def test_a_trained_new_family_is_exported_and_transformers_loads_it(tree: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "raypp.train")

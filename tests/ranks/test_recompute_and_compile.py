@@ -60,14 +60,15 @@ def test_selective_recomputation_gives_the_same_bits_around_a_ring() -> None:
 
 
 EXTENTS = ("none", "selective", "full")
+QUICK_EXTENTS = ("none", "full")
 MATRIX = [(schedule, extent) for schedule in SCHEDULES.names() for extent in EXTENTS]
 SLOW = {
     (schedule, extent)
     for index, schedule in enumerate(SCHEDULES.names())
     for extent in EXTENTS
-    if schedule != "1f1b" and extent != EXTENTS[index % len(EXTENTS)]
-}
-"""All but every extent with 1F1B, and each other schedule with one of them."""
+    if extent not in QUICK_EXTENTS or (schedule != "1f1b" and extent != QUICK_EXTENTS[index % 2])
+} | {"selective", ("fsdp", "selective")}
+"""All but two extents with 1F1B, and each other schedule with one of them."""
 
 
 def compiled(extent: str, **settings: Any) -> dict[str, Any]:
@@ -82,14 +83,16 @@ def on_two_ranks(schedule: str, extent: str) -> dict[str, Any]:
 
 
 # A process compiles a block once, whatever the schedule: all jobs of a batch share that.
-ALONE = Batch(1, {"eager": {**compiled("none"), "train": job()["train"]}} | {e: compiled(e) for e in EXTENTS}, 2)
+ALONE = Batch(
+    1, {"eager": {**compiled("none"), "train": job()["train"]}} | {e: compiled(e) for e in EXTENTS}, 2, slow=SLOW
+)
 PIPELINES = {case: on_two_ranks(*case) for case in MATRIX}
 SHARDED = {("fsdp", extent): compiled(extent, fsdp=2) for extent in EXTENTS}
 PAIRS = Batch(2, PIPELINES | SHARDED, 2, slow=SLOW)
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("extent", thinned(EXTENTS, SLOW))
 def test_compiled_blocks_take_any_length_and_stay_close(extent: str) -> None:
     found, reference = ALONE[extent], ALONE["eager"]
     assert_close(found, reference, COMPILED)
@@ -98,7 +101,7 @@ def test_compiled_blocks_take_any_length_and_stay_close(extent: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("extent", thinned(EXTENTS, SLOW))
 def test_recomputation_changes_no_bit_of_compiled_blocks(extent: str) -> None:
     assert_identical(ALONE[extent], ALONE["none"])
 
@@ -110,7 +113,7 @@ def test_a_compiled_pipeline_gives_the_bits_of_one_compiled_process(schedule: st
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("extent", thinned(EXTENTS, SLOW))
 def test_compiled_sharded_blocks_add_up_what_one_compiled_process_does(extent: str) -> None:
     found, reference = PAIRS["fsdp", extent], ALONE[extent]
     assert found["loss"][0] == pytest.approx(reference["loss"][0], rel=FIRST_STEP, abs=0)

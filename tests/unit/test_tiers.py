@@ -25,4 +25,9 @@ def test_every_folder_of_tests_belongs_to_one_tier_that_make_test_runs() -> None
 
 def test_ci_runs_the_slow_tests_of_the_tiers_that_leave_their_matrices_to_them() -> None:
     commands = (TESTS.parent / ".ci/run").read_text().splitlines()
-    assert {"make test", "make test-unit SLOW=1", 'make test-ranks SLOW=1 RANKS="tests/ranks tests/gpu"'} <= {*commands}
+    assert {
+        "make test",
+        "make test-unit SLOW=1",
+        'make test-ranks SLOW=1 RANKS="tests/ranks tests/gpu"',
+        'make test-slow TESTS="tests/ray tests/e2e tests/chaos"',
+    } <= {*commands}
