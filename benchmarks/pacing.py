@@ -82,7 +82,7 @@ def row(variant: str, runs: list[dict[str, Any]], none: list[dict[str, Any]]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="counted steps before the save, and as many after it")
+    parser.add_argument("--steps", type=int, default=18, help="counted steps before the save, and as many after it")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--cable-mbps", type=float, default=64.0, help="each host's cable, each way")
