@@ -6,16 +6,27 @@ from __future__ import annotations
 import pytest
 
 FIRST = (
-    "test_lora.py",
+    "test_generate.py",
+    "test_adapter_dropout.py",
     "test_recompute_and_compile.py",
-    "test_experts.py",
-    "test_optimizer_offload.py",
-    "test_templates_train.py",
-    "test_low_memory.py",
-    "test_mesh_does_not_change_numbers.py",
-    "test_quantised_base.py",
+    "test_lora.py",
+    "test_no_host_sync.py",
+    "test_eval_command.py",
     "test_context_parallel.py",
+    "test_lora_in_less_memory.py",
+    "test_optimizer_offload.py",
+    "test_quantised_base.py",
+    "test_experts.py",
     "test_model_family_recipe.py",
+    "test_trackers.py",
+    "test_replica_sums.py",
+    "test_templates_train.py",
+    "test_mesh_does_not_change_numbers.py",
+    "test_low_memory.py",
+    "test_families_on_meshes.py",
+    "test_forked_workers.py",
+    "test_mesh_on_one_device.py",
+    "test_data_tokenize.py",
 )
 """The slowest files. If they started last, all other cores would wait for them."""
 
