@@ -50,7 +50,7 @@ def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure
         saved = next(event for event in events if event.kind == "committed" and event.time > at)
         failed = next(event for event in events if event.kind == "rank_failed")
         assert notice.node == victim.address and "drains" in notice.message
-        assert failed.details["kind"] == "preempted" and f"a save at step {saved.step}" in failed.message
+        assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
         assert notice.time - at < 30
         second = [step for attempt, step in run.taken() if attempt == 2]
         assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
