@@ -29,7 +29,7 @@ DOWN = "from raypp.clusters import local; local.down(delete_data=True)"
 
 @pytest.mark.slow
 def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path: Path) -> None:
-    port = next(port for port in random.SystemRandom().sample(range(3_000, 9_000), 100) if port_is_free(port))
+    port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if port_is_free(port))
     bare = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY"))}
     homes = [bare | {"PYTHONPATH": str(ROOT), "RAYPP_HOME": str(tmp_path / name)} for name in ("first", "second")]
     try:

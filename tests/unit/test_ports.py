@@ -44,7 +44,7 @@ def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatc
 
 
 def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = random.SystemRandom().randrange(3_000, 9_000)  # below all that other processes choose from
+    first = random.SystemRandom().randrange(3_000, 5_900)  # below all that other processes choose from
     kernels = tmp_path / "range"
     kernels.write_text(f"{first + 10} 60999")
     monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
@@ -60,7 +60,8 @@ def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, mon
 def test_a_port_of_ones_own_choice_is_held_by_one_process_until_its_server_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = next(port for port in random.SystemRandom().sample(range(3_000, 9_000), 100) if ports.port_is_free(port))
+    # The test above has the ports below 6000.
+    port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if ports.port_is_free(port))
     kernels = tmp_path / "range"
     kernels.write_text(f"{port + 1} 60999")
     monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
