@@ -33,10 +33,11 @@ def _kill_driver(laptop: Laptop, run: str) -> None:
     os.kill(int(driver), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        pytest.param(_remove, "no file at .*words-removed.txt", id="removed", marks=pytest.mark.slow),
+        pytest.param(_remove, "no file at .*words-removed.txt", id="removed"),
         pytest.param(_swap, "data.path: the checkpoint was made with other data", id="swapped"),
     ],
 )

@@ -112,6 +112,7 @@ def test_the_dashboards_pages_show_the_run_and_its_ranks(laptop: Laptop, run: Ru
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_prometheus_that_was_killed_is_started_again_by_up_and_the_cluster_goes_on(
     laptop: Laptop, run: Run, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_checkpoints_kept_are_the_newest_and_every_byte_of_them_verifies(lap
     assert verified.code == 0 and verified.out.count("intact") == 3, verified
 
 
+@pytest.mark.slow
 def test_a_run_whose_driver_takes_a_moment_to_leave_can_be_gone_on_with(laptop: Laptop, undisturbed: Run) -> None:
     """Covers the moment right after `raypp stop`: the records show the end before Ray does."""
     job = laptop.directory / "undisturbed.yaml"
@@ -145,6 +146,7 @@ def test_a_damaged_checkpoint_is_named_by_verify(laptop: Laptop, undisturbed: Ru
     assert answer.code == 1 and re.search(rf"step-{STEPS:08d}/attempt-1/rank-00001.safetensors", answer.err)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_directory_gives_the_numbers_of_a_run_in_s3(laptop: Laptop, undisturbed: Run) -> None:
     url = str(laptop.directory / "store")
     run = laptop.start(laptop.job("in-directory", checkpoint__url=url), "--detach")

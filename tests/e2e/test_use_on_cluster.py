@@ -58,7 +58,10 @@ def start(laptop: Laptop, *words: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("choice", [(), ("--temperature", "1.3", "--top-p", "0.9", "--seed", "7")])
+DRAWS = ("--temperature", "1.3", "--top-p", "0.9", "--seed", "7")
+
+
+@pytest.mark.parametrize("choice", [(), pytest.param(DRAWS, marks=pytest.mark.slow)])
 def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, choice: tuple[str, ...]) -> None:
     words = ("generate", model, "--prompts", "prompts.jsonl", "--max-new-tokens", "12", "--batch-size", "2", "--json")
     here = laptop.raypp(*words, *choice, "--mesh", "pp=1")
@@ -119,6 +122,7 @@ def slow(laptop: Laptop, model: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(laptop: Laptop, model: str) -> None:
     process = slow(laptop, model)
     [(_, rank)] = [one for one in laptop.workers("generate-").items() if one[0].endswith("pp1")]
@@ -159,6 +163,7 @@ def test_what_is_wrong_is_named(laptop: Laptop, model: str, words: tuple[str, ..
     nothing_is_left(laptop)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_told_as_here(laptop: Laptop, model: str) -> None:
     folder = laptop.directory / "torn"
     document = laptop.raypp("checkpoints", "export", model, str(folder), "--json")

@@ -32,13 +32,13 @@ SLOW = {
     "llama", "qwen2", "mistral", "gemma2", "glm",  # other tests, or other families here, have every part of these
     "olmo3", "phi3", "smollm3", "granite", "glm4", "stablelm",
 }  # fmt: skip
-ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS)
-PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS)
+ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS, slow=SLOW)
+PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS, slow=SLOW)
 SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
 SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", thinned(FAMILIES, SLOW))
 def test_a_pipeline_gives_the_bits_of_one_process(kind: str) -> None:
     assert_identical(PIPELINE[kind], ONE[kind])
 

@@ -26,7 +26,7 @@ from raypp.storage.directory import DirectoryStore
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
-LAYERS = 8
+LAYERS = 4
 
 
 def document(
@@ -63,9 +63,9 @@ def _even_cut(stages: int) -> dict[str, Any]:
     return {"layers_per_stage": [LAYERS // stages] * stages} if stages > 1 else {}
 
 
-UPPER = ["layers.5.self_attn.q_proj", "layers.6.mlp.down_proj"]
+UPPER = ["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"]
 """With two stages, the lower one trains nothing."""
-APART = ["layers.2.mlp.up_proj", "layers.7.self_attn.o_proj"]
+APART = ["layers.1.mlp.up_proj", "layers.3.self_attn.o_proj"]
 """With four stages, the lowest and the third train nothing."""
 BF16 = {"train": {"precision": "bf16"}, "model": {"lora": {"rank": 4, "base": "bf16"}}}
 ONE = Batch(
@@ -75,7 +75,7 @@ ONE = Batch(
         "upper": document(UPPER),
         "apart": document(APART),
         "experts": document(kind="qwen3_moe"),
-        "up_proj of experts": document(["layers.3.mlp.experts.up_proj"], kind="qwen3_moe"),
+        "up_proj of experts": document(["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
         "bf16": document(**BF16),
     },
     STEPS,
@@ -105,7 +105,7 @@ PIPELINES = Batch(
         ("apart", "dualpipev"): pipeline("dualpipev", APART, stages=2),
         ("experts", "1f1b"): pipeline("1f1b", kind="qwen3_moe"),
         ("experts", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, kind="qwen3_moe"),
-        ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.3.mlp.experts.up_proj"], kind="qwen3_moe"),
+        ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
         ("bf16", "1f1b"): pipeline("1f1b", **BF16),
     },
     STEPS,

@@ -172,7 +172,7 @@ SHARDED = {
     for kind in SCHEDULES
     if kind.least_microbatches(2) <= 4
 }
-SLOW_SHARDED = {"gpipe", "interleaved_1f1b", "dualpipev"}
+SLOW_SHARDED = {"gpipe", "interleaved_1f1b", "dualpipev", "interleaved_zero_bubble"}
 SHARDED_BATCH = InBothTypes(4, SHARDED, STEPS, slow=SLOW_SHARDED)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
 from harness import run_in_turn, run_ranks
 from torch import Tensor
+from training import thinned
 
 from raypp.data.loader import open_loader
 from raypp.models.moe import StackedExperts
@@ -202,20 +204,27 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, int]]:
-    """What `run_step` returns for each case. Running it is the test that nothing waits."""
-    return {name: found for name, (found,) in zip(CASES, run_in_turn(1, run_step, list(CASES.values())), strict=True)}
+SLOW = {"bf16_pure", "8bit", "bf16_pure, 8bit", "lora", "lora, bf16_pure", "qlora, int8", "bf16", "offloaded"}
+"""The other cases have every feature of these."""
 
 
-def test_a_step_and_an_evaluation_never_wait_for_the_device(results: dict[str, dict[str, int]]) -> None:
-    assert all(found["updated"] >= 10 for found in results.values())
+@cache
+def results(slow: bool = False) -> dict[str, dict[str, int]]:
+    """Returns what `run_step` does for each case. Running it is the test that nothing waits."""
+    cases = {name: case for name, case in CASES.items() if (name in SLOW) is slow}
+    return {name: found for name, (found,) in zip(cases, run_in_turn(1, run_step, list(cases.values())), strict=True)}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("bf16", "split", "held sums")])
-def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
-    results: dict[str, dict[str, int]], name: str
-) -> None:
+@pytest.mark.parametrize("slow", thinned([False, True], {True}))
+def test_a_step_and_an_evaluation_never_wait_for_the_device(slow: bool) -> None:
+    assert all(found["updated"] >= 10 for found in results(slow).values())
+
+
+NOT_WITHIN = ("bf16", "split", "held sums")
+
+
+@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in NOT_WITHIN], SLOW))
+def test_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) -> None:
     last = {
         "interleaved": {"1B1": 1, "3B1": 2},
         "bf16, offloaded": {"1B1": 1, "3B1": 2},
@@ -226,15 +235,16 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(
         },  # the stage's other weights are frozen
         "lora, bf16_pure": {"1B1": 1},
     }
-    assert results[name]["reductions"] == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
+    found = results(name in SLOW)[name]["reductions"]
+    assert found == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
 
 
-def test_backwards_in_two_halves_are_reduced_after_both(results: dict[str, dict[str, int]]) -> None:
-    assert set(results["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
+def test_backwards_in_two_halves_are_reduced_after_both() -> None:
+    assert set(results()["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
 
 
-def test_sums_over_replicas_begin_when_the_last_gradient_has_left(results: dict[str, dict[str, int]]) -> None:
-    assert results["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
+def test_sums_over_replicas_begin_when_the_last_gradient_has_left() -> None:
+    assert results()["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
 
 
 def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, Any]:

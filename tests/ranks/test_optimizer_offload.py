@@ -57,12 +57,13 @@ def in_small_blocks(*arguments: Any) -> dict[str, Any]:
     return train_steps(*arguments)
 
 
-KINDS = [(kind, shape) for kind in OPTIMIZERS for shape in SHAPES]
-SLOW = {
-    (kind, shape)
-    for kind, shape in KINDS
-    if kind in ("sgd", "muon") and shape not in ("bf16, fsdp", "fsdp" if kind == "muon" else "bf16, one process")
+QUICK_SHAPES = {
+    "adamw": ("fsdp", "pp", "bf16, fsdp", "bf16, pp"),
+    "sgd": ("bf16, fsdp", "bf16, one process"),
+    "muon": ("bf16, fsdp", "fsdp"),
 }
+KINDS = [(kind, shape) for kind in OPTIMIZERS for shape in SHAPES]
+SLOW = {(kind, shape) for kind, shape in KINDS if shape not in QUICK_SHAPES.get(kind, SHAPES)}
 
 
 def batch(world: int, *shapes: str) -> Batch:

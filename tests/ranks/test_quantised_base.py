@@ -57,7 +57,10 @@ ONE = Batch(
     },
     STEPS,
 )
-SLOW = {("nf4", "recomputed selectively"), ("bf16", "1f1b"), ("nf4", "reshard"), ("experts", "fsdp and ep")}
+SLOW = {
+    ("nf4", "interleaved_zero_bubble"), ("nf4", "recomputed selectively"), ("bf16", "1f1b"), ("nf4", "reshard"),
+    ("experts", "fsdp and ep"),
+}  # fmt: skip
 PIPELINES = Batch(
     2,
     {

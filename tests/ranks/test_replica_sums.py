@@ -43,7 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dp 2, fsdp 2, weights freed": document(dp_replicate=2, fsdp=2, microbatches=4),
     "pp 2, dp 2, bf16": document(pp=2, dp_replicate=2, microbatches=4, train={"precision": "bf16"}),
 }
-SLOW = {"dp 4", "pp 2, dp 2, virtual stages", "dp 2, fsdp 2, weights freed", "pp 2, dp 2, tied"}
+SLOW = {
+    "dp 4", "pp 2, dp 2, virtual stages", "dp 2, fsdp 2, weights freed", "pp 2, dp 2, tied", "pp 2, dp 2, bf16",
+}  # fmt: skip
 CASES["dp 2, fsdp 2, weights freed"]["mesh"]["reshard_after_forward"] = True
 CASES["pp 2, dp 2, tied"]["model"] = {**SQUARE["model"], "tie_embeddings": True}
 

@@ -45,6 +45,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
     assert run.groups() == {"REMOVED"}
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_environment_torchrun_would_give_it(start_run: StartRun) -> None:
     run = start_run("seats", steps=2)
     run.wait_end()
@@ -56,6 +57,7 @@ def test_every_rank_gets_the_environment_torchrun_would_give_it(start_run: Start
     assert {env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] for env in environments} == {"1"}
 
 
+@pytest.mark.slow
 def test_what_a_rank_prints_is_kept_with_its_seat_native_output_too(start_run: StartRun) -> None:
     run = start_run("logs", steps=2)
     run.wait_end()
@@ -110,6 +112,7 @@ def test_a_policy_of_the_users_own_decides_in_place_of_the_default_one(start_run
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_policy_that_the_cluster_lacks_ends_the_run_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
     run = start_run("no-policy", recovery={"policy": "not_installed:build"})
     status = run.wait_end()
@@ -119,6 +122,7 @@ def test_a_policy_that_the_cluster_lacks_ends_the_run_with_the_exit_code_of_wron
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: StartRun) -> None:
     run = start_run("save", steps=100_000, every=0)
     run.wait_step(3)
@@ -139,6 +143,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
     run.wait_step(3)

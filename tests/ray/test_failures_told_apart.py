@@ -29,6 +29,7 @@ def test_a_segfault_is_named_with_its_signal_and_the_run_goes_on(start_run: Star
     assert "string_at" in evidence
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_with_its_place(start_run: StartRun) -> None:
     run = start_run("full", steps=20, fault="full:1:7:1")
     assert run.wait_end()["state"] == "SUCCEEDED"

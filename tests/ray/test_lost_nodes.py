@@ -65,6 +65,7 @@ def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: Star
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_spares_that_nobody_has_hold_up_nothing(start_run: StartRun) -> None:
     run = start_run("nospares", steps=100_000, resources={"cpus_per_rank": 1, "spares": 1000})
     run.wait_step(1)

@@ -75,6 +75,7 @@ def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_r
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_nothing(start_run: StartRun) -> None:
     run = start_run("phoenix", steps=150)
     run.wait_step(12)
@@ -109,6 +110,7 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_ru
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_ranks_that_nobody_leads_any_more_save_and_leave_nothing(start_run: StartRun) -> None:
     run = start_run("orphans", steps=100_000, every=0, recovery={"orphan_timeout_s": 3})
     run.wait_step(8)

@@ -73,7 +73,8 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
     assert committed == list(range(5, STEPS + 1, 5))
 
 
-@pytest.mark.parametrize("killed", [pytest.param("all", marks=pytest.mark.slow), "one"])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["all", "one"])
 def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: StartRun, killed: str) -> None:
     """A run whose last step is committed is over, even if some of its ranks are left."""
     run = start_run(f"gone-{killed}", steps=STEPS)
@@ -110,6 +111,7 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_an_end_that_was_decided_is_carried_out_by_the_next_life(start_run: StartRun) -> None:
     """The controller dies after it writes the event and before it ends the processes and writes the
     status."""
