@@ -92,9 +92,8 @@ BAD_DATA = {
 }
 
 
-@pytest.mark.parametrize(
-    "file", [file if file == "noise.txt" else pytest.param(file, marks=pytest.mark.slow) for file in BAD_DATA]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", list(BAD_DATA))
 def test_data_that_cannot_be_used_end_the_run_at_once_and_are_named(laptop: Laptop, file: str) -> None:
     """Only a rank reads the data. Its run fails without a restart, and the run's name can be reused
     with other data."""
@@ -141,6 +140,7 @@ def test_a_store_that_refuses_the_key_is_named(laptop: Laptop, key: str, words: 
     _refused(told, 3, "s3://raypp/tests", key, *words)
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_named(laptop: Laptop) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     environment = laptop.s3.environment() | {"AWS_ENDPOINT_URL_S3": endpoint}

@@ -41,6 +41,7 @@ def test_ranks_actors_and_the_ray_job_carry_the_name_of_the_run(undisturbed: Run
     assert (seen["jobs"][0]["status"], seen["jobs"][0]["metadata"]["raypp_url"]) == ("RUNNING", "s3://raypp/tests")
 
 
+@pytest.mark.slow
 def test_the_run_generates_the_same_text_in_one_process_and_over_a_pipeline(
     laptop: Laptop, undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, c
     nothing_is_left(laptop)
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_local_command(laptop: Laptop, model: str) -> None:
     here = laptop.raypp("eval", model, "--json")
     there = laptop.raypp("eval", model, "--mesh", "pp=2", "--address", laptop.state["dashboard"], "--json")
@@ -133,6 +134,7 @@ def test_a_killed_rank_is_named(laptop: Laptop, model: str) -> None:
     nothing_is_left(laptop)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
     process = slow(laptop, model)
     process.send_signal(signal.SIGINT)

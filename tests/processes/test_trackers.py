@@ -317,6 +317,7 @@ def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
 
 
 @needs("tensorboard")
+@pytest.mark.slow
 def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
     import subprocess
 

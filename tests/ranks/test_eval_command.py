@@ -294,6 +294,7 @@ def test_what_is_wrong_is_named(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_asks_for_one(folder: Path, exported: Path) -> None:
     bare = folder / "bare"
     shutil.copytree(exported, bare)

@@ -115,6 +115,7 @@ def test_texts_end_where_they_should(alone: Any) -> None:
         assert finish == "eos" or len(tokens) == limit
 
 
+@pytest.mark.slow
 def test_other_seeds_draw_other_texts_and_other_batches_the_same(place: Path, alone: Any) -> None:
     source = find_source(f"{place}/plain")
     assert generated(source, 1, temperature=1.5, top_p=0.9, seed=8) != alone[1.5]

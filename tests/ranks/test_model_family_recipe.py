@@ -80,6 +80,7 @@ def test_a_plan_counts_a_new_family(tree: Path) -> None:
     assert "seed_oss" in python_in(tree, "-m", "raypp", "list-kinds", "model.kind")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_a_new_family_like_one_process(tree: Path) -> None:
     answer = json.loads(python_in(tree, "-m", "raypp", "parity", "job.yaml", "--steps", "2", "--json"))
     assert answer["bitwise"] and answer["compared"] >= 30, answer

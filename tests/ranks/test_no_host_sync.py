@@ -209,7 +209,7 @@ SLOW = {"bf16_pure", "8bit", "bf16_pure, 8bit", "lora", "lora, bf16_pure", "qlor
 
 
 @cache
-def results(slow: bool = False) -> dict[str, dict[str, int]]:
+def results(slow: bool) -> dict[str, dict[str, int]]:
     """Returns what `run_step` does for each case. Running it is the test that nothing waits."""
     cases = {name: case for name, case in CASES.items() if (name in SLOW) is slow}
     return {name: found for name, (found,) in zip(cases, run_in_turn(1, run_step, list(cases.values())), strict=True)}
@@ -240,11 +240,11 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) ->
 
 
 def test_backwards_in_two_halves_are_reduced_after_both() -> None:
-    assert set(results()["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
+    assert set(results(False)["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
 
 
 def test_sums_over_replicas_begin_when_the_last_gradient_has_left() -> None:
-    assert results()["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
+    assert results(False)["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
 
 
 def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def saved(root: Path) -> dict[str, bytes]:
     ("kind", "shape"),
     thinned(
         [*((kind, "bf16, fsdp") for kind in OPTIMIZERS), ("adamw", "fsdp"), ("adamw", "bf16, one process")],
-        {("sgd", "bf16, fsdp"), ("adamw", "fsdp"), ("adamw", "bf16, one process")},
+        {("sgd", "bf16, fsdp"), ("muon", "bf16, fsdp"), ("adamw", "fsdp"), ("adamw", "bf16, one process")},
     ),
 )
 def test_checkpoints_have_the_same_bytes_and_resume_with_and_without(kind: str, shape: str, tmp_path: Path) -> None:
