@@ -37,6 +37,16 @@ class DashboardError(RayppError):
         self.status = status
 
 
+def _cause(text: str) -> str:
+    """Returns the text of an error without the stack that Ray's dashboard sends with it."""
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return text
+    rest = [line for line in lines[frames[-1] + 1 :] if not line.startswith("    ")]
+    return "\n".join(rest) or lines[-1]
+
+
 @dataclass(frozen=True)
 class NodeResources:
     """Resources of one live node, as Ray counts them.
@@ -150,7 +160,8 @@ class Dashboard:
                         "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
                     )
                 ) from None
-            raise DashboardError(f"{self.url}{path} answered {error.code}: {text[-800:]}", status=error.code) from None
+            what = f"{self.url}{path} answered {error.code}: {_cause(text)[-800:]}"
+            raise DashboardError(what, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UnreachableError(

@@ -21,6 +21,7 @@ from raypp.clusters import local
 from raypp.clusters.find import Cluster, find_cluster
 from raypp.control import client
 from raypp.control.protocol import RELAYS_FROM_RANKS
+from raypp.errors import RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.spec.load import job_document, parse_job
@@ -66,9 +67,14 @@ class Started:
         end = time.monotonic() + _PATIENCE_S
         while not condition():
             if time.monotonic() > end:
-                log = self.cluster.dashboard.job_logs(self.submission_id)
-                pytest.fail(f"{what} did not come about; status {self.status()}; the job's log:\n{log[-3000:]}")
+                pytest.fail(f"{what} did not come about; status {self.status()}; the job's log:\n{self._log()}")
             time.sleep(0.1)
+
+    def _log(self) -> str:
+        try:
+            return self.cluster.dashboard.job_logs(self.submission_id)[-3000:]
+        except RayppError as error:  # the log is gone with the node that the driver ran on
+            return str(error)
 
     def wait_step(self, step: int) -> None:
         self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
@@ -125,12 +131,23 @@ class Started:
         self.wait(lambda: not self.living_actors(), "the end of every actor")
         self.wait(lambda: self.groups() <= {"REMOVED"}, "the end of the placement groups")
         pids = [actor["pid"] for actor in self.actors() if actor["pid"]]
-        self.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of every process")
+        self.wait(lambda: not _running(pids), f"the end of every process of {pids}")
 
     def actors(self) -> list[dict[str, Any]]:
         answer = self.cluster.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
         actors = answer["data"]["result"]["result"]
         return [actor for actor in actors if actor["name"].startswith(f"raypp/{self.name}")]
+
+
+def _running(pids: list[int]) -> list[int]:
+    """Returns the processes that have not ended. One whose parent was killed may stay a zombie: not
+    every container has a first process that reaps."""
+    running = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                running.append(pid)
+    return running
 
 
 StartRun = Callable[..., Started]

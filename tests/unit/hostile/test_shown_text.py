@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import shlex
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.cells import cell_len
 from raypp.cli import doctor_command, live, parity_command, run_commands
 from raypp.cli.console import Console
 from raypp.cli.main import run
-from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.dashboard import Dashboard, DashboardError
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import answer_in
@@ -197,6 +198,20 @@ def test_the_log_of_a_ray_job_is_shown(text: str, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert nasty.MARK in told
     assert nasty.faults(told.replace("FORGED", "")) == []
+
+
+def test_an_error_of_the_dashboard_is_shown_without_its_stack() -> None:
+    try:
+        raise ConnectionError("Cannot connect to host 10.0.0.7:43483\nno route")
+    except ConnectionError:
+        text = traceback.format_exc()
+    for answer in (text, "no such job\n  File is not there"):
+        with nasty.server(answer.encode(), status=500) as url, pytest.raises(DashboardError) as caught:
+            Dashboard(url).job_logs("a")
+        told = str(caught.value)
+        assert "Traceback" not in told and 'File "' not in told
+        said = answer.strip().splitlines()[-2:]
+        assert told.endswith(f"/logs answered 500: {said[0]}\n{said[1]}")
 
 
 def test_a_line_that_is_no_answer_is_passed_over() -> None:
