@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
 from typing import Any
 
@@ -47,6 +49,23 @@ def end_actor(actor: Any) -> None:
     """Ends an actor for good; one that has ended already is fine."""
     with contextlib.suppress(RayActorError, ValueError):
         ray.kill(actor, no_restart=True)
+
+
+def exit_if_ended() -> None:
+    """Ends this process if Ray no longer has its actor.
+
+    Ray 2.60 does not end the process of an actor that was being created when the head restarted
+    (github.com/ray-project/ray/issues/63763): to Ray it is dead, and it would keep its memory and
+    device.
+    """
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    if not name:
+        return
+    try:
+        ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        print("Ray no longer has this actor: its process exits", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(0)
 
 
 def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:

@@ -1,7 +1,8 @@
-"""Ends a process of a run that has lost its controller for too long."""
+"""Ends a process of a run that has lost its controller for too long, or whose actor has ended."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class OrphanWatch:
         interval_s: Seconds between two checks, at most a quarter of `timeout_s`.
         last_answer: Returns when the controller last answered something else (`time.monotonic`); a
             recent answer saves the check.
+        exit_if_ended: Called before each check; ends this process when its actor has ended.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class OrphanWatch:
         on_orphaned: Callable[[], None],
         interval_s: float = _INTERVAL_S,
         last_answer: Callable[[], float] = lambda: 0.0,
+        exit_if_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._ask = ask
         self._timeout_s = timeout_s
         self._on_orphaned = on_orphaned
         self._last_answer = last_answer
+        self._exit_if_ended = exit_if_ended
         self._interval_s = min(interval_s, timeout_s / 4)
         self._answered = time.monotonic()
         threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
@@ -51,6 +55,8 @@ class OrphanWatch:
     def _watch(self) -> None:
         while True:
             time.sleep(self._interval_s)
+            with contextlib.suppress(Exception):  # Ray may not answer
+                self._exit_if_ended()
             now = time.monotonic()
             self.answered(self._last_answer())
             if now - self._answered < self._interval_s:

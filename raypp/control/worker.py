@@ -20,6 +20,7 @@ import ray
 
 from raypp.control import process_evidence
 from raypp.control.classify import failure_of
+from raypp.control.cleanup import exit_if_ended
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
@@ -94,7 +95,12 @@ class Worker:
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
         self._orphan_watch = OrphanWatch(
-            self._find_controller, orphan_timeout_s, self._exit_as_orphan, ask_interval_s, self._last_answer
+            self._find_controller,
+            orphan_timeout_s,
+            self._exit_as_orphan,
+            ask_interval_s,
+            self._last_answer,
+            exit_if_ended,
         )
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor
+from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor, exit_if_ended
 from raypp.control.orphan import OrphanWatch, ask_interval_s
 from raypp.control.protocol import (
     NAMESPACE,
@@ -189,7 +189,7 @@ class Relay:
         self._queue = queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
         self._task: asyncio.Task[None] | None = None
         self._orphan_watch = OrphanWatch(
-            self._find_controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered
+            self._find_controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered, exit_if_ended
         )
 
     def __repr__(self) -> str:
