@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -33,6 +34,20 @@ for folder in ("e2e", "servers"):
 
 if TYPE_CHECKING:
     from laptop import Laptop, Run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # Of pytest-xdist, which waits for the process. To free torch and all tests takes it 6 s.
+        # What is registered first runs last.
+        atexit.register(os._exit, 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        gc.collect()
+        gc.freeze()  # pytest collects twice more
 
 
 def pytest_collection_finish() -> None:
