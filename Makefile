@@ -31,6 +31,8 @@ E2E := tests/e2e tests/chaos tests/hosts
 TESTS ?=
 # Processes of the tiers whose tests share nothing: one for each core. WORKERS=0: in pytest's own (for --pdb).
 WORKERS ?= logical
+# Some unit tests wait; one process more than there are cores computes meanwhile.
+UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))),$(WORKERS))
 # Clusters of test-ray that run side by side, each with whole files of tests.
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
@@ -77,7 +79,7 @@ test: test-unit test-ranks
 endif
 
 test-unit: venv
-	@$(PYTEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal $(UNIT)
+	@$(PYTEST) -n $(UNIT_WORKERS) --maxprocesses 8 --dist worksteal $(UNIT)
 
 # Whole files: their tests share what ranks have computed.
 test-ranks: venv

@@ -420,7 +420,8 @@ def _create_folders(path: Path) -> set[Path]:
         try:
             folder.mkdir(mode=0o700 if folder == path else 0o777)
         except FileExistsError:
-            if not folder.is_dir() and folder.exists():
+            # Looked at once: it may go and return at any time.
+            if not stat.S_ISDIR(folder.stat().st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder)) from None
     return new
 
