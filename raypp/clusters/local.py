@@ -23,7 +23,6 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.processes import OwnProcess
 from raypp.clusters.prometheus import find_prometheus, start_prometheus, wait_for_prometheus
 from raypp.clusters.ray_head import NODE_IP, SlowStartError, start_ray_head, wait_for_ray
 from raypp.clusters.seaweed import SeaweedServer
@@ -31,6 +30,7 @@ from raypp.clusters.user_folder import locked, private_directory, raypp_home, wr
 from raypp.environment import need
 from raypp.errors import RayppError, UnreachableError
 from raypp.memory.files import remove_dead
+from raypp.own_process import OwnProcess
 from raypp.ports import free_ports, held_port
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
@@ -200,22 +200,27 @@ def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
     head = start_ray_head(*settings)
     own = OwnProcess.of(head.pid)  # at once, so that a process that ends early can be identified
     storage: SeaweedServer | None = None
-    try:
-        storage = SeaweedServer.start(home / "s3", buckets=(BUCKET,), detached=True)
-        cluster = LocalCluster(
+
+    def cluster_with(s3: SeaweedServer) -> LocalCluster:
+        return LocalCluster(
             dashboard=f"http://127.0.0.1:{dashboard_port}",
             gcs=f"{NODE_IP}:{gcs_port}",
             num_cpus=num_cpus,
             ray=own,
-            s3=storage,
+            s3=s3,
             token_path=str(home / "token"),
             ray_dir=ray_dir,
             python=sys.executable,
             prometheus_port=prometheus_port,
         )
+
+    try:
         # Written before the servers answer, so that `down` also ends what an interrupted `up`
         # started.
-        _write_state(cluster)
+        storage = SeaweedServer.start(
+            home / "s3", buckets=(BUCKET,), detached=True, launched=lambda s3: _write_state(cluster_with(s3))
+        )
+        cluster = cluster_with(storage)
         try:
             wait_for_ray(cluster.client(), head, home / "ray.log")
         except SlowStartError:

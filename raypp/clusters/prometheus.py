@@ -11,8 +11,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from raypp.clusters.processes import OwnProcess
 from raypp.clusters.user_folder import private_directory, write_private
+from raypp.own_process import OwnProcess
 
 TARGETS = "prom_metrics_service_discovery.json"
 """The file in Ray's folder that names the metrics ports of all nodes."""

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from raypp.errors import Problem, RayppError, UnreachableError
+from raypp.own_process import OwnProcess
 from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
 from raypp.untrusted.documents import parse_json
@@ -42,7 +42,7 @@ class SeaweedServer:
         access_key: For AWS_ACCESS_KEY_ID.
         secret_key: For AWS_SECRET_ACCESS_KEY.
         pid: The server's process id.
-        started: When that process was created; distinguishes it from a later process with its pid.
+        started: When that process started (`OwnProcess`).
         ports: All ports that it listens on, on the endpoint's address.
         directory: Contains its data, `weed.log` and `s3.json` (the keys, mode 0600).
     """
@@ -67,6 +67,7 @@ class SeaweedServer:
         volume_mb: int = 1024,
         timeout_s: float = _START_S,
         host: str = "127.0.0.1",
+        launched: Callable[[SeaweedServer], None] = lambda server: None,
     ) -> SeaweedServer:
         """Starts a server on free ports and waits until an object can be written.
 
@@ -83,6 +84,7 @@ class SeaweedServer:
             timeout_s: Longest wait for the first response.
             host: The only address it listens on. Other machines can use it if they can reach that
                 address.
+            launched: Gets the server before it answers, and again if it is started again.
 
         Raises:
             UnreachableError: The program is not installed, or did not start; the message contains
@@ -100,11 +102,12 @@ class SeaweedServer:
                 access_key,
                 secret_key,
                 process.pid,
-                _created(process.pid),
+                OwnProcess.of(process.pid).started,
                 tuple(ports.values()),
                 str(directory),
             )
             try:
+                launched(server)
                 server._wait(process, timeout_s)
                 for bucket in buckets:
                     server.store(bucket).create_bucket()
@@ -143,7 +146,7 @@ class SeaweedServer:
 
     def running(self) -> bool:
         """Returns whether the server's process is alive."""
-        return self._process() is not None
+        return self._process().find() is not None
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Ends the server and waits until its process is gone; keeps its data. Idempotent.
@@ -152,29 +155,15 @@ class SeaweedServer:
             grace_s: Time between SIGTERM and SIGKILL. An orderly shutdown takes 15 s, because it
                 waits for idle connections; acknowledged writes survive a kill as well.
         """
-        process = self._process()
-        if process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-                try:
-                    process.wait(grace_s)
-                except psutil.TimeoutExpired:
-                    process.kill()
-                    process.wait(_STOP_S)
+        self._process().end(grace_s)
         # It leaves its local sockets behind.
         for port in self.ports:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _process(self) -> psutil.Process | None:
-        try:
-            process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE:
-                return None
-        except psutil.NoSuchProcess:
-            return None
-        return process
+    def _process(self) -> OwnProcess:
+        return OwnProcess(self.pid, self.started)
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
         """Waits until a small object can be written; the first write makes volumes grow."""
@@ -276,13 +265,6 @@ def _launch(
     finally:
         os.close(descriptor)
     return process, ports
-
-
-def _created(pid: int) -> float:
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
-        return 0.0
 
 
 def _log_end(directory: Path, lines: int = 8) -> str:

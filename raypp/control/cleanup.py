@@ -64,6 +64,9 @@ def exit_if_ended() -> None:
     try:
         ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
+        # Ray says so after most errors of the head, too. A list is the head's answer, or an error.
+        if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
+            return
         print("Ray no longer has this actor: its process exits", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(0)
 

@@ -143,6 +143,9 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
                 if received is None:
                     continue
                 request, streams = received
+                if _has_gone(connection):
+                    _close(streams)
+                    raise ValueError("its client has gone")
                 of_ray = of_ray or _import_ray(request.environment)
                 if _of_ray(request.environment) != of_ray:
                     _close(streams)
@@ -151,7 +154,13 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
                 print(f"refused a request: {error}", file=sys.stderr, flush=True)  # noqa: T201
                 continue
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the worker is counted
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+                _close(streams)
+                print(f"cannot start a process: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                continue
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -202,6 +211,15 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     except BaseException:
         _close(streams)
         raise
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Returns whether a client that waits for its answer no longer does."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
 
 
 def _close(streams: list[int]) -> None:

@@ -29,6 +29,7 @@ from annotated_types import Ge, Le, Len, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import CheckpointError
+from raypp.own_process import OwnProcess
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
@@ -231,12 +232,15 @@ def tail_offset(data_size: int) -> int:
 
 
 def keeper() -> list[float]:
-    """Returns pid and start time of the parent process, which would start a successor."""
-    parent = os.getppid()
+    """Returns pid and start time of the process that would start a successor: the raylet under Ray,
+    else the parent. The parent of Ray's workers may be the fork server, which ends earlier."""
+    raylet = os.environ.get("RAY_RAYLET_PID", "")
+    pid = int(raylet) if raylet.isdigit() else os.getppid()
     try:
-        return [parent, psutil.Process(parent).create_time()]
-    except psutil.Error:
-        return [parent, 0.0]
+        process = OwnProcess.of(pid)
+    except ProcessLookupError:
+        return [pid, 0.0]
+    return [process.pid, process.started]
 
 
 def remove(path: Path) -> bool:
@@ -345,7 +349,6 @@ def _is_dead(path: Path) -> bool:
 def _lives(keeper_of: Any) -> bool:
     try:
         pid, started = keeper_of
-        process = psutil.Process(int(pid))
-        return bool(abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, OverflowError, TypeError):  # TypeError: it names none
+        return OwnProcess(int(pid), started).find() is not None
+    except (TypeError, ValueError):  # it names none
         return False

@@ -25,4 +25,4 @@ def test_a_device_that_is_full_at_the_same_step_again_ends_the_run_and_names_its
     failed = run.events("rank_failed")
     assert {event.details["kind"] for event in failed if event.rank == 1} == {"device_out_of_memory"}
     assert {event.details["kind"] for event in failed if event.rank != 1} <= {"lost_peer"}
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank")

@@ -151,11 +151,11 @@ def _first(run: Run, kind: str, attempt: int) -> float:
 
 def _assert_nothing_orphaned(run: Run) -> None:
     laptop = run.laptop
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
-    assert wait_for(lambda: f"raypp/{run.name}" not in laptop.actors(), "the end of the controller", 15)
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank")
+    assert wait_for(lambda: f"raypp/{run.name}" not in laptop.actors(), "the end of the controller")
     groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
     assert {group["state"] for group in groups if group["name"] == f"raypp/{run.name}"} <= {"REMOVED"}
-    assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(f"raypp/{run.name}/")], "", 15)
+    assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(f"raypp/{run.name}/")], "")
 
 
 @pytest.mark.slow

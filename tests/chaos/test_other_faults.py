@@ -59,7 +59,7 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
     assert (status["state"], status["restarts"]) == ("FAILED", 1)
     assert re.search(told, status["error"]), status["error"]
     assert "Traceback" not in run.err
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank")
     text.write_bytes((laptop.directory / "words.txt").read_bytes())
     again = laptop.raypp("submit", str(laptop.directory / f"{name}.yaml"), "--resume", "--dry-run")
     assert again.code == 0, again  # no process lingers: the run can be resumed at once
@@ -81,7 +81,7 @@ def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Lapto
         assert numbers(run.history()[:STEPS]) == numbers(undisturbed.history())
         assert [row["step"] for row in run.history()] == list(range(1, steps + 1))
     assert_same_weights(second.weights(), undisturbed.weights())
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank")
 
 
 def test_ranks_train_on_without_their_controller_and_no_step_is_repeated_missing_or_told_twice(
@@ -103,4 +103,4 @@ def test_ranks_train_on_without_their_controller_and_no_step_is_repeated_missing
     committed = [event.step for event in run.events("committed")]
     assert committed == list(range(EVERY, STEPS + 1, EVERY))
     assert_same_weights(run.weights(), undisturbed.weights())
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank", 15)
+    assert wait_for(lambda: not laptop.workers(), "the end of every rank")

@@ -19,6 +19,7 @@ import pytest
 
 import raypp
 from raypp.control.fork_client import FOLDER, INTERPRETER, LOG, SOCKET
+from raypp.own_process import OwnProcess
 
 CLIENT = [sys.executable, "-I", "-S", str(Path(raypp.__file__).parent / "control" / "fork_client.py")]
 SCRIPT = """
@@ -131,6 +132,16 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
     assert [client.wait(WAIT_S) for client in clients] == [0, 0, 0]
 
 
+def test_snapshots_in_memory_are_kept_while_the_raylet_lives(node: Node) -> None:
+    """The server may end before the next attempt: it leaves without workers."""
+    (node.folder / "worker.py").write_text(
+        "import json, pathlib, sys; from raypp.memory.files import keeper\n"
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps({'keeper': keeper()}))"
+    )
+    pid, started = node.worker("first")["keeper"]
+    assert OwnProcess(pid, started) == OwnProcess.of(node.raylet.pid)
+
+
 def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
     """Ray ends a stopped job's driver with all of its descendants."""
     program = "import time; from raypp.control.fork_client import start_server; start_server(); time.sleep(600)"
@@ -173,6 +184,53 @@ def test_the_request_of_another_job_gets_an_interpreter_of_its_own(node: Node) -
     assert found["environment"]["RAY_JOB_ID"] == "02000000"
     assert "this worker imports torch itself" in found["errors"]
     assert "another job" in (node.folder / LOG).read_text()
+
+
+def test_no_worker_starts_for_a_client_that_ray_has_given_up(node: Node) -> None:
+    node.worker("first")
+    (server,) = node.servers()
+    server.suspend()
+    client = node.client("late")
+    until("the client waits for the answer", lambda: _waits_on_a_socket(client.pid))
+    client.kill()
+    client.wait()
+    server.resume()
+    assert node.worker("second")["imported"]
+    assert not (node.folder / "late").exists()
+    assert "its client has gone" in (node.folder / LOG).read_text()
+
+
+def _waits_on_a_socket(pid: int) -> bool:
+    return any(own.status == psutil.CONN_NONE for own in psutil.Process(pid).net_connections("unix")) and (
+        psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+    )
+
+
+def test_a_server_that_cannot_fork_goes_on_and_the_worker_imports_everything_itself(node: Node) -> None:
+    program = """
+import errno, os
+from raypp.control import fork_server
+fork, left = os.fork, [4]  # a client asks up to four times
+def failing():
+    if left[0]:
+        left[0] -= 1
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+    return fork()
+os.fork = failing
+fork_server.main()
+"""
+    (node.folder / FOLDER).mkdir(mode=0o700)
+    with (node.folder / LOG).open("w") as log:
+        server = subprocess.Popen([sys.executable, "-c", program], cwd=node.folder, stderr=log)
+    try:
+        until("a server listens", (node.folder / SOCKET).exists)
+        assert node.worker("first")["imported"] == []
+        assert "cannot start a process" in (node.folder / LOG).read_text()
+        later = node.worker("later", 300)
+        assert later["imported"] and psutil.Process(later["pid"]).ppid() == server.pid
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_garbage_and_silence_do_not_keep_a_server_from_its_work(node: Node) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from raypp.memory.files import SlotName, keeper, open_locked, peek, remove_dead, remove_run
 from raypp.memory.slot import Slot, encode_tail
+from raypp.own_process import OwnProcess
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 
@@ -47,10 +47,13 @@ def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_
     here = sealed(tmp_path)
     here.close()
     dead = Slot.create(tmp_path, SlotName("dead-run", "0123456789ab", 1, 0, "own", 0))
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    dead.begin(dead.name, {"keeper": [child.pid, time.time()]})
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    keeper_of_dead = OwnProcess.of(child.pid)
+    dead.begin(dead.name, {"keeper": [keeper_of_dead.pid, keeper_of_dead.started]})
     dead.close()
+    assert remove_dead(tmp_path) == []
+    child.kill()
+    child.wait()
     assert remove_dead(tmp_path) == [dead.path.name]
     os.utime(here.path, (0, 0))  # nothing has happened for more than an hour
     assert remove_dead(tmp_path) == [here.path.name]

@@ -29,7 +29,10 @@ def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dic
     """Returns a Ray CLI command, and the environment that makes it act on this cluster."""
     program = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
-    environment |= embedded.ray_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= embedded.ray_environment() | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a head may take long on a busy machine
+    }
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     return [sys.executable, "-c", program, *arguments], environment
 

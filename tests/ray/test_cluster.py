@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
+from tests.ray.conftest import running
 from tests.ray.extra_nodes import ExtraNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -121,3 +123,25 @@ def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_
         assert not frozen.is_running()
     finally:
         subprocess.run([*raypp, "down"], env=environment, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_killed_up_leaves_nothing_that_down_does_not_end(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY"))}
+    environment["RAYPP_HOME"] = str(tmp_path)
+    raypp = [sys.executable, "-m", "raypp", "local"]
+    up = subprocess.Popen([*raypp, "up"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started: list[psutil.Process] = []
+    try:
+        state = tmp_path / "local" / "state.json"
+        while not state.exists() and up.poll() is None:
+            time.sleep(0.001)
+        started = psutil.Process(up.pid).children(recursive=True)
+        up.kill()  # the S3 server does not answer yet
+        assert up.wait() != 0
+        assert any(process.name() == "weed" for process in started)
+    finally:
+        down = [*raypp, "down"]
+        told = subprocess.run(down, env=environment, check=True, capture_output=True, timeout=120, text=True).stdout
+    assert "the embedded cluster is down" in told
+    assert not running([process.pid for process in started])

@@ -8,15 +8,16 @@ import signal
 
 import pytest
 
-from tests.ray.conftest import Started, StartRun
+from tests.ray.conftest import Started, StartRun, held_back
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 def _kill_controller(run: Started) -> None:
     # Not by a command: that starts a process on the cluster, and the run might end meanwhile.
-    (pid,) = (one["pid"] for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["state"] == "ALIVE")
-    os.kill(pid, signal.SIGKILL)
+    with held_back(run.pids()):
+        (pid,) = (one["pid"] for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["state"] == "ALIVE")
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

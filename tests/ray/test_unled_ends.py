@@ -16,7 +16,7 @@ from raypp.control.run_events import end_event
 from raypp.observe.recorder import RunRecorder
 from raypp.records import RunState, StepReport
 from raypp.storage import open_store
-from tests.ray.conftest import Started, StartRun
+from tests.ray.conftest import Started, StartRun, held_back
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -31,8 +31,9 @@ def _freeze_and_run_out(run: Started) -> int:
     """Freezes the controller after a few steps and waits until its ranks have taken all steps.
     Returns the controller's pid."""
     run.wait_step(3)
-    controller = _controller(run)
-    os.kill(controller, signal.SIGSTOP)
+    with held_back(run.pids()):  # the dashboard may take longer to answer than these steps
+        controller = _controller(run)
+        os.kill(controller, signal.SIGSTOP)
     run.wait((run.place / "over-1").exists, "the last step")
     assert run.status()["step"] < STEPS
     return controller

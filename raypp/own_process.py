@@ -1,4 +1,4 @@
-"""Processes that raypp started and must end, identified by pid and start time: pids are reused."""
+"""Processes that raypp must find again, identified by pid and start time: pids are reused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import psutil
 
 @dataclass(frozen=True)
 class OwnProcess:
-    """A process that raypp started.
+    """A process that raypp started, or that started raypp.
 
     Attributes:
         pid: Its process id.
-        started: When it started, in seconds since 1970; distinguishes it from a later process with
-            the same pid.
+        started: When it started, in seconds; distinguishes it from a later process with the same
+            pid. On Linux, from the start of the machine: counted from 1970, it would change with
+            each step of the clock.
     """
 
     pid: int
@@ -29,7 +30,7 @@ class OwnProcess:
             ProcessLookupError: There is none.
         """
         try:
-            return cls(pid, psutil.Process(pid).create_time())
+            return cls(pid, _started(psutil.Process(pid)))
         except psutil.NoSuchProcess:
             raise ProcessLookupError(f"no process {pid}") from None
 
@@ -37,7 +38,7 @@ class OwnProcess:
         """Returns the live process; None if it is gone, even if another process has its pid."""
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.started) > 0.5 or process.status() == psutil.STATUS_ZOMBIE:
+            if abs(_started(process) - self.started) > 0.5 or process.status() == psutil.STATUS_ZOMBIE:
                 return None
         except psutil.NoSuchProcess:
             return None
@@ -57,3 +58,8 @@ class OwnProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(stubborn, timeout=5)
+
+
+def _started(process: psutil.Process) -> float:
+    since_1970: float = process.create_time()
+    return since_1970 - psutil.boot_time() if psutil.LINUX else since_1970
