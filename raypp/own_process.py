@@ -61,5 +61,5 @@ class OwnProcess:
 
 
 def _started(process: psutil.Process) -> float:
-    since_1970: float = process.create_time()
-    return since_1970 - psutil.boot_time() if psutil.LINUX else since_1970
+    boot_time = psutil.boot_time() if psutil.LINUX else 0.0  # first: psutil before 7.1 remembers it
+    return float(process.create_time() - boot_time)

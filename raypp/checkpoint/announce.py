@@ -107,6 +107,8 @@ class StoreAnnouncements:
             while not self._store.check([key]):
                 if time.monotonic() > deadline or stopped():
                     silent = [other for other in ranks if not self._store.check([self._key(step, other)])]
+                    if not silent:
+                        continue  # the last one has just reported
                     raise TimeoutError(
                         f"ranks {silent} did not report in time that their part of step {step} is stored"
                     )

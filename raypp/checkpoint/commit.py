@@ -182,13 +182,7 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
         StaleAttemptError: A newer attempt has begun.
         AlreadyExists: This or a newer attempt has already committed the step.
     """
-    newest = newest_attempt(store, commit.run)
-    if newest > commit.attempt:
-        raise StaleAttemptError(
-            Problem(
-                commit_key(commit.run, commit.step), f"attempt {commit.attempt} is over: attempt {newest} has begun"
-            )
-        )
+    _check_newest(store, commit)
     key = commit_key(commit.run, commit.step)
     _check_records(commit, key)
     try:
@@ -199,8 +193,19 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
             return  # an earlier try succeeded, and its response was lost
         if there is not None and there.attempt >= commit.attempt:
             raise
+        _check_newest(store, commit)  # again: what is deleted here may be a newer attempt's by now
         store.delete([key])
         store.put(key, commit.to_bytes(), if_absent=True)
+
+
+def _check_newest(store: ObjectStore, commit: Commit) -> None:
+    newest = newest_attempt(store, commit.run)
+    if newest > commit.attempt:
+        raise StaleAttemptError(
+            Problem(
+                commit_key(commit.run, commit.step), f"attempt {commit.attempt} is over: attempt {newest} has begun"
+            )
+        )
 
 
 def read_commit(store: ObjectStore, run: str, step: int) -> Commit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -192,8 +192,9 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
         )
     files = []
     for file in sorted(set(map(Path, chosen))):
-        stat = file.stat()
-        files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
+        with suppress(FileNotFoundError):  # it has gone since it was found
+            stat = file.stat()
+            files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:
         raise DataError(
             Problem(place, f"no file{wanted} at {visible(path)} on this node", "use a path that exists on every node")

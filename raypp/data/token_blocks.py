@@ -84,9 +84,12 @@ class BlockCache:
     def _to_disk(self, folder: Path, key: tuple[str, int], data: bytes) -> None:
         name = folder / f"{key[0]}-{key[1]}"
         unfinished = folder / f".{name.name}-{secrets.token_hex(4)}"
-        with contextlib.suppress(OSError):  # a full disk only makes it slower
+        try:
             unfinished.write_bytes(data)
             unfinished.rename(name)
+        except OSError:  # a full disk only makes it slower
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
         self._written += len(data)
         if self._written >= min(_PRUNE_EVERY, self._most // 4):
             self._written = 0

@@ -53,6 +53,7 @@ _Crc = Annotated[int, Ge(0), Lt(1 << 32)]
 _Name = Annotated[str, Len(0, 128)]
 _Figure = Annotated[float, Ge(0), Lt(1e12)]
 _LOOKS = 5
+_READERS_S = 5.0
 _NAME = re.compile(
     r"raypp\.(?P<run>[a-z0-9][a-z0-9-]{0,39})\.(?P<life>[0-9a-f]{12})\.attempt-(?P<attempt>[0-9]{1,9})"
     r"\.rank-(?P<rank>[0-9]{1,7})\.(?P<kind>own|copy)-(?P<number>[0-9])\.(?:step-(?P<step>[0-9]{1,12})|writing)"
@@ -310,13 +311,18 @@ def _allocated(directory: Path, which: Callable[[SlotName], bool]) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Takes the lock if possible; waits briefly for a process that only reads the control block."""
-    for _ in range(_LOOKS):
-        try:
+    """Takes the lock if possible; waits for processes that only read the control block."""
+    end, looks = time.monotonic() + _READERS_S, 0
+    while looks < _LOOKS and time.monotonic() < end:
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
+        try:  # shared, it can be had beside readers, which end soon, but not beside an owner
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         except OSError:
-            time.sleep(0.005)
+            looks += 1
+        time.sleep(0.005)
     return False
 
 

@@ -176,9 +176,10 @@ class CopySender:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._socket is not None:
+        connection = self._socket  # the thread may drop it meanwhile
+        if connection is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5.0)
         return not self._thread.is_alive()
 
@@ -242,6 +243,8 @@ class CopySender:
         connection = socket.create_connection(self._partner, timeout=_CONNECT_S)
         self._socket = connection  # from here on `close` can shut it down
         try:
+            if self._closed:  # `close` has looked already
+                raise Abandoned
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, LOW_PRIORITY)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)

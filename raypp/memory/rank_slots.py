@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from dataclasses import dataclass, replace
@@ -148,15 +149,25 @@ class RankSlots:
         self._numbers[slot] = len(self._numbers)
         self.slots.append(slot)
 
+    def unlink(self) -> None:
+        """Removes the files' names; threads may still use their memory."""
+        for slot in self._all():
+            with contextlib.suppress(OSError):
+                slot.path.unlink()
+        self.forget_earlier()
+
     def close(self, *, delete: bool) -> None:
         """Releases the files, which no thread may still use; removes them with `delete`."""
         self._buffers.clear()
         self._layouts.clear()
-        for slot in [*self.slots, *(slot for slots in self._copies.values() for slot in slots)]:
+        for slot in self._all():
             slot.close(delete=delete)
         self.slots, self._copies = [], {}
         if delete:
             self.forget_earlier()
+
+    def _all(self) -> list[Slot]:
+        return [*self.slots, *(slot for slots in self._copies.values() for slot in slots)]
 
     @property
     def _blank(self) -> SlotName:

@@ -129,7 +129,8 @@ class MemoryTier:
         self._started = self._asked = self._ready = self._announced = False
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
-        self._superseded = self._fewer = False
+        self._superseded = self._fewer = self._closed = False
+        self._lock = threading.Lock()
         self._costs = SnapshotCosts()
         self._hook: Any = None
 
@@ -264,12 +265,15 @@ class MemoryTier:
             self._hook.remove()
             self._hook = None
         free = self._end_copies()
-        if self._started and self._worker.is_alive():
+        self._closed = True
+        if self._worker.is_alive():
             self._jobs.put(None)
             self._worker.join(_CLOSE_S)
             free = free and not self._worker.is_alive()
         if not free:
-            log.warning("a thread of the memory tier does not end: its files are kept")
+            log.warning("a thread of the memory tier does not end: its memory is freed with this process")
+            if delete:
+                self._slots.unlink()
             return
         self._costs.last = self._known = self._optimizer = None
         self._slots.close(delete=delete)
@@ -384,6 +388,8 @@ class MemoryTier:
             try:
                 job()
             except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; all ranks turn the tier off
+                if self._closed:
+                    return
                 self._fail(f"rank {self.seat.rank} could not keep its snapshot: {in_words(error)}", _OFF)
 
     def _prepare(self, size: int) -> None:
@@ -413,7 +419,8 @@ class MemoryTier:
         self._own_step = step
 
     def _fail(self, why: str, trouble: int) -> None:
-        self.trouble = max(self.trouble, trouble)
+        with self._lock:  # the training thread fails, too
+            self.trouble = max(self.trouble, trouble)
         self._report("memory_tier_off" if trouble >= _OFF else "memory_tier_reduced", why)
 
     def _report(self, kind: str, message: str, **details: Any) -> None:

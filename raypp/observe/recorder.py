@@ -208,14 +208,14 @@ class RunRecorder:
     def _write_status(self, *, at_once: bool) -> None:
         with self._changed:
             status = self._status
-        now, before = time.time(), self._status_written
+        now, before = time.monotonic(), self._status_written
         if status is None:
             return
         if before is not None and before.state == status.state:
             due_s = HEARTBEAT_S if status == before else min(HEARTBEAT_S, _STATUS_S_PER_RANK * len(status.ranks))
             if now - self._status_written_at < due_s and not (at_once and status != before):
                 return
-        self._store.put(f"{self._run}/status.json", document(status.stamped(now).as_dict()))
+        self._store.put(f"{self._run}/status.json", document(status.stamped(time.time()).as_dict()))
         self._status_written = status
         self._status_written_at = now
 

@@ -167,11 +167,12 @@ class FolderCopy:
             for path in sorted(self._folder.rglob("*")):
                 if path.is_symlink() or not path.is_file():
                     continue
-                facts, name = path.stat(), path.relative_to(self._folder).as_posix()
-                seen = (facts.st_size, facts.st_mtime_ns)
-                if self._copied.get(name) != seen:
-                    self._store.put(f"{self._prefix}/{name}", path.read_bytes())
-                    self._copied[name] = seen
+                with contextlib.suppress(FileNotFoundError):  # the library has removed it meanwhile
+                    facts, name = path.stat(), path.relative_to(self._folder).as_posix()
+                    seen = (facts.st_size, facts.st_mtime_ns)
+                    if self._copied.get(name) != seen:
+                        self._store.put(f"{self._prefix}/{name}", path.read_bytes())
+                        self._copied[name] = seen
 
 
 def identity(store: ObjectStore, run: str) -> str:

@@ -50,6 +50,7 @@ class Trackers:
         self._job, self._tell = job, tell
         self._patience_s, self._waiting = patience_s, waiting
         self._feeds: list[_Feed] | None = None
+        self._lock = threading.RLock()
 
     def step(self, report: StepReport) -> None:
         """Takes a finished step. A step that is not newer than the last one rewinds the run."""
@@ -75,11 +76,13 @@ class Trackers:
             feed.wait(max(0.0, end - time.monotonic()), timeout_s)
 
     def _give(self, line: bytes) -> None:
-        if self._feeds is None:
-            self._feeds = []  # first: what follows tells events, which come back here
-            self._feeds = [self._feed(tracker) for tracker in self._job.observe.trackers]
+        with self._lock:
+            if self._feeds is None:
+                self._feeds = []  # first: what follows tells events, which come back here
+                self._feeds = [self._feed(tracker) for tracker in self._job.observe.trackers]
+            feeds = self._feeds
         if line:
-            for feed in self._feeds:
+            for feed in feeds:
                 feed.give(line)
 
     def _feed(self, tracker: TrackerOptions) -> _Feed:

@@ -202,8 +202,9 @@ class DirectoryStore:
         )
 
     def probe(self) -> None:
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "use a directory"))
+        with contextlib.suppress(OSError):  # looked at once; writing tells the rest
+            if not stat.S_ISDIR(self.root.stat().st_mode):
+                raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "use a directory"))
         probe_by_writing(self)
         self._remove_stale()
 
@@ -333,8 +334,9 @@ class DirectoryStore:
             finally:
                 here.unlink(missing_ok=True)
             for path in self._temporary().iterdir():
-                if path.lstat().st_mtime < oldest:
-                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # its writer may rename it at any time
+                    if path.lstat().st_mtime < oldest:
+                        path.unlink()
 
     def _failure(self, error: OSError, key: str) -> StoreError:
         place = f"{self.url}/{key}"

@@ -139,6 +139,28 @@ def test_an_attempt_that_came_back_from_the_dead_cannot_commit(store: DirectoryS
     assert steps(store) == [10]
 
 
+def test_an_attempt_that_stalls_before_an_older_commit_leaves_a_newer_attempts_commit(tmp_path: Path) -> None:
+    class Stalls(DirectoryStore):
+        """A newer attempt begins and commits the step while this one has just read the commit."""
+
+        def get(self, key: str, first: int = 0, most: int | None = None) -> bytes:
+            found = super().get(key, first, most)
+            if key == commit_key(RUN, 20):
+                claim_attempt(store, RUN, 3)
+                store.delete([key])
+                write_commit(store, commit_of(20, 3, put_objects(store, 20, 3)))
+            return found
+
+    store, stalls = DirectoryStore(tmp_path), Stalls(tmp_path)
+    claim_attempt(store, RUN, 1)
+    save(store, 20)
+    claim_attempt(store, RUN, 2)
+    late = commit_of(20, 2, put_objects(store, 20, 2))
+    with pytest.raises(StaleAttemptError, match="attempt 2 is over: attempt 3 has begun"):
+        write_commit(stalls, late)
+    assert read_commit(store, RUN, 20).attempt == 3
+
+
 def test_an_attempt_cannot_commit_objects_of_another(store: DirectoryStore) -> None:
     records = put_objects(store, 20, 1)
     with pytest.raises(CheckpointError, match="is not an object of attempt 2"):

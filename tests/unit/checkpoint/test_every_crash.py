@@ -104,7 +104,7 @@ class Shared:
         talk = self._talk
         with talk.news:
             while True:
-                ended = {rank for rank, thread in talk.threads.items() if not thread.is_alive()}
+                ended = {rank for rank, thread in list(talk.threads.items()) if not thread.is_alive()}
                 missing = [rank for rank in ranks if (step, rank) not in talk.said]
                 if not missing:
                     return {rank: talk.said[step, rank] for rank in ranks}

@@ -76,7 +76,7 @@ def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save
     saving.save(2, [stage], optimizer, {})  # would wait for ever if it waited for the copy
     assert not held_copies.is_set()
     train(stage, optimizer, 1)
-    assert saving.last_stall_s > 0.9 * COPY_S, "the time that the update waits counts as a stall"
+    assert saving.last_stall_s > 0.5 * COPY_S, "the time that the update waits counts as a stall"
     assert saving.wait() == 2
     after = gather_state([stage], optimizer)
     assert any(not torch.equal(before[name], after[name].tensor) for name in before)
@@ -90,7 +90,7 @@ def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save
     assert same_state(stage, fresh, optimizer, fresh_optimizer), "the held-up run goes on like the resumed one"
 
 
-def test_without_the_hook_the_slow_copy_would_have_been_torn(slow_copies: None) -> None:
+def test_without_the_hook_the_slow_copy_would_have_been_torn(held_copies: threading.Event) -> None:
     stage = model()
     optimizer, buffer = adamw(stage), SnapshotBuffer()
     train(stage, optimizer, 1)
@@ -98,6 +98,7 @@ def test_without_the_hook_the_slow_copy_would_have_been_torn(slow_copies: None) 
     before = {name: part.tensor.clone() for name, part in slices.items()}
     snapshot = buffer.take(slices.values())
     train(stage, optimizer, 1)  # without a call of `before_update`
+    held_copies.set()
     data = snapshot.data()
     entries = {entry.name: entry for entry in snapshot.entries}
     copied = {

@@ -147,11 +147,17 @@ def test_the_thread_is_never_more_than_two_steps_ahead() -> None:
             yield number
 
     prefetch = Prefetch(items(), 2)  # type: ignore[arg-type, var-annotated]
-    time.sleep(0.1)
-    assert len(made_items) == 2
+
+    def ahead(count: int) -> None:
+        end = time.monotonic() + 10
+        while len(made_items) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(made_items) == count
+
+    ahead(2)
     assert prefetch.take() == 0
-    time.sleep(0.1)
-    assert len(made_items) == 3
+    ahead(3)
     prefetch.close()
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from raypp.memory import tier as tier_module
 from raypp.memory.fetch import choose
 from raypp.memory.files import (
+    DIRECTORY_VARIABLE,
     LIMIT_VARIABLE,
     SlotName,
     keeper,
@@ -23,12 +28,23 @@ from raypp.memory.files import (
     room,
 )
 from raypp.memory.peer import CopyReceiver, CopySender, partner_of
+from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, encode_tail
-from raypp.memory.tier import SnapshotCosts
+from raypp.memory.tier import MemoryTier, SnapshotCosts
+from raypp.records import Coordinates, Event, Seat
 from raypp.storage.rate_limit import Pace
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
 SIZE = 100_000
+
+
+class Collected:
+    """A reporter that keeps the events."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.event = events.append
+
+    def phase(self, *_: Any) -> None: ...
 
 
 def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
@@ -87,6 +103,20 @@ def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path
     assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
 
 
+def test_a_slow_reader_does_not_own_a_file(tmp_path: Path) -> None:
+    """Each rank that starts on a node reads every control block, under a shared lock."""
+    slot = sealed(tmp_path)
+    path = slot.path
+    slot.close()
+    with path.open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        threading.Timer(0.3, fcntl.flock, (reader, fcntl.LOCK_UN)).start()
+        again = Slot.open(path, parse_name(path.name) or NAME)
+        assert again is not None
+        assert Slot.open(path, parse_name(path.name) or NAME) is None  # an owner is not waited for
+        again.close()
+
+
 def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:
     goal = tmp_path / "precious"
     goal.write_text("x")
@@ -116,6 +146,56 @@ def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, m
 )
 def test_the_partner_is_the_same_place_on_the_next_node(nodes: list[int], partners: list[int | None]) -> None:
     assert [partner_of(rank, nodes) for rank in range(len(nodes))] == partners
+
+
+def test_a_sender_that_is_closed_while_it_connects_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The partner's process hangs: its kernel accepts the connection."""
+    real, connects, closes = socket.create_connection, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> socket.socket:
+        connects.set()
+        assert closes.wait(10)
+        time.sleep(0.2)  # until `close` has looked for a connection
+        return real(*arguments, **options)
+
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        monkeypatch.setattr(socket, "create_connection", slowly)
+        sender = CopySender(0, hangs.getsockname(), b"secret")
+        slot = sealed(tmp_path)
+        sender.offer(slot)
+        assert connects.wait(10)
+        closes.set()
+        assert sender.close(), "its thread still uses the snapshot"
+        slot.close()
+
+
+def test_a_tier_whose_thread_does_not_end_leaves_no_file_of_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(tier_module, "_CLOSE_S", 0.1)
+    seat = Seat("a-run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
+    events: list[Event] = []
+    tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16), seat, 1, Collected(events))
+    tier.start([0], [None], 0, None, torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1), -1)
+    goes_on, busy, done = threading.Event(), threading.Event(), threading.Event()
+
+    def long_job() -> None:
+        tier._prepare(SIZE)
+        busy.set()
+        assert goes_on.wait(60)
+        done.set()
+        raise OSError("its file is gone")
+
+    tier._jobs.put(long_job)
+    assert busy.wait(60) and list(tmp_path.iterdir())
+    tier.leave(None, None, None)
+    assert not list(tmp_path.iterdir())
+    goes_on.set()
+    tier._worker.join(60)
+    assert done.is_set() and [event.kind for event in events if event.kind == "memory_tier_off"] == []
 
 
 def test_the_newest_step_that_every_rank_has_is_chosen() -> None:

@@ -1,10 +1,12 @@
 """The recorder: nothing is lost and nothing raises, whatever the store does."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
+from raypp.observe import recorder as recorder_module
 from raypp.observe.append_log import PartWriter
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
@@ -54,6 +56,17 @@ def test_an_event_does_not_wait_for_the_interval(store):
     with RunRecorder(store, "r", "a1", interval_s=60) as recorder:
         recorder.event(Event("rank_failed", "rank 3 died"))
         wait_until(lambda: RunReader(store, "r").events(), 5)
+
+
+def test_the_heartbeat_goes_on_when_the_clock_is_set_back(store, monkeypatch):
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_S", 0.1)
+    with RunRecorder(store, "r", "a1", interval_s=0.02) as recorder:
+        recorder.status(RunStatus("r", RunState.RUNNING, step=1))
+        wait_until(lambda: store.head("r/status.json") is not None)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        before = json.loads(store.get("r/status.json"))
+        wait_until(lambda: json.loads(store.get("r/status.json")) != before)
 
 
 def test_a_change_of_state_does_not_wait_for_the_interval(store):

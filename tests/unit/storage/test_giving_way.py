@@ -120,9 +120,18 @@ def test_pieces_wait_for_the_end_of_a_message() -> None:
     """The bytes that leave while a message is under way are less than those of the limit."""
     with connection() as (sender, receiver):
         sent = send_unread(sender)
-        pace = Pace(4e6, gives_way=OtherTraffic(elsewhere).is_under_way)
-        threading.Timer(0.05, read, (receiver, sent)).start()
+        traffic = OtherTraffic(elsewhere)
+        reading = threading.Timer(0.05, read, (receiver, sent))
+
+        def gives_way() -> bool:
+            under_way = traffic.is_under_way()
+            if under_way and not reading.is_alive() and reading.ident is None:
+                reading.start()
+            return under_way
+
+        pace = Pace(4e6, gives_way=gives_way)
         take_all(pace, 400_000)
+        reading.join()
         assert pace.yielded_s > 0
 
 
