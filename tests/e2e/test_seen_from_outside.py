@@ -117,6 +117,7 @@ def test_prometheus_that_was_killed_is_started_again_by_up_and_the_cluster_goes_
     laptop: Laptop, run: Run, tmp_path: Path
 ) -> None:
     url = prometheus(laptop)
+    wait_for(lambda: series(url, 'ray_raypp_step{run="seen"}'), "a sample that is stored before it is killed")
     state = laptop.directory / "home/local/state.json"
     killed = psutil.Process(json.loads(state.read_text())["prometheus"]["pid"])
     killed.kill()
@@ -127,5 +128,5 @@ def test_prometheus_that_was_killed_is_started_again_by_up_and_the_cluster_goes_
     assert answer.code == 0 and "Prometheus     not installed" in answer.out
     answer = laptop.raypp("local", "up")
     assert answer.code == 0 and f"Prometheus     {url}" in answer.out
-    assert series(url, 'ray_raypp_step{run="seen"}'), "what was stored before it was killed"
+    assert series(url, 'ray_raypp_step{run="seen"}'), "what was stored before it was killed is gone"
     assert wait_for(lambda: ask(url, "query", query='ray_raypp_step{run="seen"}')["result"], "new values")
