@@ -11,6 +11,8 @@ from raypp.spec.families import family_of
 from raypp.spec.job import Job
 
 _FP32 = 4
+_LARGE = 16 * 2**20
+"""Bytes from which glibc's heap finds holes for few blocks (`kept_by_heap`). Fitted."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,22 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     projection = model.vocab_size * model.hidden_size * (_FP32 + (compute if compute < _FP32 else 0))
     working = (3 if capped else 2) * _FP32 * chunk * model.vocab_size + projection
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=working)
+
+
+def kept_by_heap(job: Job, tokens: int) -> int:
+    """Returns the bytes of the loss's blocks that glibc's heap keeps beside those in use, on a CPU.
+
+    glibc asks its heap for 96 bytes more than an aligned block has, and what it does not use of
+    them goes to small objects. So a block that is freed leaves a hole which the next one of its
+    size does not fit, and large blocks are placed anew. Whole logits are counted once more: as
+    many bytes as one microbatch takes.
+
+    Args:
+        job: The job.
+        tokens: Tokens of a microbatch on one rank.
+    """
+    vocabulary = job.model.vocab_size
+    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * _FP32 <= _LARGE:
+        return 0
+    loss = loss_memory(job, tokens, "cpu")
+    return loss.kept + loss.forward + loss.backward

@@ -22,7 +22,7 @@ from raypp.planning.activations import (
 )
 from raypp.planning.choices import WireKind, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
-from raypp.planning.loss_memory import LossMemory, loss_memory
+from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
 from raypp.planning.quantised import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
@@ -151,6 +151,8 @@ def rank_memory(
     )
     peak = max(moments, key=lambda moment: moment.total)
     buffers = fsdp.flat + fsdp.buffers if actions else 0
+    if actions and len(cut) - 1 in stages and kind == "cpu":
+        buffers += kept_by_heap(job, microbatch_tokens(job))
     return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
 
 
@@ -419,9 +421,9 @@ def _runtime(job: Job, tensors: int, buffers: int, kind: Kind) -> int:
 
     Args:
         tensors: Bytes of the tensors at the peak.
-        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients.
-            They live outside the peak, but are larger than the holes that activations leave in
-            glibc's heap, so on a CPU they come on top.
+        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients,
+            and of large blocks of the loss (`kept_by_heap`). They live outside the peak, but find
+            no holes in glibc's heap, so on a CPU they come on top.
     """
     if kind == "cpu":
         return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
 from harness import run_in_turn, run_ranks
+from small_models import small_options
 from torch import Tensor
 from training import thinned
 
@@ -61,6 +62,11 @@ def document(
         "pipeline": {"microbatches": 2, **pipeline},
         "train": {"steps": 1, **train},
     }  # fmt: skip
+
+
+def of_family(kind: str, recompute: str = "none", **model: Any) -> dict[str, Any]:
+    options = small_options(kind, **model).model_dump(mode="json", exclude_none=True)
+    return {**document(2, {"fsdp": 2}, {}, activation_checkpointing=recompute), "model": options}
 
 
 class ReachedTheSums(Exception):
@@ -189,6 +195,10 @@ CASES = {
     "ulysses": (document(2, {"cp": 2, "cp_style": "ulysses"}, {}), 1),
     "interleaved": (document(4, PP_FSDP, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}), 2),
     "split": (document(4, PP_FSDP, {"schedule": "zbv", "stages_per_rank": 2}), 0),
+    # Norms over all heads, windows; norms and matrices with biases; part of a head is rotated.
+    "olmo3": (of_family("olmo3", sliding_window=9), 1),
+    "starcoder2": (of_family("starcoder2", "full", sliding_window=9), 1),
+    "stablelm": (of_family("stablelm"), 1),
     "offloaded": (document(2, {"fsdp": 2}, {}, optimizer={"offload": True}, activation_checkpointing="offload"), 1),
     "bf16, offloaded": (
         document(
@@ -205,7 +215,8 @@ CASES = {
 
 
 SLOW = {"bf16_pure", "8bit", "bf16_pure, 8bit", "lora", "lora, bf16_pure", "qlora, int8", "bf16", "offloaded"}
-"""The other cases have every feature of these."""
+SLOW |= {"starcoder2", "stablelm"}
+"""The other cases have every feature of these, but for the norms of these two families."""
 
 
 @cache
@@ -247,19 +258,21 @@ def test_sums_over_replicas_begin_when_the_last_gradient_has_left() -> None:
     assert results(False)["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
 
 
-def run_experts(rank: int, world: int, port: int, recompute: str) -> dict[str, Any]:
+def run_experts(rank: int, world: int, port: int, recompute: str, lora: dict[str, Any] | None) -> dict[str, Any]:
     """Runs a step of a model whose experts are all on this rank, by the grouped kernel."""
     # The kernel is chosen on CUDA only. This device stands for it.
     sys.modules[StackedExperts.__module__].can_group = lambda rows, gate: True  # type: ignore[attr-defined]
     job = document(2, {"fsdp": 2}, {}, precision="bf16", activation_checkpointing=recompute)
     job["model"] |= {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32}
+    job["model"]["lora"] = lora
     del job["model"]["ffn_size"]
     return run_step(rank, world, port, job, 1)
 
 
 def test_experts_never_wait_for_the_device_unless_they_are_spread_over_ranks() -> None:
-    for recompute, (found,) in zip(RECOMPUTE, run_in_turn(1, run_experts, [(r,) for r in RECOMPUTE]), strict=True):
-        assert found["reductions"] == {"0B1": 3}, recompute
+    cases = [*((recompute, None) for recompute in RECOMPUTE), ("full", {"rank": 8, "base": "int8"})]
+    for (recompute, lora), (found,) in zip(cases, run_in_turn(1, run_experts, cases), strict=True):
+        assert found["reductions"] == {"0B1": 2 if lora else 3}, (recompute, lora)
 
 
 def plant(what: Callable[[Tensor], Any]) -> Prepare:

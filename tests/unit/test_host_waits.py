@@ -12,6 +12,7 @@ FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
 _OF_TRAIN = (
     "adamw",
     "adamw_by_rows",
+    "bf16_weights",
     "evaluate",
     "muon",
     "nonfinite",
@@ -20,6 +21,7 @@ _OF_TRAIN = (
     "quantised_moments",
     "reduce",
     "router_losses",
+    "sample",
     "sgd",
     "step",
     "stochastic_rounding",
@@ -45,6 +47,7 @@ ALLOWED = {
     ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
     ("raypp.pipeline.next_token.next_tokens", "numpy"): _DECODE,
     ("raypp.pipeline.next_token.next_tokens", "tolist"): _DECODE,
+    ("raypp.train.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     (
         "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
