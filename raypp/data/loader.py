@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, Piece
 from raypp.data.mixture import MixtureOrder
-from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
+from raypp.data.packing import NO_LABEL, Row, RowPlan, make_row
 from raypp.data.prefetch import Prefetch
 from raypp.data.row_order import RowOrder, SingleOrder
 from raypp.data.source_files import find_files

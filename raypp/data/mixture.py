@@ -15,8 +15,8 @@ from fractions import Fraction
 from math import ceil, lcm
 from typing import Any
 
-from raypp.data.corpus import Corpus, joined
-from raypp.data.packing import Piece, RowPlan
+from raypp.data.corpus import Corpus, Piece, joined
+from raypp.data.packing import RowPlan
 from raypp.data.row_order import Cursor, rows_from
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem

@@ -14,22 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, Piece
 from raypp.data.random_order import permuted
 
 BLOCK = 4096
 NO_LABEL = -100
 PLAN_VERSION = 2
 """Changes if the same data would give other rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a document: `length` tokens from position `start` in the document."""
-
-    document: int
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, eq=False)
