@@ -1,4 +1,4 @@
-"""When `raypp submit` takes the name of a new run, and who gets it."""
+"""Which names and which steps `raypp submit` accepts, and when a new run takes its name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.errors import JobError, UnreachableError
-from raypp.spec.load import load_job
+from raypp.spec.load import job_document, load_job
 from raypp.storage.directory import DirectoryStore
 
 
@@ -68,3 +69,19 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
     with pytest.raises(UnreachableError):
         submit(lambda: None)
     assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(20, True), (19, False)])
+def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
+    tmp_path: Path, store: DirectoryStore, steps: int, fits: bool
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\ndata: {kind: synthetic}\n")
+    file = load_job(path, [f"train.steps={steps}"])
+    write_spec(store, "mine", job_document(file.job))
+    store.put(commit_key("mine", 20), b"")
+    if fits:
+        run_commands._check_name(file, store, resume=True)
+        return
+    with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
+        run_commands._check_name(file, store, resume=True)
