@@ -18,9 +18,9 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
     """Sets `key=value` overrides in a document, in order. The last one wins.
 
     Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`; an empty value is null), except for those that
-    begin with `*`, which are text such as `*.txt`: there is nothing an alias could name. Errors in an override
-    are added to the document's problems with the location `--set key=value`. Unknown keys are found
-    later, by the models.
+    begin with `*`, which are text such as `*.txt`: there is nothing an alias could name. Errors in
+    an override are added to the document's problems with the location `--set key=value`. Unknown
+    keys are found later, by the models.
     """
     settings = iter(overrides)
     for setting in islice(settings, OVERRIDES):
