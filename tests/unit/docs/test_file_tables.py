@@ -4,10 +4,11 @@ for."""
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
-from markdown_pages import REPOSITORY, prose
+from markdown_pages import REPOSITORY, blocks, prose
 
 PACKAGES = sorted(path.parent.name for path in (REPOSITORY / "raypp").glob("*/__init__.py"))
 ROW = re.compile(r"\| `([\w/]+\.py)` \| (.+) \|")
@@ -53,9 +54,16 @@ def test_the_page_on_architecture_lists_the_packages_and_the_files_that_stand_al
     assert sorted(table_of(page)) == sorted(alone)
 
 
-def test_the_index_of_decisions_lists_them_all_by_their_titles() -> None:
+def test_the_page_on_architecture_shows_the_layers_that_lint_imports_checks() -> None:
+    rules = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = (contract["layers"] for contract in rules["contracts"] if contract["type"] == "layers")
+    shown = [block.text.splitlines() for block in blocks(Path("docs/architecture.md"))]
+    assert [line.replace("raypp.", "") for line in layers] in shown
+
+
+def test_the_index_of_decisions_lists_them_all_by_their_titles_in_order() -> None:
     decisions = REPOSITORY / "docs/design"
     text = (decisions / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^- \[(.+)\]\((\d{4}-[\w-]+\.md)\)$", text, re.M)
     titles = {path.name: path.read_text(encoding="utf-8").splitlines()[0] for path in decisions.glob("[0-9]*.md")}
-    assert sorted((name, f"# {title}") for title, name in listed) == sorted(titles.items())
+    assert [(name, f"# {title}") for title, name in listed] == sorted(titles.items())
