@@ -66,11 +66,12 @@ class ScheduleKind(Kind):
         when its first rank turns to its next stage. Receives that are posted ahead take two.
         With several stages per rank, a rank is busy with its other stages while messages are under
         way: at most `lookahead` if it splits backwards. Otherwise what a round has more than one
-        microbatch per rank; a lookahead makes rounds longer.
+        microbatch per rank: rounds are longer with a lookahead, and where microbatches are no
+        multiple of the ranks.
         """
         if self.breadth_first:
             return max(0, microbatches // pp - 2)
-        if not lookahead or self.stages_per_rank[1] == 1:
+        if self.stages_per_rank[1] == 1:
             return 0
         if self.splits_backward:
             return lookahead

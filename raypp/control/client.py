@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +154,16 @@ def submit_run(
     cluster: Cluster,
     url: str,
     *,
+    before: Callable[[], None] = lambda: None,
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
 ) -> Submission:
     """Submits a checked job to the cluster as a Ray job; returns when it is accepted.
 
     Args:
-        job: Its spec must be in the store already.
+        job: Its spec must be in the store, unless `before` writes it.
         url: The store's absolute URL.
+        before: Called when only the submission itself is left to do.
         rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
     Raises:
@@ -194,6 +196,7 @@ def submit_run(
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
         "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's
     }
+    before()
     try:
         accepted = cluster.dashboard.submit_job(document)
     except DashboardError as error:
