@@ -127,7 +127,7 @@ def collectives(
 ) -> tuple[float, float]:
     """Returns the seconds of gathering weights and of summing gradients over shards.
 
-    Both for the slowest rank. The sums over replicas are in `planning.replica_sums`.
+    Both for the slowest rank. The sums over replicas are in `planning.replica_sum_costs`.
 
     It has so many parameters, of which so many are trained.
 
