@@ -200,7 +200,7 @@ def test_a_full_disk_below_the_home_is_told_with_its_path(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(JobError, match="RAYPP_HOME: cannot write .*/token: No space left") as caught:
+    with pytest.raises(JobError, match=r"RAYPP_HOME: cannot write .*/token: No space left") as caught:
         write_private(tmp_path / "token", "secret")
     assert "free some space" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
