@@ -91,6 +91,7 @@ class HostMemory:
         return [data[a:b].view(tensor.dtype).view(tensor.shape) for (a, b), tensor in zip(ends, tensors, strict=True)]
 
     def _bytes(self, size: int) -> Tensor:
+        """Allocates uint8 `[size]`, page-locked where CUDA is."""
         if not self._cuda:
             return torch.empty(size, dtype=torch.uint8)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
