@@ -72,7 +72,6 @@ class NodeFacts:
     pid: int
     interface: str
     device_index: int = 0
-    devices_on_node: int = 0
 
 
 @dataclass(frozen=True)

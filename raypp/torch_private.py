@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,7 @@ __all__ = [
     "register_fake_device",
     "restart_group_names",
     "set_local",
+    "set_operation_timeout",
     "stage_backward_input",
     "stage_backward_weight",
     "take_replica_sum",
@@ -315,6 +317,14 @@ def backends_on(device: torch.device) -> list[Any]:
         with contextlib.suppress(RuntimeError):  # a group without this device
             found.append(group._get_backend(device))
     return found
+
+
+def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
+    """Sets how long operations of a group's backend may take that begin from now on.
+
+    Uses `Backend._set_default_timeout`. Since 2.4.
+    """
+    backend._set_default_timeout(timeout)
 
 
 def restart_group_names() -> None:

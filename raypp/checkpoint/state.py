@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from raypp.parallel.replica_sums import Residuals
+from raypp.models.stage import holds_both_ends, tied_copies
+from raypp.parallel.replica_sums import Residuals, residuals_of
 from raypp.parallel.shard import zeros_beside
 from raypp.records import Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
@@ -243,14 +244,14 @@ def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Resid
         of the model also takes those of a tied weight's copy.
     """
     for stage in stages:
-        held: Residuals | None = getattr(stage, "replica_residuals", None)
+        held = residuals_of(stage)
         if held is None:
             continue
-        copies = getattr(stage, "tied_copies", ())
+        copies = tied_copies(stage)
         for name, value in held.parts.items():
             one, other = (f"{OPTIMIZER}{name}/{key}" for key in (RESIDUAL, RESIDUAL_OF_COPY))
             own = other if name in copies else one
-            starts = (one, other) if getattr(stage, "holds_both_ends", False) else (own,)
+            starts = (one, other) if holds_both_ends(stage) else (own,)
             yield f"{own}{held.replica}", value, held, starts
 
 
@@ -329,7 +330,7 @@ def _parameters(
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        left_out: frozenset[str] = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
+        left_out: frozenset[str] = frozenset() if copies else tied_copies(stage)
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if name not in left_out and parameter.requires_grad != frozen:
                 yield name, parameter

@@ -33,7 +33,7 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 @click.command("export")
 @click.argument("run")
-@click.argument("target", metavar="DIR_OR_S3")
+@click.argument("target", metavar="DIR_OR_URL")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
 @click.option(
     "--shard-gb",
@@ -101,7 +101,7 @@ def export_command(
 
 
 @click.command("import")
-@click.argument("source", metavar="HF_DIR_OR_S3")
+@click.argument("source", metavar="HF_DIR_OR_URL")
 @click.argument("job", metavar="JOB_OR_URL/NAME")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def import_command(source: str, job: str, as_json: bool) -> None:
@@ -178,4 +178,4 @@ def _check_empty(target: ObjectStore) -> None:
     for info in target.list():
         if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
             what = f"{target.url} already contains a model ({info.key})"
-            raise JobError(Problem("DIR_OR_S3", what, "use another place, or remove the model first"))
+            raise JobError(Problem("DIR_OR_URL", what, "use another place, or remove the model first"))

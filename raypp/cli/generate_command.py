@@ -95,11 +95,11 @@ def generate_command(
 ) -> None:
     """Continue prompts with a trained model, on this machine or on a cluster.
 
-    The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or S3 URL of a
-    Hugging Face model. The tokens are the same for every --mesh.
+    The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or store URL of
+    a Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
-    from raypp.cli.chat import converse
+    from raypp.cli.chat_session import converse
     from raypp.control.inference_client import use_on_cluster
     from raypp.inference.processes import Generators, NewToken
     from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, end_ids, read_prompts

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.curve import loss_curve
 from raypp.observe.json_lines import LogLine
+from raypp.observe.status import LOST
 from raypp.records import Coordinates, Event
 from raypp.untrusted.text import visible
 
@@ -173,7 +174,7 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
     for name in ("place", "node", "pid", "state"):
         table.add_column(name, no_wrap=name != "node", overflow="fold")
     for rank in status["ranks"]:
-        bad = rank["state"] in ("dead", "failed", "gone")
+        bad = rank["state"] in LOST
         table.add_row(
             str(rank["rank"]),
             rank_label(rank["coordinates"], status["mesh"]),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command("tokenize")
 @job_argument
-@click.option("--out", required=True, metavar="DIR_OR_S3", help="Folder or s3://bucket/prefix of the token shards.")
+@click.option("--out", required=True, metavar="DIR_OR_URL", help="Folder of the token shards, or its URL in a store.")
 @click.option("--processes", type=click.IntRange(1, 256), help="Processes that tokenise.  [default: one per CPU]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes: int | None, as_json: bool) -> None:

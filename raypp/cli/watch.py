@@ -14,7 +14,7 @@ from raypp.cli.find_run import present_status
 from raypp.cli.keys import single_keys
 from raypp.cli.screen_view import Records, screen_view
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import RayppError
+from raypp.errors import RayppError, in_words
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.storage import StoreError
@@ -151,7 +151,7 @@ class _Footer:
         except RayppError as error:
             self._say(f"{name}: {error.problems[0].what}", "red")
         except Exception as error:  # noqa: BLE001  the screen shows it and goes on
-            self._say(f"{name}: {type(error).__name__}: {error}", "red")
+            self._say(f"{name}: {in_words(error)}", "red")
 
     def _say(self, text: str, style: Any) -> None:
         self._said, self._said_at = (text, style), time.monotonic()

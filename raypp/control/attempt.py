@@ -289,7 +289,7 @@ class Attempt:
 
     def _silent_failure(self, rank: Rank, leave_s: float) -> RankFailure:
         death = cause_of_worker_death(rank, "", self.workers)
-        if death.kind.traits.node_lost or death.kind is FailureKind.PREEMPTED:
+        if death.kind.traits.node_lost or not death.kind.traits.counts:
             return rank.failure(death.kind, death.cause, death.details)
         cause = f"did not answer within {leave_s:.0f} s when asked to leave the attempt; its process was ended"
         return rank.failure(FailureKind.UNKNOWN, cause)

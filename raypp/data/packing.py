@@ -124,11 +124,6 @@ def pack_in_order(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
     return rows
 
 
-def fill_ratio(rows: Sequence[Sequence[Piece]], seq_len: int) -> float:
-    """Returns the tokens in the rows as a fraction of their capacity."""
-    return sum(piece.length for row in rows for piece in row) / (len(rows) * seq_len)
-
-
 def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
     """Reads the tokens and labels of a row from the corpus."""
     total = sum(piece.length for piece in pieces)

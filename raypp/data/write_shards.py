@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raypp.crc32 import crc32
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.faults import Faults
 from raypp.data.rows import RowEncoder
@@ -195,7 +195,7 @@ class _Shard:
 
 
 def _sums(data: memoryview) -> bytes:
-    sums = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    sums = [crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     return np.array(sums, dtype="<u4").tobytes()
 
 

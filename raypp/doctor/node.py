@@ -97,7 +97,7 @@ class NodeProbe:
             return dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
             last = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
-            return {"error": last[0] if last else f"{type(error).__name__}: {error}", "devices": []}
+            return {"error": last[0] if last else in_words(error), "devices": []}
 
     def data_problems(self, job: dict[str, Any]) -> list[list[str]]:
         """Returns what is wrong with a job's data, seen from this node: key, what and fix of each.

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from raypp.errors import CheckpointError
+from raypp.memory.copy_messages import LARGEST_FACTS, parse_facts
 from raypp.memory.files import LARGEST_DATA, SlotName, keeper, peek
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
-from raypp.memory.wire import LARGEST_FACTS, parse_facts
 
 _ARRIVED = 9
 """Slot number, in the file name, of a snapshot received from another node."""

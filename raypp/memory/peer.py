@@ -18,9 +18,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
+from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
-from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.storage.other_traffic import LOW_PRIORITY
 from raypp.storage.rate_limit import Abandoned, Pace
 from raypp.untrusted.sockets import Listener, introduce, receive

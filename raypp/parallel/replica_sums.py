@@ -80,6 +80,12 @@ class Residuals:
     parts: dict[str, DTensor]
 
 
+def residuals_of(stage: nn.Module) -> Residuals | None:
+    """Returns a stage's residuals of int8 sums; None if its sums are exact."""
+    held: Residuals | None = getattr(stage, "replica_residuals", None)
+    return held
+
+
 class ReplicaSums(SumsUnderWay):
     """The sums over replicas of one stage, in place of FSDP's all-reduce.
 
@@ -106,7 +112,7 @@ class ReplicaSums(SumsUnderWay):
     def allocate(self, stage: nn.Module) -> None:
         """Allocates the residuals of int8 sums, as zeros, once the weights have memory.
 
-        The stage then has them as `replica_residuals`, where checkpoints look for them.
+        `residuals_of` then finds them: they are part of a checkpoint.
         """
         if not self.int8:
             return

@@ -3,8 +3,8 @@
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
 of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
 schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute, for sums over replicas (`planning.replica_sums`), and for what is offloaded:
-a stage takes as long as the slower of the two.
+overlaps with compute, for sums over replicas (`planning.replica_sum_costs`), and for what is
+offloaded: a stage takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
-from raypp.planning.replica_sums import ReplicaSums, replica_sums
+from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     MOST_LISTED,

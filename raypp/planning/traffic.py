@@ -129,7 +129,7 @@ def collectives(
     """Returns the seconds of gathering weights and of summing gradients over shards.
 
     Both for the slowest rank, which has `parameters` parameters, `trained` of them trained. The
-    sums over replicas are in `planning.replica_sums`.
+    sums over replicas are in `planning.replica_sum_costs`.
 
     A ring over n ranks passes (n - 1) / n of the bytes through each link. The parts that ranks on
     CPUs send each other take as long (`parallel.late_sums`; counted at a network card).

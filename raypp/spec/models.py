@@ -97,7 +97,7 @@ class DecoderOptions(Section):
     init_std: float = Field(default=0.02, gt=0, le=limits.REAL)
     """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
-    """A directory or S3 URL with config.json and safetensors. Weights and sizes are read from it.
+    """A directory or store URL with config.json and safetensors. Weights and sizes are read there.
     """
     lora: LoraOptions | None = None
     """Train adapters only: {rank: 16, alpha: 32, targets: [q_proj]}. null: train all weights."""
