@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -94,11 +95,21 @@ def write(name: str, folder: Path) -> list[str]:
         try:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with (folder / path).open("xb") as file:
-                file.write(contents[path])
+                _fill(file, contents[path])
         except OSError as error:
             fix = "run raypp init in a directory that you can write to"
             raise JobError(Problem("", f"{path} cannot be written: {error.strerror}", fix)) from error
     return missing
+
+
+def _fill(file: BinaryIO, content: bytes) -> None:
+    """Writes a new file; removes it if the disk is full."""
+    try:
+        file.write(content)
+        file.flush()
+    except OSError:
+        Path(file.name).unlink()
+        raise
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -75,7 +75,8 @@ def list_command(as_json: bool) -> None:
     elif not places:
         echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
-        _console().print(runs_table(statuses, [place.url for place in places]))
+        console = _console()
+        console.print(runs_table(statuses, [place.url for place in places], console.width))
 
 
 @click.command("history")

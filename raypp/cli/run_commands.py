@@ -237,7 +237,11 @@ def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -
             store.delete([f"{job.name}/spec.json"])
         raise
     place = RunPlace(store.url, job.name, cluster.address, submission.submission_id, time.time())
-    known_runs.remember_run(place)
+    try:
+        known_runs.remember_run(place)
+    except JobError as error:  # the run has been accepted
+        what = error.problems[0].what
+        echo(f"warning: this machine does not remember the run: {what}; name it as {place.url}/{place.name}", err=True)
     return place, view
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,17 +13,18 @@ from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard, NodeResources
 from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, UnreachableError
 from raypp.spec.load import job_document, load_job
 from raypp.storage.directory import DirectoryStore
 
 
 class _AtUpload(Dashboard):
-    """A cluster at which something happens when the package arrives; it accepts no job."""
+    """A cluster at which something happens when the package arrives."""
 
-    def __init__(self, happens: Callable[[], None]) -> None:
+    def __init__(self, happens: Callable[[], None], accepts: bool) -> None:
         super().__init__("http://127.0.0.1:1")
-        self._happens = happens
+        self._happens, self._accepts = happens, accepts
 
     def nodes(self) -> list[NodeResources]:
         return []
@@ -31,6 +33,9 @@ class _AtUpload(Dashboard):
         self._happens()
         return f"gcs://{name}"
 
+    def submit_job(self, document: dict[str, Any]) -> str:
+        return str(document["submission_id"]) if self._accepts else super().submit_job(document)
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
@@ -38,13 +43,14 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 @pytest.fixture
-def submit(tmp_path: Path, store: DirectoryStore) -> Callable[[Callable[[], None]], None]:
+def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     path = tmp_path / "job.yaml"
     path.write_text("name: mine\ndata: {kind: synthetic}\n")
 
-    def start(at_upload: Callable[[], None]) -> None:
-        dashboard = _AtUpload(at_upload)
-        run_commands._submit(load_job(path), store, Cluster(dashboard.url, dashboard), resume=False)
+    def start(at_upload: Callable[[], None], accepts: bool = False) -> RunPlace:
+        dashboard = _AtUpload(at_upload, accepts)
+        place, _ = run_commands._submit(load_job(path), store, Cluster(dashboard.url, dashboard), resume=False)
+        return place
 
     return start
 
@@ -69,6 +75,18 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
     with pytest.raises(UnreachableError):
         submit(lambda: None)
     assert list(store.list("")) == []
+
+
+def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be_written(
+    submit, store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "file" / "home"))
+    assert submit(lambda: None, accepts=True).submission_id.startswith("raypp-mine-")
+    assert read_spec(store, "mine")["name"] == "mine"
+    said = capsys.readouterr().err
+    assert said.startswith("warning: this machine does not remember the run: cannot write")
+    assert said.endswith(f"name it as {store.url}/mine\n")
 
 
 @pytest.mark.parametrize(("steps", "fits"), [(20, True), (19, False)])

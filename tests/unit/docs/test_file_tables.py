@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from markdown_pages import REPOSITORY, blocks, prose
+from markdown_pages import REPOSITORY, prose
 
 PACKAGES = sorted(path.parent.name for path in (REPOSITORY / "raypp").glob("*/__init__.py"))
 ROW = re.compile(r"\| `([\w/]+\.py)` \| (.+) \|")
