@@ -1,7 +1,7 @@
 """The kinds of failure, and what each of them means for the process, the node and the run.
 
-No other file knows: code that decides asks a kind for its traits. Events, stores and printed output
-contain the text of a kind, so it never changes.
+Only this file knows it: code that decides asks a kind for its traits. Events, stores and printed
+output contain the text of a kind, so it never changes.
 """
 
 from __future__ import annotations

@@ -62,12 +62,13 @@ class ScheduleKind(Kind):
     def held_messages(self, pp: int, microbatches: int, lookahead: int = 0) -> int:
         """Returns how many messages each channel must hold if sends block until they are received.
 
-        Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
-        when its first rank turns to its next stage. Receives that are posted ahead take two.
-        With several stages per rank, a rank is busy with its other stages while messages are under
-        way: at most `lookahead` if it splits backwards. Otherwise what a round has more than one
-        microbatch per rank: rounds are longer with a lookahead, and where microbatches are no
-        multiple of the ranks.
+        Breadth first: when the first rank turns to its next stage, the microbatches are spread
+        evenly over the channels of the ring of ranks; receives that are posted ahead take two of
+        each channel's.
+        Otherwise messages wait if a rank has several stages, because it is busy with the others. If
+        it splits backwards, at most `lookahead` wait. If not, as many wait as a round has
+        microbatches beyond one per rank: rounds are longer with a lookahead, and where microbatches
+        are not a multiple of the ranks.
         """
         if self.breadth_first:
             return max(0, microbatches // pp - 2)

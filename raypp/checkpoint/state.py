@@ -2,7 +2,7 @@
 
 Names are the model's global names; the optimizer state of a parameter is `optim/<parameter>/<key>`.
 Names depend on neither the mesh nor the cut, so any other mesh finds its slices. Frozen parameters
-are no part of the state: every attempt loads them from where they came from.
+are not part of the state: every attempt loads them from where they came from.
 """
 
 from __future__ import annotations
@@ -239,8 +239,9 @@ def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Resid
     """Yields this rank's residuals of int8 gradient sums.
 
     Yields:
-        Name, values, all of the stage's, and what names of saved residuals of the same weight begin
-        with. A stage that holds both ends of the model also takes those of a tied weight's copy.
+        The name; the values `[...]`, sharded like the parameter; all residuals of the stage; and
+        what names of saved residuals of the same weight begin with. A stage that holds both ends
+        of the model also takes those of a tied weight's copy.
     """
     for stage in stages:
         held = residuals_of(stage)
@@ -289,7 +290,7 @@ def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinat
 
 
 def _writes(tensor: Tensor, place: Coordinates) -> bool:
-    """Returns whether this rank is the first of those that hold the same values."""
+    """Returns whether this rank is the first that holds these values of a tensor `[...]`."""
     axes: tuple[str, ...] = ()
     if isinstance(tensor, DTensor):
         here = tensor.device_mesh.get_coordinate()

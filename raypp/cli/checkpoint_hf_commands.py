@@ -42,8 +42,8 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
     show_default=True,
     help="Maximum size of one file, in GB.",
 )
-@click.option("--adapter", is_flag=True, help="Of a run with model.lora: write the adapters, as PEFT loads them.")
-@click.option("--merged", is_flag=True, help="Of a run with model.lora: write the whole model, adapters merged.")
+@click.option("--adapter", is_flag=True, help="For a run with model.lora: write the adapters in PEFT's format.")
+@click.option("--merged", is_flag=True, help="For a run with model.lora: write the whole model, with merged adapters.")
 @click.option(
     "--tokenizer",
     metavar="FILE",
@@ -165,7 +165,7 @@ def _check_form(commit: Commit, adapter: bool, merged: bool, dtype: str | None) 
     lora = saved_options(commit).lora
     if lora is None and (adapter or merged):
         flag = "--adapter" if adapter else "--merged"
-        raise JobError(Problem(flag, f"{commit.run} trained all weights, no adapters", f"leave out {flag}"))
+        raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))
     if lora is not None and adapter == merged:
         what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
         fix = "use --adapter for PEFT, or --merged for a whole model"

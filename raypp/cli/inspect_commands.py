@@ -121,7 +121,7 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     """Print the logs of all ranks of RUN as one stream.
 
     Each line is tagged with its rank's coordinates. Colours are left out; other control characters
-    are shown as \\x1b. A carriage return, as of a progress bar, begins a line.
+    are shown as \\x1b. A carriage return, as in a progress bar, begins a new line.
     """
     place, reader = find_run(run)
     cursor = Cursor()

@@ -156,7 +156,7 @@ class LiveView:
         step, steps = self._step(), self._status["steps"] if self._status else 0
         every = max(1, steps // _PLAIN_LINES)
         if step < self._shown_step:
-            self._shown_step = step  # a restart went back
+            self._shown_step = step  # a restart went back to an earlier step
         elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
             self._shown_step = step
             self._print(Text("  ".join(self._figures())))

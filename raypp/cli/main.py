@@ -42,7 +42,7 @@ COMMANDS = {
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
-    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise them once."),
+    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise it once."),
     "eval": (
         "raypp.cli.eval_command:eval_command",
         "Compute a model's loss on text, or run evaluation tasks.",

@@ -124,7 +124,7 @@ def stop_command(run: str, no_save: bool) -> None:
 
 
 def command_of(place: RunPlace) -> Callable[[str], str]:
-    """Returns a function that saves or stops a run, and says what came of it."""
+    """Returns a function that saves or stops a run and describes the result."""
     return lambda name: {"save": _save, "stop": _stop}[name](*_active(place, open_reader(place)))
 
 
@@ -152,7 +152,7 @@ def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool
 
 
 def _sides(versions: dict[str, str]) -> str:
-    """Says which versions meet: the cluster's, and this raypp's, whose code travels with a job."""
+    """Names the cluster's versions, and the version of raypp whose code travels with the job."""
     there = ", ".join(f"{name.capitalize()} {version}" for name, version in versions.items() if version)
     return f"the cluster has {there}; the code of raypp {raypp.__version__} travels with the job"
 

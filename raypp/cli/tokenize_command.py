@@ -37,8 +37,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     """Tokenise the data of JOB once, into shards that any run reads without copying them.
 
     Train on them with the `data:` section that it prints: the rows are the same. Each part of a
-    mixture gets a folder of its own below --out. If the command is killed, run it again: it goes
-    on.
+    mixture gets its own folder below --out. If the command is killed, run it again: it continues.
     """
     from raypp.data.shard_jobs import outputs_of, section_of_shards
 

@@ -27,7 +27,7 @@ _HELP = "s save   x stop   q leave (the run continues)"
 _HELP_WITHOUT_KEYS = "Ctrl-C leaves; the run continues"
 
 Command = Callable[[str], str]
-"""Carries out `save` or `stop` and returns what came of it; may take minutes and may raise."""
+"""Carries out `save` or `stop` and describes the result; may take minutes and may raise."""
 
 
 def watch(place: RunPlace, reader: RunReader, command: Command, console: Console) -> Records:
@@ -139,7 +139,7 @@ class _Footer:
         return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
     def _begin(self, name: str) -> None:
-        self._say(f"{name}: asked for; waiting for the run …", "cyan")
+        self._say(f"{name}: requested; waiting for the run …", "cyan")
         if name in self._threads and self._threads[name].is_alive():
             return
         self._threads[name] = threading.Thread(target=self._run_command, args=(name,), name=name, daemon=True)

@@ -212,7 +212,7 @@ class Attempt:
             cause = getattr(error, "cause", None)  # of an error that the process raised, rather than its end
             if isinstance(cause, RayppError):
                 return rank.failure(cause.failure_kind or FailureKind.USER_ERROR, str(cause))
-            if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: no failure of this attempt
+            if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: not a failure of this attempt
                 self._replace(rank)
                 return None
             return self._ends.died(rank, error)

@@ -300,7 +300,7 @@ class Leader:
                 case m.EndAttempt():
                     assert self._attempt is not None
                     if not command.keep:
-                        self.record.flush()  # the last reports of ranks are nowhere else once the ranks are gone
+                        self.record.flush()  # once the ranks are gone, their last reports exist nowhere else
                     suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
                     self._attempt.end(command.keep, suspects)
                 case m.SendRequests():

@@ -227,7 +227,7 @@ def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
 
 
 def _planner(job: Job) -> Callable[[Corpus, int], RowPlan]:
-    """Returns what makes the rows of documents, in an order by a seed."""
+    """Returns a function that plans the rows of documents in the order of a seed."""
     data = job.data
     return lambda corpus, seed: RowPlan(corpus, data.seq_len, data.packing, data.shuffle, seed)
 

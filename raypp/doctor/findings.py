@@ -166,8 +166,8 @@ def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
             severity = Severity.BREAKS if skew > SKEW_BREAKS_S else Severity.SLOWS
             what = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
             fix = (
-                "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests whose clock is "
-                "15 minutes off"
+                "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests from clocks "
+                "that are 15 minutes off"
             )
             yield _found(severity, what, fix)
 

@@ -242,7 +242,7 @@ def _drain(link: socket.socket, patience_s: float) -> tuple[int, float]:
     """Reads to the end; returns the bytes after the first read, and the seconds they took.
 
     Raises:
-        TimeoutError: The other side goes on for longer than `patience_s`.
+        TimeoutError: The other side sends for longer than `patience_s`.
     """
     buffer = bytearray(1 << 20)
     count = link.recv_into(buffer)

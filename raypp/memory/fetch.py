@@ -179,7 +179,8 @@ def _give(
 def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
     """Receives this rank's snapshot from another node into a file on this node.
 
-    Answers each part: the sender sends nothing in vain, and offers no refused snapshot again.
+    Answers each part, so that the sender sends nothing unneeded and does not offer a refused
+        snapshot again.
 
     Raises:
         ValueError: The holder no longer has an intact snapshot, or it arrived damaged.

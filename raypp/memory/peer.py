@@ -121,7 +121,7 @@ class CopyReceiver:
     def _take(self, connection: socket.socket, owner: int) -> None:
         """Receives one copy into its slot, checks it, seals it, and acknowledges it."""
         connection.settimeout(None)
-        first = connection.recv(1)  # the next snapshot may be long in coming
+        first = connection.recv(1)  # it may take long until the next snapshot arrives
         if not first:
             raise ConnectionResetError("the peer closed the connection")
         who = f"rank {owner}"

@@ -138,6 +138,7 @@ class ReplicaSums(SumsUnderWay):
         return start
 
     def _in_int8(self, flat: _Flat, gradient: Tensor) -> _UnderWay:
+        """Starts the int8 sum of a flat gradient `[N]`. Collective over the replicas."""
         if flat.residual is None or flat.residual.numel() != gradient.numel():
             expected = 0 if flat.residual is None else flat.residual.numel()
             raise RuntimeError(f"FSDP reduces {gradient.numel()} numbers, but there are residuals of {expected}")
@@ -167,6 +168,7 @@ class ReplicaSums(SumsUnderWay):
 
 
 def _exact(flat: _Flat, gradient: Tensor) -> _UnderWay:
+    """Starts the exact sum of a flat gradient `[N]`. Collective over the replicas."""
     work = dist.all_reduce(gradient, group=flat.group, async_op=True)
     assert work is not None
     return _UnderWay(work, gradient)

@@ -1,4 +1,4 @@
-"""What forwards keep for their backwards, and what a backward needs meanwhile, per token.
+"""What forwards keep for their backwards, and what a backward needs while it runs, per token.
 
 The counts are those of the tensors that autograd saves in the layers of `raypp/models`
 (`tests/unit/planning/test_activations.py` counts them in a real layer). The method is that of

@@ -78,8 +78,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
 
     reporter.phase("load")
     with start.part("load"):
-        # Before the ranks agree on what they load: none ends, and rank 0's server with it, before
-        # all have connected, even if no step is left.
+        # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its
+        # server with it, before all have connected, if no step is left.
         announcements = StoreAnnouncements(rank.rendezvous, seat.attempt)
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
         if injection is not None:

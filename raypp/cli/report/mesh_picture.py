@@ -1,4 +1,4 @@
-"""The mesh as a picture: stages from left to right, replicas below each other, links between."""
+"""The mesh as a picture: stages from left to right, replicas below each other, and their links."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_other_data_of_the_same_name_is_not_taken_for_its_own(
     (tmp_path / "data").mkdir()
     (tmp_path / "data/chat.jsonl").write_text("mine")
     assert run(["init", "chat.yaml"]) == 2
-    assert "data/chat.jsonl is already here with another content" in capsys.readouterr().err
+    assert "data/chat.jsonl is already here with different content" in capsys.readouterr().err
     assert here(tmp_path) == {"data/chat.jsonl": b"mine"}
 
 
