@@ -1,7 +1,7 @@
 """The script with which the raylet of the embedded cluster starts a worker that has a runtime
 environment.
 
-Ray's own script of this name imports Ray, which takes 0.65 s of CPU time, sets a few variables and
+Ray's own script of this name imports Ray, which takes 0.64 s of CPU time, sets a few variables and
 becomes the worker, which imports Ray again. This one does the same without Ray, and runs Ray's for
 what it does not know. The name is fixed: the raylet leaves the script out, by its name, where there
 is nothing to set up.
