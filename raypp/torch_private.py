@@ -185,7 +185,7 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
 
 @contextlib.contextmanager
 def integer_weights() -> Iterator[None]:
-    """Lets `fully_shard` take frozen parameters of integers within it.
+    """Lets `fully_shard` take frozen integer parameters while the context is active.
 
     `fsdp._fully_shard._fsdp_param.nn`: FSDP of torch 2.11 makes every sharded parameter there one
     that requires a gradient, which integers cannot, and corrects that in its next line. Later
@@ -309,7 +309,7 @@ foreach_mul_ = torch._foreach_mul_
 def backends_on(device: torch.device) -> list[Any]:
     """Returns the backends of all of this process's groups for a device.
 
-    They are there to be aborted, and NCCL's to be asked for errors (`get_error`, since 2.6). Uses
+    Callers abort them, and ask NCCL's for errors (`get_error`, since 2.6). Uses
     `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
     """
     found = []
@@ -349,7 +349,7 @@ copy_to = torch.ops.aten._to_copy.default
 
 
 def register_fake_device(name: str, module: Any) -> None:
-    """Makes `name` a device of this process, for ever; `module` is its `torch.<name>`.
+    """Makes `name` a device of this process, permanently; `module` is its `torch.<name>`.
 
     Also gives it the process group backend `fake_<name>`, which moves no data. Uses
     `utils.backend_registration._setup_privateuseone_for_python_backend`, since 2.10, and

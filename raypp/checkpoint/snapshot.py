@@ -177,6 +177,7 @@ class SnapshotBuffer:
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+        """Copies slices into views `[...]` of the buffer, in a thread unless they move."""
         for view, part in pairs:
             if part.moving:
                 view.copy_(part.tensor)
@@ -188,6 +189,10 @@ class SnapshotBuffer:
                 view.copy_(part.tensor)
 
     def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+        """Copies slices into views `[...]` of the buffer: the device's on a stream.
+
+        Slices in host memory are copied by a thread.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -219,6 +224,7 @@ class SnapshotBuffer:
         return self._own.allocate(size)
 
     def _sized(self, size: int, pinned: bool) -> Tensor:
+        """Returns uint8 `[size]` of the buffer, which grows if it is too small."""
         if self._memory is None or self._memory.numel() < size:
             self._memory = None
             self._memory = self._allocate(size, pinned)

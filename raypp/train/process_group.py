@@ -178,7 +178,8 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
 def _allow_descriptors() -> None:
     """Lets this process open as many files and connections as Ray lets its workers open.
 
-    gloo keeps the connections of strangers, and ends the process when it can accept no more.
+    gloo keeps connections from other programs open, and ends the process when it can accept no
+    more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
