@@ -92,8 +92,11 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
         ep: mesh.ep.
     """
     shape = tuple(getattr(sizes, axis) for axis in AXES)
-    override: dict[int | str, Any] | None = {"pp": _few_ctas()} if device_type == "cuda" else None
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=override)
+    if device_type == "cpu":
+        mesh = _cpu_mesh(shape)
+    else:
+        override: dict[int | str, Any] | None = {"pp": _few_ctas()} if device_type == "cuda" else None
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=override)
     place = mesh.get_coordinate()
     if place is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside a mesh of {shape}")
@@ -103,16 +106,38 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
         ranks = torch.arange(dist.get_world_size()).view(*shape[:2], -1)
         weights = DeviceMesh(device_type, ranks, mesh_dim_names=(*AXES[:2], FSDP_CP))
         lines = torch.arange(dist.get_world_size()).view(-1, sizes.cp).tolist()
-        context = mesh["cp"].get_group(), _second_group(lines, "cp_down")
+        context = mesh["cp"].get_group(), _own_group(lines, "cp_down")
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_second_group(columns, "pp_backward", _few_ctas() if device_type == "cuda" else None),
+        backward=_own_group(columns, "pp_backward", _few_ctas() if device_type == "cuda" else None),
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
     )
+
+
+def _cpu_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Returns the mesh. Its axes of size 1 share one group, of this rank alone.
+
+    torch creates a group for each of them, and each group of gloo has a thread that wakes up a
+    hundred times a second on the core that computes.
+    """
+    world = dist.get_world_size()
+    ranks, own = torch.arange(world).view(shape), dist.get_rank()
+    alone: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = []
+    for axis, (name, size) in enumerate(zip(AXES, shape, strict=True)):
+        if size == world:
+            assert dist.group.WORLD is not None
+            groups.append(dist.group.WORLD)
+        elif size > 1:
+            groups.append(_own_group(ranks.movedim(axis, -1).reshape(-1, size).tolist(), name))
+        else:
+            alone = alone or dist.new_group([own], use_local_synchronization=True, group_desc="alone")
+            groups.append(alone)
+    return DeviceMesh.from_group(groups, device_type="cpu", mesh=ranks, mesh_dim_names=AXES)
 
 
 def _few_ctas() -> Any:
@@ -122,8 +147,8 @@ def _few_ctas() -> Any:
     return options
 
 
-def _second_group(lines: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
-    """Creates a second group over each list of ranks and returns the one with this rank.
+def _own_group(lines: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
+    """Creates a group over each list of ranks and returns the one with this rank.
 
     Collective over the world: every rank creates all groups, in the same order.
 
